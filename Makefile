@@ -1,0 +1,33 @@
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test lint bench check clean
+
+demo: $(READY) ## a tour of one minute; pictures go to demo/
+	$(BIN)/regard demo --out demo
+
+test: $(READY) lint ## everything CI runs
+	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+lint: $(READY) ## formatting, lint, types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: $(READY) ## speed against named peers; results go to benchmarks/results/
+	$(BIN)/python benchmarks/run.py
+
+check: $(READY) ## every law on every mechanism
+	$(BIN)/regard check
+
+$(READY): requirements.lock pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	touch $(READY)
+
+clean:
+	rm -rf $(VENV) demo build

@@ -1,0 +1,136 @@
+"""The three verbs: attend, weights, explain."""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from regard.call import Call, Plan, choose, cleaned, plan, run_guarded, taint
+from regard.mask import Mask, MaskFunction, as_mask
+from regard.mechanism import Mechanism
+from regard.mechanisms.softmax import Softmax
+
+
+def attend(
+    q: Float[Tensor, "B H T K"],
+    k: Float[Tensor, "B G S K"],
+    v: Float[Tensor, "B G S V"],
+    mechanism: Mechanism = Softmax(),  # noqa: B008 - a frozen value
+    mask: Mask | MaskFunction | Tensor | None = None,
+    *,
+    bias: Float[Tensor, "..."] | None = None,
+    path: str | None = None,
+) -> Float[Tensor, "B H T V"]:
+    """Attention of queries to keys and values, on the fastest path there is, or on the one named by `path`.
+
+    A query with no visible key gets exactly 0. A NaN or infinity in a key or value reaches the queries that see it, as
+    NaN, and no others.
+
+    >>> import regard as rg, torch
+    >>> q, k, v = torch.randn(2, 8, 10, 16), torch.randn(2, 2, 12, 16), torch.randn(2, 2, 12, 4)
+    >>> rg.attend(q, k, v, rg.Softmax(), mask=rg.causal & rg.padding([12, 7])).shape
+    torch.Size([2, 8, 10, 4])
+    """
+    call = Call(_mechanism(mechanism), q, k, v, as_mask(mask), bias)
+    call.check()
+    return run_guarded(call, choose(call, path))
+
+
+def explain(
+    q: Float[Tensor, "B H T K"],
+    k: Float[Tensor, "B G S K"],
+    v: Float[Tensor, "B G S V"],
+    mechanism: Mechanism = Softmax(),  # noqa: B008 - a frozen value
+    mask: Mask | MaskFunction | Tensor | None = None,
+    *,
+    bias: Float[Tensor, "..."] | None = None,
+    path: str | None = None,
+) -> Plan:
+    """The path `attend` takes for the same arguments, why, and why not the others. Print it.
+
+    >>> import regard as rg, torch
+    >>> q = k = v = torch.randn(1, 2, 300, 16)
+    >>> rg.explain(q, k, v, rg.Quadratic(), rg.causal & rg.window(before=9)).notes
+    ('quadratic in the length: a window takes keys out again, which sums over keys cannot',)
+    """
+    call = Call(_mechanism(mechanism), q, k, v, as_mask(mask), bias)
+    call.check()
+    return plan(call, path)
+
+
+def weights(
+    q: Float[Tensor, "B H T K"],
+    k: Float[Tensor, "B G S K"],
+    mechanism: Mechanism = Softmax(),  # noqa: B008 - a frozen value
+    mask: Mask | MaskFunction | Tensor | None = None,
+    *,
+    bias: Float[Tensor, "..."] | None = None,
+    rows: Sequence[int] | None = None,
+    heads: Sequence[int] | None = None,
+) -> Float[Tensor, "..."]:
+    """The exact weights (B, H, T, S): `weights @ v` is the output of `attend`. Between channels for `Channel`.
+
+    `rows` and `heads` choose query rows and heads, in that order, and only those are computed. Negative ones count from
+    the end, so `rows=[-1]` is the newest token's.
+
+    >>> import regard as rg, torch
+    >>> q, k = torch.randn(1, 4, 6, 8), torch.randn(1, 2, 6, 8)
+    >>> w = rg.weights(q, k, rg.Quadratic(), mask=rg.causal)
+    >>> torch.allclose(w.sum(-1), torch.ones(1, 4, 6))
+    True
+    >>> torch.allclose(rg.weights(q, k, rg.Quadratic(), rg.causal, rows=[-1], heads=[2]), w[:, [2], -1:])
+    True
+    """
+    mechanism = _mechanism(mechanism)
+    call = Call(mechanism, q, k, k, as_mask(mask), bias)
+    call.check()
+    tainted = None if call.mask is None else taint(k, k)
+    k = cleaned(k, tainted)
+    chosen_rows, chosen_heads = _chosen("rows", rows, call.queries), _chosen("heads", heads, call.heads)
+    if not mechanism.by_pairs:
+        if rows is not None:
+            raise ValueError(f"rows: expected none, the weights of {mechanism!r} are between channels")
+        found = mechanism.weigh(q, k, _visible(call, chosen_rows)).to(q.dtype)
+        return found[:, chosen_heads]
+    size = (call.batch, len(chosen_heads), len(chosen_rows), call.keys)
+    if 0 in size:
+        return q.new_zeros(size) + q[..., :0].sum() + k[..., :0].sum()
+    visible = _visible(call, chosen_rows)
+    if visible is not None and visible.shape[1] > 1:
+        visible = visible[:, chosen_heads]
+    if bias is not None:
+        bias = bias.expand(call.batch, call.heads, call.queries, call.keys)[:, chosen_heads][:, :, chosen_rows]
+    # Every chosen query head brings its own key head, unless all are wanted and groups stay whole.
+    if heads is not None:
+        k = k[:, [head // (call.heads // call.groups) for head in chosen_heads]]
+    queries = q if heads is None else q[:, chosen_heads]
+    queries = queries if rows is None else queries[:, :, chosen_rows]
+    found = mechanism.weigh(queries, k, visible, bias).to(q.dtype)
+    if tainted is None:
+        return found
+    flags = tainted.repeat_interleave(call.heads // call.groups, dim=1)[:, chosen_heads, None]
+    seen = flags if visible is None else flags & visible
+    return found.masked_fill(seen.any(-1, keepdim=True), torch.nan)
+
+
+def _visible(call: Call, rows: list[int]) -> Tensor | None:
+    if call.mask is None:
+        return None
+    place = torch.tensor(rows, dtype=torch.long) + call.keys - call.queries
+    return call.mask.at(call.batch, call.heads, place, torch.arange(call.keys), call.q.device)
+
+
+def _chosen(name: str, wanted: Sequence[int] | None, size: int) -> list[int]:
+    if wanted is None:
+        return list(range(size))
+    chosen = [int(i) for i in wanted]
+    if any(not -size <= i < size for i in chosen):
+        raise ValueError(f"{name}: expected numbers from {-size} to {size - 1}, got {chosen}")
+    return [i % size for i in chosen]
+
+
+def _mechanism(mechanism: Mechanism) -> Mechanism:
+    if not isinstance(mechanism, Mechanism):
+        raise ValueError(f"mechanism: expected a mechanism like rg.Softmax(), got {mechanism!r}")
+    return mechanism

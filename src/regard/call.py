@@ -1,0 +1,221 @@
+"""One call of attention, checked once, and the choice of a path for it."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from regard.mask import Mask, Structure, reached, structure
+
+if TYPE_CHECKING:
+    from regard.mechanism import Mechanism
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """Queries (B, H, T, K), keys (B, G, S, K) and values (B, G, S, V), with what is to be done with them."""
+
+    mechanism: "Mechanism"
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Mask | None = None
+    bias: Tensor | None = None
+
+    @property
+    def batch(self) -> int:
+        return self.q.shape[0]
+
+    @property
+    def heads(self) -> int:
+        return self.q.shape[1]
+
+    @property
+    def groups(self) -> int:
+        return self.k.shape[1]
+
+    @property
+    def queries(self) -> int:
+        return self.q.shape[2]
+
+    @property
+    def keys(self) -> int:
+        return self.k.shape[2]
+
+    @property
+    def qk_length(self) -> int:
+        return self.q.shape[3]
+
+    @property
+    def value_length(self) -> int:
+        return self.v.shape[3]
+
+    @property
+    def empty(self) -> bool:
+        """Nothing to compute: no queries, or no keys to look at."""
+        return self.q.numel() == 0 or self.v.numel() == 0
+
+    @cached_property
+    def structure(self) -> Structure:
+        return structure(self.mask, self.queries, self.keys)
+
+    def check(self) -> None:
+        """Raise ValueError for what a user can get wrong, before any compute."""
+        for name, tensor in (("q", self.q), ("k", self.k), ("v", self.v)):
+            if not isinstance(tensor, Tensor):
+                raise ValueError(f"{name}: expected a tensor, got {type(tensor).__name__}")
+            if tensor.ndim != 4:
+                raise ValueError(f"{name}: expected 4 dimensions (B, H, T, K), got shape {tuple(tensor.shape)}")
+            if not tensor.dtype.is_floating_point:
+                raise ValueError(f"{name}: expected a floating-point dtype, got {tensor.dtype}")
+        for name, tensor in (("k", self.k), ("v", self.v)):
+            if tensor.dtype != self.q.dtype:
+                raise ValueError(f"{name}: expected q's dtype {self.q.dtype}, got {tensor.dtype}")
+            if tensor.device != self.q.device:
+                raise ValueError(f"{name}: expected q's device {self.q.device}, got {tensor.device}")
+            if tensor.shape[0] != self.batch:
+                raise ValueError(f"{name}: expected q's batch of {self.batch}, got shape {tuple(tensor.shape)}")
+        if self.v.shape[:3] != self.k.shape[:3]:
+            raise ValueError(
+                f"v: expected k's batch, heads and length {tuple(self.k.shape[:3])}, got {tuple(self.v.shape[:3])}"
+            )
+        if self.k.shape[3] != self.qk_length:
+            raise ValueError(f"k: expected q's qk_length of {self.qk_length}, got {self.k.shape[3]}")
+        if self.groups == 0 or self.heads % self.groups:
+            raise ValueError(
+                f"k: expected a number of heads that divides q's {self.heads}, got {self.groups} key/value heads"
+            )
+        if self.mask is not None:
+            self.mask.fits(self.batch, self.heads, self.queries, self.keys)
+        if self.bias is not None:
+            self._check_bias(self.bias)
+        if (reason := self.mechanism.refuses(self)) is not None:
+            raise ValueError(reason)
+
+    def _check_bias(self, bias: Tensor) -> None:
+        full = (self.batch, self.heads, self.queries, self.keys)
+        if not isinstance(bias, Tensor) or not bias.dtype.is_floating_point:
+            given = bias.dtype if isinstance(bias, Tensor) else type(bias).__name__
+            raise ValueError(f"bias: expected a floating-point tensor, got {given}; a bool tensor belongs in `mask`")
+        if bias.device != self.q.device:
+            raise ValueError(f"bias: expected q's device {self.q.device}, got {bias.device}")
+        try:
+            fits = torch.broadcast_shapes(bias.shape, full) == full
+        except RuntimeError:
+            fits = False
+        if not fits:
+            raise ValueError(f"bias: expected a shape broadcastable to (B, H, T, S) = {full}, got {tuple(bias.shape)}")
+
+
+@dataclass(frozen=True)
+class Path:
+    """One way to compute a mechanism."""
+
+    name: str
+    cannot: Callable[[Call], str | None]
+    """Why it cannot serve a call, None if it can: a pure function of shapes, dtype, device and mask."""
+    run: Callable[[Call], Tensor]
+    last_sees_all: bool = False
+    """Whether the last query meets every key that is computed with, so that a NaN among them shows in its output."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The path chosen for a call, why, and why not the others.
+
+    >>> import regard as rg, torch
+    >>> q = k = v = torch.randn(1, 2, 300, 16)
+    >>> print(rg.explain(q, k, v, rg.Quadratic(), rg.causal))
+    Quadratic(c=1.0) on q (1, 2, 300, 16), k (1, 2, 300, 16), v (1, 2, 300, 16), torch.float32, cpu
+    mask       causal
+    path       chunked    running sums in chunks of 256: time and memory linear in the length
+    not        blocks     can serve, but is not the first choice
+    not        reference  can serve, but is not the first choice
+    """
+
+    call: str
+    mask: str
+    path: str
+    reason: str
+    rejected: dict[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        lines = [self.call, f"mask       {self.mask}", f"path       {self.path:<10} {self.reason}"]
+        lines += [f"not        {name:<10} {why}" for name, why in self.rejected.items()]
+        lines += [f"note       {note}" for note in self.notes]
+        return "\n".join(lines)
+
+
+def choose(call: Call, name: str | None = None) -> Path:
+    """The first of the mechanism's paths that can serve the call, or the named one, which must."""
+    paths = call.mechanism.paths()
+    if name is None:
+        return next(path for path in paths if path.cannot(call) is None)
+    for path in paths:
+        if path.name == name:
+            if (why := path.cannot(call)) is not None:
+                raise ValueError(f"path: {name!r} cannot serve this call: {why}")
+            return path
+    raise ValueError(f"path: expected one of {[path.name for path in paths]} for {call.mechanism!r}, got {name!r}")
+
+
+def plan(call: Call, name: str | None = None) -> Plan:
+    """What `choose` chooses, in words."""
+    chosen = choose(call, name)
+    others = {path.name: path.cannot(call) for path in call.mechanism.paths() if path is not chosen}
+    shapes = ", ".join(f"{n} {tuple(t.shape)}" for n, t in (("q", call.q), ("k", call.k), ("v", call.v)))
+    return Plan(
+        call=f"{call.mechanism!r} on {shapes}, {call.q.dtype}, {call.q.device}",
+        mask=repr(call.mask) if call.mask is not None else "none",
+        path=chosen.name,
+        reason=(chosen.run.__doc__ or "").strip().split("\n")[0].rstrip(".") + (" (asked for)" if name else ""),
+        rejected={other: why or "can serve, but is not the first choice" for other, why in others.items()},
+        notes=call.mechanism.notes(call),
+    )
+
+
+def taint(k: Tensor, v: Tensor) -> Tensor | None:
+    """Which keys (B, G, S) carry a NaN or infinity, or whose value does; None if none do.
+
+    While tracing there is nothing to look at, so the answer is always a tensor.
+    """
+    if not torch.compiler.is_compiling() and math.isfinite((k.detach().sum() + v.detach().sum()).item()):
+        return None
+    tainted = ~(k.detach().isfinite().all(-1) & v.detach().isfinite().all(-1))
+    return tainted if torch.compiler.is_compiling() or bool(tainted.any()) else None
+
+
+def cleaned(tensor: Tensor, tainted: Tensor | None) -> Tensor:
+    """The tensor with zeros where it is tainted."""
+    return tensor if tainted is None else tensor.masked_fill(tainted[..., None], 0)
+
+
+def poisoned(out: Tensor, mask: Mask | None, tainted: Tensor | None) -> Tensor:
+    """NaN for exactly the queries that see a tainted key: no masked NaN leaks, and no visible one is hidden."""
+    if tainted is None:
+        return out
+    return out.masked_fill(reached(mask, tainted, out.shape[1], out.shape[2])[..., None], math.nan)
+
+
+def run_guarded(call: Call, path: Path) -> Tensor:
+    """Run a path so that NaN and infinity in masked places reach nothing, forward or backward."""
+    if call.empty:
+        shape = (call.batch, call.heads, call.queries, call.value_length)
+        # Sums over nothing: exactly 0 whatever the inputs hold, and still part of the graph.
+        return call.q.new_zeros(shape) + sum(t[..., :0].sum() for t in (call.q, call.k, call.v))
+    if call.structure == Structure():
+        return path.run(call)
+    if path.last_sees_all and not torch.compiler.is_compiling() and not torch.is_grad_enabled():
+        out = path.run(call)
+        if math.isfinite(out[:, :, -1].sum().item()):
+            return out
+    tainted = taint(call.k, call.v)
+    if tainted is None:
+        return path.run(call)
+    clean = Call(call.mechanism, call.q, cleaned(call.k, tainted), cleaned(call.v, tainted), call.mask, call.bias)
+    return poisoned(path.run(clean), call.mask, tainted)

@@ -1,0 +1,238 @@
+"""What attention costs: FLOPs, bytes, state and activation memory, as formulas that tests hold against counters.
+
+A multiply-add is 2 FLOPs. Contractions only: elementwise work is left out. Pairs a structured mask hides are not
+counted.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from regard.mask import Mask, MaskFunction, as_mask, count_pairs
+
+if TYPE_CHECKING:
+    from regard.mechanism import Mechanism
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """A piece of work: how many queries meet how many keys, in which shape.
+
+    One new token over a cache of 4096 is `Work(query_length=1, key_length=4096)`; a whole prompt of 4096 is
+    `Work(query_length=4096, key_length=4096, mask=rg.causal)`.
+
+    >>> import regard as rg
+    >>> rg.Work(key_length=1024, num_heads=8, num_kv_heads=8).pairs
+    8192
+    """
+
+    batch: int = 1
+    query_length: int = 1
+    key_length: int = 4096
+    num_heads: int = 32
+    num_kv_heads: int = 8
+    qk_length: int = 64
+    value_length: int = 64
+    dtype: torch.dtype = torch.bfloat16
+    mask: Mask | MaskFunction | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("num_heads", "num_kv_heads", "qk_length", "value_length"):
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
+                raise ValueError(f"{name}: expected a whole number of at least 1, got {getattr(self, name)!r}")
+        for name in ("batch", "query_length", "key_length"):
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < 0:
+                raise ValueError(f"{name}: expected a whole number of at least 0, got {getattr(self, name)!r}")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_kv_heads: expected a divisor of num_heads={self.num_heads}, got {self.num_kv_heads}")
+        if not isinstance(self.dtype, torch.dtype) or not self.dtype.is_floating_point:
+            raise ValueError(f"dtype: expected a floating-point dtype, got {self.dtype!r}")
+        object.__setattr__(self, "mask", as_mask(self.mask))
+        if isinstance(self.mask, Mask):
+            self.mask.fits(self.batch, self.num_heads, self.query_length, self.key_length)
+
+    @property
+    def rule(self) -> Mask | None:
+        return as_mask(self.mask)
+
+    @property
+    def pairs(self) -> int:
+        """Visible (query, key) pairs over batch and heads."""
+        return count_pairs(self.rule, self.batch, self.num_heads, self.query_length, self.key_length)
+
+    @property
+    def itemsize(self) -> int:
+        return self.dtype.itemsize
+
+    @property
+    def io_bytes(self) -> int:
+        """Queries, keys and values read once, the output written once."""
+        per_query = self.num_heads * (self.qk_length + self.value_length) * self.query_length
+        per_key = self.num_kv_heads * (self.qk_length + self.value_length) * self.key_length
+        return self.batch * (per_query + per_key) * self.itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """What a piece of work costs.
+
+    >>> import regard as rg, torch
+    >>> work = rg.Work(key_length=4096, num_heads=8, num_kv_heads=8, dtype=torch.float32)
+    >>> cost = rg.cost(rg.Softmax(), work)
+    >>> cost.flops, cost.state_bytes
+    (8388608, 16777216)
+    """
+
+    flops: int
+    """2 for each multiply-add of the contractions."""
+    bytes: int
+    """Read or written at the least: inputs and state once, output once."""
+    state_bytes: int
+    """What the stream's state holds once it has met all keys."""
+    activation_bytes: int
+    """What the computation holds besides its inputs and output: the (T, S) weights, or a kernel's sums and features."""
+    parameters: int = 0
+    form: str = "score"
+    """"score" grows with queries × keys, "linear" with the length."""
+    note: str = ""
+
+    @property
+    def intensity(self) -> float:
+        """FLOPs per byte: below the machine's own ratio, memory is the limit."""
+        return self.flops / self.bytes if self.bytes else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerCost:
+    """A whole attention layer: its four projections, its attention, and which of them is the bottleneck.
+
+    >>> import regard as rg
+    >>> cost = rg.layer_cost(rg.Work(query_length=128, key_length=128, num_heads=8, num_kv_heads=8), embedding_dim=512)
+    >>> cost.bottleneck, cost.parameters
+    ('projections', 1048576)
+    """
+
+    projections: Cost
+    attention: Cost
+
+    @property
+    def flops(self) -> int:
+        return self.projections.flops + self.attention.flops
+
+    @property
+    def bytes(self) -> int:
+        return self.projections.bytes + self.attention.bytes
+
+    @property
+    def parameters(self) -> int:
+        return self.projections.parameters
+
+    @property
+    def bottleneck(self) -> str:
+        return "projections" if self.projections.flops >= self.attention.flops else "attention"
+
+
+def cost(mechanism: "Mechanism", work: Work) -> Cost:
+    """What `mechanism` costs on `work`.
+
+    >>> import regard as rg
+    >>> prefill = rg.Work(query_length=65536, key_length=65536, mask=rg.causal)
+    >>> rg.cost(rg.Quadratic(), prefill).flops < rg.cost(rg.Softmax(), prefill).flops
+    True
+    """
+    return mechanism.cost(work)
+
+
+def layer_cost(work: Work, embedding_dim: int, mechanism: "Mechanism | None" = None) -> LayerCost:
+    """What a multi-head attention layer costs on `work`: W_q, W_k, W_v, W_o, and the mechanism between them.
+
+    Keys and values of `query_length` new tokens are projected; those of a cache are there already.
+
+    >>> import regard as rg
+    >>> short = rg.Work(query_length=64, key_length=64, num_heads=8, num_kv_heads=8)
+    >>> long = rg.Work(query_length=8192, key_length=8192, num_heads=8, num_kv_heads=8)
+    >>> rg.layer_cost(short, embedding_dim=512).bottleneck, rg.layer_cost(long, embedding_dim=512).bottleneck
+    ('projections', 'attention')
+    """
+    if not isinstance(embedding_dim, int) or embedding_dim < 1:
+        raise ValueError(f"embedding_dim: expected a whole number of at least 1, got {embedding_dim!r}")
+    if mechanism is None:
+        from regard.mechanisms.softmax import Softmax
+
+        mechanism = Softmax()
+    heads_in = work.num_heads * work.qk_length + work.num_kv_heads * (work.qk_length + work.value_length)
+    heads_out = work.num_heads * work.value_length
+    tokens = work.batch * work.query_length
+    parameters = embedding_dim * (heads_in + heads_out)
+    touched = parameters + tokens * (4 * embedding_dim + heads_in + heads_out)
+    return LayerCost(
+        projections=Cost(
+            flops=2 * tokens * parameters,
+            bytes=touched * work.itemsize,
+            state_bytes=0,
+            activation_bytes=tokens * (heads_in + heads_out) * work.itemsize,
+            parameters=parameters,
+            form="linear",
+        ),
+        attention=cost(mechanism, work),
+    )
+
+
+Rate = Callable[["Mechanism", Work], float]
+"""Seconds a mechanism takes for some work on a machine."""
+
+
+def crossover(
+    first: "Mechanism", second: "Mechanism", work: Work, *, seconds: Rate | None = None, limit: int = 1 << 24
+) -> int | None:
+    """The length from which `second` is cheaper than `first`, or None if it is not up to `limit`.
+
+    The work's `key_length` is varied; where `query_length` equals it (prefill), both are, else queries stay (decode).
+    By FLOPs, or by `seconds(mechanism, work)` for a machine's measured rates (`regard.bench.measure_rates`).
+
+    >>> import regard as rg
+    >>> work = rg.Work(query_length=1024, key_length=1024, num_heads=4, num_kv_heads=4, mask=rg.causal)
+    >>> rg.crossover(rg.Softmax(), rg.Quadratic(), work)  # by FLOPs, at D = 64
+    9473
+    """
+    price: Rate = seconds or (lambda mechanism, at: float(cost(mechanism, at).flops))
+
+    def gain(length: int) -> float:
+        at = with_length(work, length)
+        return price(first, at) - price(second, at)
+
+    low, high = 1, 1
+    while gain(high) <= 0:
+        low, high = high, high * 2
+        if high > limit:
+            return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if gain(middle) > 0 else (middle, high)
+    return high
+
+
+def with_length(work: Work, length: int) -> Work:
+    """The same work at another length: both lengths if it is a whole sequence, else the keys'."""
+    queries = length if work.query_length == work.key_length else work.query_length
+    return replace(work, key_length=length, query_length=queries)
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which statistics and state are kept: float32 or better."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def human(value: float, unit: str = "") -> str:
+    """A number for people: 1.23 G, 456 k.
+
+    >>> human(1.5e9, "FLOP")
+    '1.50 GFLOP'
+    """
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g} {unit}".strip()
+    step = max(0, min(5, int(math.log10(abs(value)) // 3)))
+    return f"{value / 1000**step:.3g} {' kMGTP'[step].strip()}{unit}" if step else f"{value:.3g} {unit}".strip()

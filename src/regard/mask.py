@@ -1,0 +1,711 @@
+"""Masks: who may attend to whom.
+
+A mask is a value: a rule `mask(batch, head, query_position, key_position) -> bool`, and **True means "may attend"**,
+always. Masks compose with `&`, `|` and `~` into a small expression tree, so that a computation can ask for the tree's
+structure (a band? key intervals?) instead of building a dense T×S tensor.
+
+Positions are absolute. With S keys and T queries, query i stands at position S - T + i, so that the last query stands
+at the last key: one cached step, a chunked prefill and the whole sequence all mean the same thing.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Span: TypeAlias = tuple[int, int]
+"""A half-open range of key positions, [low, high)."""
+
+QUERY_BLOCK = 128
+"""Rows looked at together wherever a mask is walked block by block."""
+
+
+class Mask:
+    """A rule over positions. Build one with `causal`, `padding`, `window`, … and combine with `&`, `|`, `~`.
+
+    >>> import regard as rg
+    >>> rg.causal & rg.window(before=2)
+    causal & window(before=2, after=0)
+    >>> print((rg.causal & rg.window(before=1)).draw(4, 4))
+    ■ · · ·
+    ■ ■ · ·
+    · ■ ■ ·
+    · · ■ ■
+    """
+
+    structured = True
+    """Whether the rule is known to us; False for a dense tensor or a user's function, which can only be evaluated."""
+
+    def __call__(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def __and__(self, other: "Mask | MaskFunction") -> "Mask":
+        return And(self, _operand(other))
+
+    def __or__(self, other: "Mask | MaskFunction") -> "Mask":
+        return Or(self, _operand(other))
+
+    def __invert__(self) -> "Mask":
+        return Not(self)
+
+    __rand__ = __and__
+    __ror__ = __or__
+
+    def spans(self, low: int, high: int, keys: int) -> list[Span]:
+        """Key ranges that cover every key visible to the queries at positions [low, high). May cover more."""
+        return [(0, keys)]
+
+    def fits(self, batch: int, heads: int, queries: int, keys: int) -> None:
+        """Raise ValueError if the mask cannot belong to attention of this shape."""
+
+    def visible(
+        self, batch: int, heads: int, queries: int, keys: int, device: torch.device | str | None = None
+    ) -> Tensor:
+        """The mask as a bool tensor, broadcastable to (B, H, T, S)."""
+        return self.at(batch, heads, torch.arange(keys - queries, keys), torch.arange(keys), device)
+
+    def at(
+        self, batch: int, heads: int, query: Tensor, key: Tensor, device: torch.device | str | None = None
+    ) -> Tensor:
+        """The mask at chosen absolute query and key positions, broadcastable to (B, H, len(query), len(key))."""
+        found = self(
+            torch.arange(batch, device=device)[:, None, None, None],
+            torch.arange(heads, device=device)[:, None, None],
+            query.to(device)[:, None],
+            key.to(device),
+        )
+        try:
+            torch.broadcast_shapes(found.shape, (batch, heads, len(query), len(key)))
+        except RuntimeError:
+            raise ValueError(
+                f"mask: expected {self!r} to broadcast to {(batch, heads, len(query), len(key))}, "
+                f"got a tensor of shape {tuple(found.shape)}"
+            ) from None
+        return found.reshape((1,) * (4 - found.ndim) + tuple(found.shape)) if found.ndim < 4 else found
+
+    def draw(self, queries: int, keys: int | None = None, *, batch: int = 0, head: int = 0) -> "Drawing":
+        """A picture of the mask, as text (`print`) and as an image (`.save("mask.png")`, `.figure()`).
+
+        `keys` defaults to `queries`; `batch` and `head` choose the slice to draw.
+
+        >>> import regard as rg
+        >>> print(rg.causal.draw(2, 4))
+        ■ ■ ■ ·
+        ■ ■ ■ ■
+        """
+        keys = queries if keys is None else keys
+        found = self.at(batch + 1, head + 1, torch.arange(keys - queries, keys), torch.arange(keys))
+        full = found.expand(batch + 1, head + 1, queries, keys)
+        return Drawing(visible=full[batch, head], title=repr(self))
+
+
+MaskFunction: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""FlexAttention's `mask_mod(b, h, q_idx, kv_idx) -> bool`."""
+
+
+@dataclass(frozen=True, eq=False)
+class Drawing:
+    """A mask, drawn. `str()` is the text form, `save` and `figure` the picture.
+
+    >>> import regard as rg
+    >>> str(rg.causal.draw(2))
+    '■ ·\\n■ ■'
+    """
+
+    visible: Tensor
+    title: str
+
+    def __str__(self) -> str:
+        return "\n".join(" ".join("■" if cell else "·" for cell in row) for row in self.visible.tolist())
+
+    def figure(self) -> "Figure":
+        """A matplotlib figure: queries down, keys across, visible pairs filled."""
+        from matplotlib.colors import ListedColormap
+        from matplotlib.figure import Figure
+
+        rows, columns = self.visible.shape
+        figure = Figure(figsize=(max(2.5, min(8, 0.22 * columns + 1)), max(2.5, min(8, 0.22 * rows + 1))), dpi=120)
+        axes = figure.subplots()
+        axes.imshow(self.visible.numpy(), cmap=ListedColormap(["#eef1f5", "#2b5c8a"]), vmin=0, vmax=1)
+        if max(rows, columns) <= 40:
+            axes.set_xticks([x - 0.5 for x in range(columns)], minor=True)
+            axes.set_yticks([y - 0.5 for y in range(rows)], minor=True)
+            axes.grid(which="minor", color="white", linewidth=1)
+        axes.tick_params(which="minor", length=0)
+        axes.set_xlabel("key position")
+        axes.set_ylabel("query")
+        axes.set_title(self.title, fontsize=9)
+        figure.tight_layout()
+        return figure
+
+    def save(self, path: str | Path) -> Path:
+        """Write the picture (format by suffix) and give back its path."""
+        from regard.files import save_figure
+
+        return save_figure(self.figure(), path)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Band(Mask):
+    """Keys from `before` before the query to `after` after it; None is no limit. `causal` is the band (None, 0)."""
+
+    before: int | None
+    after: int | None
+
+    def __call__(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        seen = torch.ones(torch.broadcast_shapes(query.shape, key.shape), dtype=torch.bool, device=key.device)
+        if self.before is not None:
+            seen = seen & (key >= query - self.before)
+        if self.after is not None:
+            seen = seen & (key <= query + self.after)
+        return seen
+
+    def spans(self, low: int, high: int, keys: int) -> list[Span]:
+        first = 0 if self.before is None else max(0, low - self.before)
+        last = keys if self.after is None else min(keys, high + self.after)
+        return [(first, last)] if first < last else []
+
+    def __repr__(self) -> str:
+        if (self.before, self.after) == (None, 0):
+            return "causal"
+        return f"window(before={self.before}, after={self.after})"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Padding(Mask):
+    """Which keys of each batch row are real: one interval a row where they are contiguous, else a bool table (B, S)."""
+
+    rows: tuple[Span, ...] | None
+    table: Tensor | None = None
+    label: str = "padding(…)"
+
+    @property
+    def batch(self) -> int:
+        return len(self.rows) if self.rows is not None else len(self.table)  # type: ignore[arg-type]
+
+    def __call__(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        if self.rows is None:
+            assert self.table is not None
+            return self.table.to(key.device)[batch, key]
+        bounds = torch.tensor(self.rows, device=key.device)[batch]
+        return (key >= bounds[..., 0]) & (key < bounds[..., 1])
+
+    def spans(self, low: int, high: int, keys: int) -> list[Span]:
+        if self.rows is None:
+            return [(0, keys)]
+        real = [(a, min(b, keys)) for a, b in self.rows if a < min(b, keys)]
+        return [(min(a for a, _ in real), max(b for _, b in real))] if real else []
+
+    def fits(self, batch: int, heads: int, queries: int, keys: int) -> None:
+        if self.batch != batch:
+            raise ValueError(f"mask: expected padding for {batch} sequences (the batch), got {self.batch}")
+        if self.table is not None and self.table.shape[1] != keys:
+            raise ValueError(f"mask: expected padding(valid=…) over {keys} keys, got {self.table.shape[1]}")
+        if self.rows is not None and any(b > keys for _, b in self.rows):
+            raise ValueError(
+                f"mask: expected padding lengths of at most {keys} keys, got {max(b for _, b in self.rows)}"
+            )
+
+    def valid(self, keys: int, device: torch.device | str | None = None) -> Tensor:
+        """The table (B, S) of real keys."""
+        if self.table is not None:
+            return self.table.to(device)
+        return self.at(self.batch, 1, torch.zeros(1, dtype=torch.long), torch.arange(keys), device)[:, 0, 0]
+
+    def __repr__(self) -> str:
+        return self.label
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Window2d(Mask):
+    grid: tuple[int, int]
+    radius: int
+
+    def __call__(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        width = self.grid[1]
+        rows = (query.div(width, rounding_mode="floor") - key.div(width, rounding_mode="floor")).abs()
+        columns = (query % width - key % width).abs()
+        return (rows <= self.radius) & (columns <= self.radius) & (query >= 0)
+
+    def spans(self, low: int, high: int, keys: int) -> list[Span]:
+        width = self.grid[1]
+        first = max(0, (low // width - self.radius) * width)
+        last = min(keys, ((high - 1) // width + self.radius + 1) * width)
+        return [(first, last)] if first < last else []
+
+    def fits(self, batch: int, heads: int, queries: int, keys: int) -> None:
+        if keys != self.grid[0] * self.grid[1]:
+            raise ValueError(f"mask: expected {self.grid[0] * self.grid[1]} keys for {self!r}, got {keys}")
+
+    def __repr__(self) -> str:
+        return f"window2d(grid={self.grid}, radius={self.radius})"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class GlobalTokens(Mask):
+    count: int
+
+    def __call__(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return ((query >= 0) & (query < self.count)) | (key < self.count)
+
+    def spans(self, low: int, high: int, keys: int) -> list[Span]:
+        if low < self.count and high > 0:
+            return [(0, keys)]
+        return [(0, min(self.count, keys))] if self.count and keys else []
+
+    def __repr__(self) -> str:
+        return f"global_tokens({self.count})"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Segments(Mask):
+    """Packed sequences: a query sees the keys that carry its own id."""
+
+    ids: Tensor
+
+    def __call__(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        ids = self.ids.to(key.device)
+        row = batch if len(ids) > 1 else torch.zeros_like(batch)
+        return (ids[row, query.clamp(min=0)] == ids[row, key]) & (query >= 0)
+
+    @cached_property
+    def _reach(self) -> list[tuple[list[int], list[int]]]:
+        """For every batch row and position, the first and one past the last position that carries the same id."""
+        reach = []
+        for row in self.ids.tolist():
+            first: dict[int, int] = {}
+            last: dict[int, int] = {}
+            for position, label in enumerate(row):
+                first.setdefault(label, position)
+                last[label] = position + 1
+            reach.append(([first[label] for label in row], [last[label] for label in row]))
+        return reach
+
+    def spans(self, low: int, high: int, keys: int) -> list[Span]:
+        low, high = max(low, 0), min(high, keys)
+        if low >= high:
+            return []
+        first = min(min(row[0][low:high]) for row in self._reach)
+        last = max(max(row[1][low:high]) for row in self._reach)
+        return [(first, last)]
+
+    def fits(self, batch: int, heads: int, queries: int, keys: int) -> None:
+        if self.ids.shape[0] not in (1, batch) or self.ids.shape[1] != keys:
+            raise ValueError(f"mask: expected segments(ids) of shape {(batch, keys)}, got {tuple(self.ids.shape)}")
+
+    def __repr__(self) -> str:
+        return f"segments({tuple(self.ids.shape)})"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Dense(Mask):
+    """A bool tensor (…, T, S). Its rows are the last T positions of its S columns, like the queries themselves."""
+
+    table: Tensor
+    structured = False
+
+    def __call__(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        table = self.table.to(key.device)
+        rows, columns = table.shape[-2:]
+        return table[
+            batch if table.shape[0] > 1 else torch.zeros_like(batch),
+            head if table.shape[1] > 1 else torch.zeros_like(head),
+            (query - (columns - rows)).clamp(0, rows - 1) if rows > 1 else torch.zeros_like(query),
+            key,
+        ]
+
+    def fits(self, batch: int, heads: int, queries: int, keys: int) -> None:
+        b, h, t, s = self.table.shape
+        if b not in (1, batch) or h not in (1, heads) or t not in (1, queries, keys) or s != keys:
+            raise ValueError(
+                f"mask: expected dense(…) broadcastable to (B, H, T, S) = {(batch, heads, queries, keys)}, "
+                f"got {tuple(self.table.shape)}"
+            )
+
+    def __repr__(self) -> str:
+        return f"dense({tuple(self.table.shape)})"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Function(Mask):
+    """A user's rule with FlexAttention's signature."""
+
+    rule: MaskFunction
+    structured = False
+
+    def __call__(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        found = self.rule(batch, head, query, key)
+        if not isinstance(found, Tensor) or found.dtype != torch.bool:
+            given = found.dtype if isinstance(found, Tensor) else type(found).__name__
+            raise ValueError(f"mask: expected {self!r} to return a bool tensor, got {given}")
+        return found
+
+    def __repr__(self) -> str:
+        return f"function({getattr(self.rule, '__name__', type(self.rule).__name__)})"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class _Pair(Mask):
+    left: Mask
+    right: Mask
+
+    @property
+    def structured(self) -> bool:  # type: ignore[override]
+        return self.left.structured and self.right.structured
+
+    def fits(self, batch: int, heads: int, queries: int, keys: int) -> None:
+        self.left.fits(batch, heads, queries, keys)
+        self.right.fits(batch, heads, queries, keys)
+
+    def _text(self, symbol: str) -> str:
+        parts = (f"({part!r})" if isinstance(part, _Pair) and type(part) is not type(self) else repr(part)
+                 for part in (self.left, self.right))  # fmt: skip
+        return f" {symbol} ".join(parts)
+
+
+class And(_Pair):
+    def __call__(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return self.left(batch, head, query, key) & self.right(batch, head, query, key)
+
+    def spans(self, low: int, high: int, keys: int) -> list[Span]:
+        mine, other = self.left.spans(low, high, keys), self.right.spans(low, high, keys)
+        return [(max(a, c), min(b, d)) for a, b in mine for c, d in other if max(a, c) < min(b, d)]
+
+    def __repr__(self) -> str:
+        return self._text("&")
+
+
+class Or(_Pair):
+    def __call__(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return self.left(batch, head, query, key) | self.right(batch, head, query, key)
+
+    def spans(self, low: int, high: int, keys: int) -> list[Span]:
+        merged: list[Span] = []
+        for span in sorted(self.left.spans(low, high, keys) + self.right.spans(low, high, keys)):
+            if merged and span[0] <= merged[-1][1]:
+                merged[-1] = (merged[-1][0], max(merged[-1][1], span[1]))
+            else:
+                merged.append(span)
+        return merged
+
+    def __repr__(self) -> str:
+        return self._text("|")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Not(Mask):
+    inner: Mask
+
+    @property
+    def structured(self) -> bool:  # type: ignore[override]
+        return self.inner.structured
+
+    def __call__(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return ~self.inner(batch, head, query, key)
+
+    def fits(self, batch: int, heads: int, queries: int, keys: int) -> None:
+        self.inner.fits(batch, heads, queries, keys)
+
+    def __repr__(self) -> str:
+        return f"~({self.inner!r})" if isinstance(self.inner, _Pair) else f"~{self.inner!r}"
+
+
+causal: Mask = Band(None, 0)
+"""A query sees the keys up to its own position.
+
+>>> import regard as rg
+>>> print(rg.causal.draw(3))
+■ · ·
+■ ■ ·
+■ ■ ■
+"""
+
+
+def window(before: int = 0, after: int = 0) -> Mask:
+    """A query sees `before` keys before it, `after` keys after it, and itself always.
+
+    >>> import regard as rg
+    >>> print(rg.window(before=1, after=1).draw(4))
+    ■ ■ · ·
+    ■ ■ ■ ·
+    · ■ ■ ■
+    · · ■ ■
+    """
+    return Band(_count("before", before), _count("after", after))
+
+
+def window2d(grid: tuple[int, int], radius: int) -> Mask:
+    """Tokens on a grid of (height, width), row by row: a query sees the tokens at most `radius` rows and columns away.
+
+    >>> import regard as rg
+    >>> print(rg.window2d(grid=(2, 2), radius=0).draw(4))
+    ■ · · ·
+    · ■ · ·
+    · · ■ ·
+    · · · ■
+    """
+    if len(grid) != 2 or any(not isinstance(side, int) or side < 1 for side in grid):
+        raise ValueError(f"grid: expected two positive whole numbers (height, width), got {grid!r}")
+    return Window2d((grid[0], grid[1]), _count("radius", radius))
+
+
+def global_tokens(n: int) -> Mask:
+    """The first n tokens see all and are seen by all; combine with a window by `|`.
+
+    >>> import regard as rg
+    >>> print((rg.global_tokens(1) | rg.window()).draw(3))
+    ■ ■ ■
+    ■ ■ ·
+    ■ · ■
+    """
+    return GlobalTokens(_count("n", n))
+
+
+def segments(ids: Tensor | Sequence[Sequence[int]]) -> Mask:
+    """Packed sequences: a query sees the keys with its own id. `ids` is (B, S), or (S,) for one row shared by all.
+
+    >>> import regard as rg
+    >>> print(rg.segments([[0, 0, 1]]).draw(3))
+    ■ ■ ·
+    ■ ■ ·
+    · · ■
+    """
+    table = torch.as_tensor(ids)
+    if table.ndim == 1:
+        table = table[None]
+    if table.ndim != 2 or table.dtype.is_floating_point:
+        raise ValueError(f"ids: expected whole numbers of shape (B, S), got {table.dtype} {tuple(table.shape)}")
+    return Segments(table)
+
+
+def dense(table: Tensor) -> Mask:
+    """A bool tensor, broadcastable to (B, H, T, S), True = may attend.
+
+    >>> import regard as rg, torch
+    >>> print(rg.dense(torch.tensor([[True, False], [True, True]])).draw(2))
+    ■ ·
+    ■ ■
+    """
+    if not isinstance(table, Tensor) or table.dtype != torch.bool:
+        given = table.dtype if isinstance(table, Tensor) else type(table).__name__
+        raise ValueError(
+            f"mask: expected a bool tensor (True = may attend), got {given}; an additive score term belongs in `bias`"
+        )
+    if not 2 <= table.ndim <= 4:
+        raise ValueError(f"mask: expected (T, S), (B, T, S) or (B, H, T, S), got shape {tuple(table.shape)}")
+    if table.ndim == 3:
+        table = table[:, None]
+    return Dense(table if table.ndim == 4 else table[None, None])
+
+
+def padding(lengths: Tensor | Sequence[int] | None = None, *, valid: Tensor | None = None) -> Mask:
+    """Only real keys are seen. Give `lengths` (B,) for right padding, or `valid`, bool (B, S), for any padding.
+
+    >>> import regard as rg, torch
+    >>> print(rg.padding([1, 2]).draw(2, batch=0))
+    ■ ·
+    ■ ·
+    >>> print(rg.padding(valid=torch.tensor([[False, True]])).draw(2))
+    · ■
+    · ■
+    """
+    if (lengths is None) == (valid is None):
+        raise ValueError(
+            "padding: expected either lengths or valid=…, got " + ("both" if valid is not None else "none")
+        )
+    if lengths is not None:
+        if isinstance(lengths, Tensor) and (lengths.ndim != 1 or lengths.dtype.is_floating_point):
+            raise ValueError(
+                f"lengths: expected whole numbers of shape (B,), got {lengths.dtype} {tuple(lengths.shape)}"
+            )
+        counts = lengths.tolist() if isinstance(lengths, Tensor) else list(lengths)
+        if any(not isinstance(n, int) or isinstance(n, bool) or n < 0 for n in counts):
+            raise ValueError(f"lengths: expected whole numbers of at least 0, got {counts}")
+        return Padding(tuple((0, n) for n in counts), label=f"padding({_short(counts)})")
+    assert valid is not None
+    if valid.dtype != torch.bool or valid.ndim != 2:
+        raise ValueError(f"valid: expected bool of shape (B, S), got {valid.dtype} {tuple(valid.shape)}")
+    return padding_of(valid)
+
+
+def padding_of(valid: Tensor) -> Padding:
+    """The padding of a bool table (B, S), as intervals where every row is contiguous."""
+    label = f"padding(valid={tuple(valid.shape)})"
+    keys = valid.shape[1]
+    if keys == 0:
+        return Padding(((0, 0),) * len(valid), label=label)
+    counts = valid.sum(-1)
+    starts = torch.where(counts > 0, valid.long().argmax(-1), 0)
+    ends = starts + counts
+    position = torch.arange(keys, device=valid.device)
+    contiguous = (position >= starts[:, None]) & (position < ends[:, None])
+    if torch.equal(contiguous, valid):
+        return Padding(tuple(zip(starts.tolist(), ends.tolist(), strict=True)), label=label)
+    return Padding(None, valid, label=label)
+
+
+def as_mask(mask: "Mask | MaskFunction | Tensor | None") -> Mask | None:
+    """What a user may pass as `mask`, as a Mask: a mask, a bool tensor, a mask_mod function, or None."""
+    if mask is None or isinstance(mask, Mask):
+        return mask
+    if isinstance(mask, Tensor):
+        return dense(mask)
+    if callable(mask):
+        return Function(mask)
+    raise ValueError(f"mask: expected a mask, a bool tensor, a function or None, got {type(mask).__name__}")
+
+
+@dataclass(frozen=True)
+class Structure:
+    """What is known of a mask: a band of positions, real keys, and the rest, all of which must hold."""
+
+    before: int | None = None
+    after: int | None = None
+    paddings: tuple[Padding, ...] = ()
+    rest: Mask | None = None
+
+    @property
+    def windowed(self) -> bool:
+        return self.before is not None or self.after not in (None, 0)
+
+    @property
+    def causal(self) -> bool:
+        return self.after == 0
+
+    @property
+    def rows(self) -> tuple[Span, ...] | None:
+        """One interval of real keys a batch row, if padding is all intervals; None without padding or with holes."""
+        if not self.paddings or any(one.rows is None for one in self.paddings):
+            return None
+        together = zip(*(one.rows or () for one in self.paddings), strict=True)
+        return tuple((max(a for a, _ in spans), min(b for _, b in spans)) for spans in together)
+
+    def valid(self, keys: int, device: torch.device | str | None = None) -> Tensor | None:
+        """The table (B, S) of real keys, or None without padding."""
+        tables = [one.valid(keys, device) for one in self.paddings]
+        return torch.stack(tables).all(0) if tables else None
+
+
+def structure(mask: Mask | None, queries: int, keys: int) -> Structure:
+    """Take a mask apart into its band, its padding and the rest, dropping limits that exclude nothing at this shape."""
+    before: int | None = None
+    after: int | None = None
+    paddings: list[Padding] = []
+    rest: Mask | None = None
+    for part in conjunction(mask):
+        if isinstance(part, Band):
+            before = part.before if before is None else before if part.before is None else min(before, part.before)
+            after = part.after if after is None else after if part.after is None else min(after, part.after)
+        elif isinstance(part, Padding):
+            paddings.append(part)
+        else:
+            rest = part if rest is None else rest & part
+    if before is not None and before >= keys - 1:
+        before = None
+    if after is not None and after >= queries - 1 and queries <= keys:
+        after = None
+    if paddings and all(one.rows is not None for one in paddings):
+        found = Structure(paddings=tuple(paddings))
+        if found.rows is not None and all(a == 0 and b >= keys for a, b in found.rows):
+            paddings = []
+    return Structure(before, after, tuple(paddings), rest)
+
+
+def conjunction(mask: Mask | None) -> Iterator[Mask]:
+    """The parts that all must hold."""
+    if isinstance(mask, And):
+        yield from conjunction(mask.left)
+        yield from conjunction(mask.right)
+    elif mask is not None:
+        yield mask
+
+
+def blocks(
+    mask: Mask | None, queries: int, keys: int, size: int = QUERY_BLOCK
+) -> Iterator[tuple[int, int, list[Span]]]:
+    """Query rows [start, stop) in blocks, each with the key spans that hold everything it may see."""
+    offset = keys - queries
+    for start in range(0, queries, size):
+        stop = min(start + size, queries)
+        spans = [(0, keys)] if mask is None else mask.spans(start + offset, stop + offset, keys)
+        yield start, stop, spans
+
+
+def positions(spans: list[Span]) -> Tensor:
+    """The key positions of some spans, in order."""
+    return torch.cat([torch.arange(a, b) for a, b in spans]) if spans else torch.zeros(0, dtype=torch.long)
+
+
+def count_pairs(mask: Mask | None, batch: int, heads: int, queries: int, keys: int) -> int:
+    """Visible (query, key) pairs over the batch and heads; every pair counts where the mask is not structured."""
+    if mask is None or not mask.structured:
+        return batch * heads * queries * keys
+    known = structure(mask, queries, keys)
+    if known.rest is None and (not known.paddings or known.rows is not None):
+        rows = known.rows or ((0, keys),)
+        each = [_band_pairs(known, queries, keys, low, high) for low, high in rows]
+        return heads * (sum(each) if known.rows else batch * each[0])
+    total = 0
+    offset = keys - queries
+    for start, stop, spans in blocks(mask, queries, keys):
+        seen = mask.at(batch, heads, torch.arange(start, stop) + offset, positions(spans))
+        copies = math.prod((batch, heads, stop - start, sum(b - a for a, b in spans))) // max(1, seen.numel())
+        total += int(seen.sum()) * copies
+    return total
+
+
+def _band_pairs(known: Structure, queries: int, keys: int, low: int, high: int) -> int:
+    if known.before is None and known.after is None:
+        return queries * max(0, min(high, keys) - low)
+    place = torch.arange(keys - queries, keys)
+    first = (place - known.before).clamp(min=low) if known.before is not None else torch.full_like(place, low)
+    last = (place + known.after + 1).clamp(max=high) if known.after is not None else torch.full_like(place, high)
+    return int((last.clamp(max=keys) - first.clamp(min=0)).clamp(min=0).sum())
+
+
+def reached(mask: Mask | None, flags: Tensor, heads: int, queries: int) -> Tensor:
+    """Which queries see at least one flagged key: flags (B, G, S) -> (B, H, T)."""
+    batch, groups, keys = flags.shape
+    known = structure(mask, queries, keys)
+    if known.rest is None:
+        valid = known.valid(keys, flags.device)
+        counted = flags if valid is None else flags & valid[:, None]
+        sums = torch.nn.functional.pad(counted.long().cumsum(-1), (1, 0))
+        place = torch.arange(keys - queries, keys, device=flags.device)
+        first = (place - known.before).clamp(0, keys) if known.before is not None else torch.zeros_like(place)
+        last = (place + known.after + 1).clamp(0, keys) if known.after is not None else torch.full_like(place, keys)
+        seen = sums[..., torch.maximum(first, last)] - sums[..., first] > 0
+        return seen.repeat_interleave(heads // groups, dim=1)
+    wide = flags.repeat_interleave(heads // groups, dim=1)[:, :, None]
+    parts = []
+    assert mask is not None
+    for start, stop, _ in blocks(None, queries, keys):
+        place = torch.arange(start, stop) + keys - queries
+        seen = mask.at(batch, heads, place, torch.arange(keys), flags.device)
+        parts.append((seen & wide).any(-1).expand(batch, heads, stop - start))
+    return torch.cat(parts, -1)
+
+
+def _operand(other: "Mask | MaskFunction") -> Mask:
+    mask = as_mask(other)
+    if mask is None:
+        raise ValueError("mask: expected a mask on both sides of &, | or ~, got None")
+    return mask
+
+
+def _count(name: str, value: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"{name}: expected a whole number of at least 0, got {value!r}")
+    return value
+
+
+def _short(items: list[int]) -> str:
+    return repr(items) if len(items) <= 6 else f"[{', '.join(map(str, items[:4]))}, … {len(items)} rows]"

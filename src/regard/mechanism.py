@@ -1,0 +1,240 @@
+"""What a mechanism is.
+
+The legend, for the whole project:
+
+    B batch · T query length · S key length · H query heads · G key/value heads · K qk_length · V value_length
+    E embedding_dim · C features of phi · N chunks · L layers
+
+Tensors are (B, H, T, K) as in SDPA. Query head h reads key/value head h // (H // G).
+
+A mechanism of your own is one class with one method, `similarity(q, k)`, how alike each query and each key are. The
+weights are the similarities of the visible keys over their sum. Everything else (the output, the stream, the exact
+weights, the cost, the laws of `regard.check`) follows from it. See examples/your_own_mechanism.py.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from einops import rearrange
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from regard.call import Call, Path, choose, cleaned, poisoned, run_guarded, taint
+from regard.cost import Cost, Work, accumulator
+from regard.mask import Mask, MaskFunction, Padding, as_mask, conjunction, padding_of
+from regard.paths import blocks, reference
+from regard.state import KeyValueState
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mechanism:
+    """An attention mechanism: a frozen value that holds its own fields and no others.
+
+    >>> import regard as rg, torch
+    >>> from dataclasses import dataclass
+    >>> @dataclass(frozen=True, kw_only=True)
+    ... class Cauchy(rg.Mechanism):
+    ...     def similarity(self, q, k):
+    ...         return 1 / (1 + torch.cdist(q, k) ** 2)
+    >>> q = k = v = torch.randn(1, 2, 5, 4)
+    >>> rg.attend(q, k, v, Cauchy(), mask=rg.causal).shape
+    torch.Size([1, 2, 5, 4])
+    """
+
+    by_pairs: ClassVar[bool] = True
+    """Whether the weights are between queries and keys, (B, H, T, S)."""
+
+    def similarity(self, q: Float[Tensor, "*b T K"], k: Float[Tensor, "*b S K"]) -> Float[Tensor, "*b T S"]:
+        """How alike each query and key are: at least 0, in whatever scale. The one method a new mechanism writes."""
+        raise NotImplementedError(f"{type(self).__name__} states no similarity(q, k)")
+
+    def weigh(
+        self,
+        q: Float[Tensor, "B H T K"],
+        k: Float[Tensor, "B G S K"],
+        visible: Bool[Tensor, "..."] | None,
+        bias: Float[Tensor, "..."] | None = None,
+    ) -> Float[Tensor, "B H T S"]:
+        """The exact weights: similarity over its sum among the visible keys, 0 where there is none to sum."""
+        similar = self.grouped(self.similarity, q, k)
+        if visible is not None:
+            similar = similar.masked_fill(~visible, 0)
+        total = similar.sum(-1, keepdim=True)
+        return similar / total.masked_fill(total == 0, 1)
+
+    def mix(self, weights: Float[Tensor, "B H T S"], v: Float[Tensor, "B G S V"]) -> Float[Tensor, "B H T V"]:
+        """The output from the weights: each query's mean of the values."""
+        tiled = rearrange(weights, "b (g r) t s -> b g (r t) s", g=v.shape[1])
+        out = tiled @ v.to(weights.dtype)
+        return rearrange(out, "b g (r t) v -> b (g r) t v", r=weights.shape[1] // v.shape[1])
+
+    def grouped(self, compare: Any, q: Tensor, k: Tensor) -> Tensor:
+        """`compare` for H query heads over G key heads, the queries of a group as rows of one comparison."""
+        groups, kind = k.shape[1], self.precision(q.dtype)
+        tiled = rearrange(q, "b (g r) t k -> b g (r t) k", g=groups)
+        found = compare(tiled.to(kind), k.to(kind))
+        return rearrange(found, "b g (r t) s -> b (g r) t s", r=q.shape[1] // groups)
+
+    def precision(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype the weights are computed in."""
+        return accumulator(dtype)
+
+    def refuses(self, call: Call) -> str | None:
+        """Why this mechanism has no meaning for a call, as an error message; None if it has one."""
+        return None if call.bias is None else f"bias: {self!r} has no additive scores, so it takes none"
+
+    def streams(self, qk_length: int) -> str | None:
+        """Why there is no token-by-token form, or None if there is."""
+        return None
+
+    def paths(self) -> tuple[Path, ...]:
+        """The ways to compute this mechanism, best first; the last one serves every call."""
+        return (blocks.PATH, reference.PATH)
+
+    def notes(self, call: Call) -> tuple[str, ...]:
+        """What a person should know about this call besides the path."""
+        return ()
+
+    def sdpa_scale(self, qk_length: int) -> float | None:
+        """The scale with which PyTorch's SDPA computes this mechanism; None if it does not."""
+        return None
+
+    def start(
+        self,
+        *,
+        batch: int,
+        num_kv_heads: int,
+        qk_length: int,
+        value_length: int,
+        capacity: int = 4096,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> Any:
+        """An empty state, with room for `capacity` tokens.
+
+        >>> import regard as rg
+        >>> rg.Softmax().start(batch=1, num_kv_heads=1, qk_length=8, value_length=8, capacity=16).length
+        0
+        """
+        check_start(self, batch, num_kv_heads, qk_length, value_length, capacity, dtype)
+        return KeyValueState.empty(batch, num_kv_heads, qk_length, value_length, capacity, dtype, device)
+
+    def extend(
+        self,
+        q: Float[Tensor, "B H T K"],
+        k: Float[Tensor, "B G T K"],
+        v: Float[Tensor, "B G T V"],
+        state: Any,
+        mask: Mask | MaskFunction | None = None,
+        *,
+        bias: Float[Tensor, "..."] | None = None,
+    ) -> tuple[Float[Tensor, "B H T V"], Any]:
+        """Append T tokens and attend from them to the whole history. Gives the output and the longer state.
+
+        The mask speaks of absolute positions over the whole history, S = state.length + T. Padding is remembered: a key
+        hidden by `padding` when it came stays hidden.
+
+        >>> import regard as rg, torch
+        >>> q = k = v = torch.randn(1, 2, 6, 4)
+        >>> m = rg.Softmax()
+        >>> state = m.start(batch=1, num_kv_heads=2, qk_length=4, value_length=4, capacity=8)
+        >>> first, state = m.extend(q[:, :, :5], k[:, :, :5], v[:, :, :5], state, mask=rg.causal)
+        >>> last, state = m.extend(q[:, :, 5:], k[:, :, 5:], v[:, :, 5:], state, mask=rg.causal)
+        >>> torch.allclose(torch.cat([first, last], 2), rg.attend(q, k, v, m, mask=rg.causal), atol=1e-6)
+        True
+        """
+        rule = as_mask(mask)
+        check_extend(self, q, k, v, state.buffer.keys, state.buffer.values, state.length, rule, bias)
+        tainted = taint(k, v)
+        longer = state.append(
+            cleaned(k, tainted), cleaned(v, tainted), new_padding(rule, state.length, k.shape[2]), tainted
+        )
+        if longer.padding is not None:
+            rule = longer.padding if rule is None else rule & longer.padding
+        call = Call(self, q, longer.keys, longer.values, rule, bias)
+        # The history was cleaned when it came, so there is nothing left to look for.
+        out = run_guarded(call, reference.PATH) if call.empty else choose(call).run(call)
+        return poisoned(out, rule, longer.tainted), longer
+
+    def cost(self, work: Work) -> Cost:
+        """What this mechanism costs on some work; see `regard.cost`."""
+        score_bytes = work.batch * work.num_heads * work.query_length * work.key_length
+        return Cost(
+            flops=2 * work.pairs * (work.qk_length + work.value_length),
+            bytes=work.io_bytes,
+            state_bytes=key_value_bytes(work),
+            activation_bytes=score_bytes * self.precision(work.dtype).itemsize,
+            note=""
+            if work.rule is None or work.rule.structured
+            else "the mask has no known structure: all pairs count",
+        )
+
+
+def key_value_bytes(work: Work) -> int:
+    """Bytes of the keys and values of `key_length` tokens."""
+    per_token = work.batch * work.num_kv_heads * (work.qk_length + work.value_length)
+    return per_token * work.key_length * work.itemsize
+
+
+def new_padding(mask: Mask | None, length: int, count: int) -> Padding | None:
+    """Which of the `count` newest keys the mask's padding calls real, in positions 0…count; None if all are."""
+    parts = [part for part in conjunction(mask) if isinstance(part, Padding)]
+    if not parts:
+        return None
+    if all(part.rows is not None for part in parts):
+        both = zip(*(part.rows or () for part in parts), strict=True)
+        spans = [(max(a for a, _ in row) - length, min(b for _, b in row) - length) for row in both]
+        cut = tuple((min(max(a, 0), count), min(max(b, 0), count)) for a, b in spans)
+        return None if all(span == (0, count) for span in cut) else Padding(cut)
+    valid = torch.stack([part.valid(length + count) for part in parts]).all(0)[:, length:]
+    return None if bool(valid.all()) else padding_of(valid)
+
+
+def check_start(
+    mechanism: Mechanism,
+    batch: int,
+    num_kv_heads: int,
+    qk_length: int,
+    value_length: int,
+    capacity: int,
+    dtype: torch.dtype,
+) -> None:
+    """Raise ValueError for a state that cannot be."""
+    sizes = {"batch": batch, "num_kv_heads": num_kv_heads, "qk_length": qk_length}
+    for name, size in {**sizes, "value_length": value_length, "capacity": capacity}.items():
+        least = 0 if name in ("batch", "capacity") else 1
+        if not isinstance(size, int) or size < least:
+            raise ValueError(f"{name}: expected a whole number of at least {least}, got {size!r}")
+    if not dtype.is_floating_point:
+        raise ValueError(f"dtype: expected a floating-point dtype, got {dtype}")
+    if (reason := mechanism.streams(qk_length)) is not None:
+        raise ValueError(reason)
+
+
+def check_extend(
+    mechanism: Mechanism,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    length: int,
+    mask: Mask | None,
+    bias: Tensor | None,
+) -> None:
+    """Raise ValueError for tokens that do not belong to a state of these keys and values (B, G, …, K or V)."""
+    Call(mechanism, q, k, v).check()
+    for name, given, held in (("k", k, keys), ("v", v, values)):
+        expected = (held.shape[0], held.shape[1], given.shape[2], held.shape[3])
+        if tuple(given.shape) != expected or given.dtype != held.dtype or given.device != held.device:
+            raise ValueError(
+                f"{name}: expected the state's (B, G, T, ·) = {expected}, {held.dtype}, {held.device}, "
+                f"got {tuple(given.shape)}, {given.dtype}, {given.device}"
+            )
+    if q.shape[2] != k.shape[2]:
+        raise ValueError(f"q: expected as many new queries as new keys, {k.shape[2]}, got {q.shape[2]}")
+    total = length + k.shape[2]
+    history = (k[:, :, :1].expand(-1, -1, total, -1), v[:, :, :1].expand(-1, -1, total, -1))
+    if k.shape[2]:
+        Call(mechanism, q, *history, mask, bias).check()

@@ -1,0 +1,49 @@
+"""The shipped mechanisms, by name. Lists anywhere (commands, laws, benchmarks, README) are derived from `REGISTRY`."""
+
+from regard.mechanism import Mechanism
+from regard.mechanisms.channel import Channel
+from regard.mechanisms.kernel import Elu, Kernel, RandomFeatures
+from regard.mechanisms.polynomial import Polynomial, Quadratic, Taylor
+from regard.mechanisms.softmax import Argmax, Softmax, Uniform
+
+REGISTRY: dict[str, Mechanism] = {
+    "softmax": Softmax(),
+    "softcap": Softmax(softcap=30.0),
+    "argmax": Argmax(),
+    "uniform": Uniform(),
+    "quadratic": Quadratic(),
+    "polynomial": Polynomial(degree=4),
+    "elu": Elu(),
+    "taylor": Taylor(),
+    "random-features": RandomFeatures(n=64),
+    "channel": Channel(),
+    "channel-by-channels": Channel(scale="channels"),
+}
+
+
+def named(name: str) -> Mechanism:
+    """The mechanism of a name, or an error that lists the names.
+
+    >>> from regard.mechanisms import named
+    >>> named("quadratic")
+    Quadratic(c=1.0)
+    """
+    if name not in REGISTRY:
+        raise ValueError(f"mechanism: expected one of {', '.join(REGISTRY)}, got {name!r}")
+    return REGISTRY[name]
+
+
+__all__ = [
+    "REGISTRY",
+    "Argmax",
+    "Channel",
+    "Elu",
+    "Kernel",
+    "Polynomial",
+    "Quadratic",
+    "RandomFeatures",
+    "Softmax",
+    "Taylor",
+    "Uniform",
+    "named",
+]

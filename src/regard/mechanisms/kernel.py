@@ -1,0 +1,279 @@
+"""Kernel attention: similarity as an inner product of features, so that the keys can be summed before any query comes.
+
+    w_ts = phi(q_t)·phi(k_s) / sum over visible s' of phi(q_t)·phi(k_s')
+    out_t = phi(q_t)·(sum_s phi(k_s) v_s^T) / phi(q_t)·(sum_s phi(k_s))
+
+The second line never forms a (T, S) matrix: time and memory are linear in the length, and the sums are the whole state
+of the stream. A query whose similarities sum to 0 gets 0.
+
+Katharopoulos et al. 2020, "Transformers are RNNs".
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from regard.call import Call, Path, cleaned, poisoned, taint
+from regard.cost import Cost, Work, accumulator
+from regard.mask import Mask, MaskFunction, as_mask, structure
+from regard.mechanism import Mechanism, check_extend, check_start, key_value_bytes, new_padding
+from regard.paths import blocks, chunked, reference
+from regard.state import KernelState, KeyValueState
+
+MOST_FEATURES = 16384
+"""Features beyond which sums cost more than any history they would replace, and the score form is used instead."""
+
+RECENT = 128
+"""Tokens a stream keeps as they are; when they are full, the older half is folded into the sums."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeatureMechanism(Mechanism):
+    """A mechanism with phi. A subclass states `features` and `feature_length`, and any shorter form of `similarity`."""
+
+    short: ClassVar[bool] = False
+    """Whether `similarity` has a form shorter than the product of features."""
+
+    def features(self, x: Float[Tensor, "*b T K"]) -> Float[Tensor, "*b T C"]:
+        """phi(x), for queries and keys alike."""
+        raise NotImplementedError(f"{type(self).__name__} states no features(x)")
+
+    def feature_length(self, qk_length: int) -> int:
+        """C, how many features phi has."""
+        raise NotImplementedError(f"{type(self).__name__} states no feature_length(qk_length)")
+
+    def summed_features(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """phi(x) as the running sums use it: `features`, or a layout with the same product that computes faster."""
+        return self.features(x)
+
+    def summed_length(self, qk_length: int) -> int:
+        """How many features the running sums hold for each value."""
+        return self.feature_length(qk_length)
+
+    def normaliser_length(self, qk_length: int) -> int:
+        """How many numbers the running normaliser holds."""
+        return self.summed_length(qk_length)
+
+    def normaliser(self, k: Tensor, phi: Tensor, real: Tensor | None) -> Tensor:
+        """What the real ones of some keys add to the normaliser: sum of phi(k), (…, S, K) -> (…, C)."""
+        return (phi if real is None else phi.masked_fill(~real[..., None], 0)).sum(-2)
+
+    def denominator(self, q: Tensor, phi: Tensor, normaliser: Tensor) -> Tensor:
+        """phi(q)·normaliser, (…, T, K) -> (…, T)."""
+        return (phi @ normaliser[..., None])[..., 0]
+
+    def feature_flops(self, qk_length: int) -> int:
+        """FLOPs of the contractions inside phi, a token."""
+        return 0
+
+    def normaliser_flops(self, qk_length: int) -> tuple[int, int]:
+        """FLOPs of the contractions in `denominator`, a query, and in `normaliser`, a key."""
+        return 2 * self.summed_length(qk_length), 0
+
+    def parameters(self) -> tuple[Tensor, ...]:
+        """What of phi is learned."""
+        return ()
+
+    def similarity(self, q: Float[Tensor, "*b T K"], k: Float[Tensor, "*b S K"]) -> Float[Tensor, "*b T S"]:
+        return self.features(q) @ self.features(k).transpose(-1, -2)
+
+    def linear(self, qk_length: int) -> bool:
+        """Whether the sums are small enough to be worth keeping."""
+        return self.summed_length(qk_length) <= MOST_FEATURES
+
+    def paths(self) -> tuple[Path, ...]:
+        return (chunked.PATH, blocks.PATH, reference.PATH)
+
+    def notes(self, call: Call) -> tuple[str, ...]:
+        why = chunked.cannot(call)
+        return () if why is None else (f"quadratic in the length: {why}",)
+
+    def start(
+        self,
+        *,
+        batch: int,
+        num_kv_heads: int,
+        qk_length: int,
+        value_length: int,
+        capacity: int = 4096,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> Any:
+        """An empty state: sums of a fixed size, whatever the length. `capacity` limits only a score-form state.
+
+        >>> import regard as rg
+        >>> rg.Elu().start(batch=1, num_kv_heads=1, qk_length=8, value_length=8).nbytes
+        8480
+        """
+        check_start(self, batch, num_kv_heads, qk_length, value_length, capacity, dtype)
+        shape = (batch, num_kv_heads)
+        if not self.linear(qk_length):
+            return KeyValueState.empty(*shape, qk_length, value_length, capacity, dtype, device)
+        length, kind = self.summed_length(qk_length), accumulator(dtype)
+        return KernelState(
+            sums=torch.zeros(*shape, length, value_length, dtype=kind, device=device),
+            normaliser=torch.zeros(*shape, length, dtype=kind, device=device),
+            folded=0,
+            recent=KeyValueState.empty(*shape, qk_length, value_length, RECENT, dtype, device),
+        )
+
+    def extend(
+        self,
+        q: Float[Tensor, "B H T K"],
+        k: Float[Tensor, "B G T K"],
+        v: Float[Tensor, "B G T V"],
+        state: Any,
+        mask: Mask | MaskFunction | None = None,
+        *,
+        bias: Float[Tensor, "..."] | None = None,
+    ) -> tuple[Float[Tensor, "B H T V"], Any]:
+        """Append T tokens and attend from them to the whole history, by the running sums; see `Mechanism.extend`.
+
+        >>> import regard as rg, torch
+        >>> q = k = v = torch.randn(1, 2, 6, 4)
+        >>> m = rg.Quadratic()
+        >>> state = m.start(batch=1, num_kv_heads=2, qk_length=4, value_length=4)
+        >>> out, state = m.extend(q, k, v, state, mask=rg.causal)
+        >>> torch.allclose(out, rg.attend(q, k, v, m, mask=rg.causal), atol=1e-5)
+        True
+        """
+        if isinstance(state, KeyValueState):
+            return super().extend(q, k, v, state, mask, bias=bias)
+        rule = as_mask(mask)
+        held = state.recent.buffer
+        check_extend(self, q, k, v, held.keys, held.values, state.length, rule, bias)
+        new = k.shape[2]
+        known = structure(rule, new, state.length + new)
+        if known.rest is not None or known.windowed:
+            raise ValueError(
+                f"mask: expected causal, padding, both or none to stream {self!r}, whose sums cannot forget a key, "
+                f"got {rule!r}"
+            )
+        if new == 0:
+            return q.new_zeros(*q.shape[:3], v.shape[3]) + q[..., :0].sum(), state
+        tainted = taint(k, v)
+        k, v = cleaned(k, tainted), cleaned(v, tainted)
+        out, longer = chunked.stream(
+            self, q, k, v, state, known.causal, new_padding(rule, state.length, new), tainted, RECENT
+        )
+        return self._poisoned(out, rule, state, longer, tainted), longer
+
+    def _poisoned(
+        self, out: Tensor, rule: Mask | None, before: KernelState, after: KernelState, tainted: Tensor | None
+    ) -> Tensor:
+        if tainted is None and before.tainted is None and before.recent.tainted is None:
+            return out
+        groups, new = before.sums.shape[1], out.shape[2]
+        flags = torch.zeros(out.shape[0], groups, before.length + new, dtype=torch.bool, device=out.device)
+        if before.tainted is not None and before.folded:
+            flags[..., 0] = before.tainted
+        if before.recent.tainted is not None:
+            flags[..., before.folded : before.length] = before.recent.tainted
+        if tainted is not None:
+            flags[..., before.length :] = tainted
+        return poisoned(out, rule, flags)
+
+    def cost(self, work: Work) -> Cost:
+        why = chunked.quadratic(self, work.qk_length, structure(work.rule, work.query_length, work.key_length))
+        if why is not None:
+            return replace(super().cost(work), note=f"quadratic in the length: {why}")
+        return chunked.cost(self, work, RECENT, key_value_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernel(FeatureMechanism):
+    """Kernel attention with any feature map: a function (…, K) -> (…, C), or a module, whose parameters learn.
+
+    The features of a query and a key must have an inner product of at least 0; `regard.check` says if they do not.
+
+    >>> import regard as rg, torch
+    >>> q = k = v = torch.randn(1, 2, 5, 4)
+    >>> rg.attend(q, k, v, rg.Kernel(feature_map=torch.relu), mask=rg.causal).shape
+    torch.Size([1, 2, 5, 4])
+    """
+
+    feature_map: Callable[[Tensor], Tensor]
+
+    def __post_init__(self) -> None:
+        if not callable(self.feature_map):
+            raise ValueError(
+                f"feature_map: expected a function (…, K) -> (…, C), got {type(self.feature_map).__name__}"
+            )
+
+    def features(self, x: Float[Tensor, "*b T K"]) -> Float[Tensor, "*b T C"]:
+        found = self.feature_map(x)
+        if not isinstance(found, Tensor) or found.shape[:-1] != x.shape[:-1]:
+            given = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+            raise ValueError(f"feature_map: expected {(*x.shape[:-1], 'C')} from {tuple(x.shape)}, got {given}")
+        return found
+
+    def feature_length(self, qk_length: int) -> int:
+        kind = next((p.dtype for p in self.parameters()), torch.float32)
+        with torch.no_grad():
+            return self.features(torch.zeros(1, qk_length, dtype=kind)).shape[-1]
+
+    def parameters(self) -> tuple[Tensor, ...]:
+        return tuple(self.feature_map.parameters()) if isinstance(self.feature_map, nn.Module) else ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Elu(FeatureMechanism):
+    """phi(x) = elu(x) + 1, the original linear attention: as many features as qk_length.
+
+    >>> import regard as rg, torch
+    >>> rg.Elu().features(torch.tensor([0.0, 1.0])).tolist()
+    [1.0, 2.0]
+    """
+
+    def features(self, x: Float[Tensor, "*b T K"]) -> Float[Tensor, "*b T C"]:
+        return nn.functional.elu(x) + 1
+
+    def feature_length(self, qk_length: int) -> int:
+        return qk_length
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomFeatures(FeatureMechanism):
+    """Positive random features: n draws whose mean product approaches exp(q·k / sqrt(K)), softmax's own kernel.
+
+        phi(x) = exp(w·x' - |x'|²/2) / sqrt(n),    x' = x / K^(1/4),    w ~ N(0, I) from `seed`
+
+    Choromanski et al. 2021, "Rethinking attention with Performers".
+
+    >>> import regard as rg, torch
+    >>> q, k = torch.full((1, 1, 1, 4), 0.3), torch.full((1, 1, 1, 4), 0.5)
+    >>> close = rg.RandomFeatures(n=20000).similarity(q, k).item(), (q * k).sum().div(2).exp().item()
+    >>> abs(close[0] - close[1]) < 0.05
+    True
+    """
+
+    n: int = 256
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.n, int) or self.n < 1:
+            raise ValueError(f"n: expected a whole number of at least 1, got {self.n!r}")
+
+    def features(self, x: Float[Tensor, "*b T K"]) -> Float[Tensor, "*b T C"]:
+        length = x.shape[-1]
+        draws = _draws(self.n, length, self.seed)
+        scaled = x * length**-0.25
+        exponent = scaled @ draws.to(x).transpose(0, 1) - scaled.square().sum(-1, keepdim=True) / 2
+        return exponent.exp() * self.n**-0.5
+
+    def feature_length(self, qk_length: int) -> int:
+        return self.n
+
+    def feature_flops(self, qk_length: int) -> int:
+        return 2 * qk_length * self.n
+
+
+@lru_cache(maxsize=32)
+def _draws(n: int, length: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(n, length, generator=generator, dtype=torch.float64)

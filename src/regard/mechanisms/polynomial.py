@@ -1,0 +1,195 @@
+"""Polynomial kernels: similarity is a polynomial of q·k, in a score form and a feature form that are exactly equal.
+
+    Quadratic:   (q·k + c)²  =  (q·k)² + 2c q·k + c²
+    Taylor:      1 + s + s²/2,  s = q·k / sqrt(K)            the exponential's first three terms
+    Polynomial:  (q·k + c)^degree                            even degrees only: an odd one gives negative weights
+
+The feature map is the symmetric one: (q·k)² = sum over a ≤ b of (1 or 2)·q_a q_b·k_a k_b, so the quadratic has
+(D+1)(D+2)/2 features. The sums use blocks of it: outer products of 16 coordinates with all later ones are plain
+multiplications into one buffer, where index gathers would be bound by memory. That rounds the number of features up a
+little (`summed_length`). The denominator needs no features at all: sum over s of (q·k_s)² = qᵀ(sum over s of k_s
+k_sᵀ)q.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import combinations_with_replacement
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from regard.mechanisms.kernel import FeatureMechanism
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Square(FeatureMechanism):
+    """similarity = a + b q·k + d (q·k)², all three at least 0."""
+
+    short: ClassVar[bool] = True
+
+    def coefficients(self, qk_length: int) -> tuple[float, float, float]:
+        raise NotImplementedError
+
+    def similarity(self, q: Float[Tensor, "*b T K"], k: Float[Tensor, "*b S K"]) -> Float[Tensor, "*b T S"]:
+        # As d (q·k + b/2d)² plus the rest: no smaller than 0 in any rounding.
+        a, b, d = self.coefficients(q.shape[-1])
+        score = (q @ k.transpose(-1, -2)).add_(b / (2 * d))
+        square = score.square() if score.requires_grad else score.square_()
+        rest = a - b * b / (4 * d)
+        if d != 1:
+            square = square.mul_(d)
+        return square if abs(rest) < 1e-12 else square.add_(rest)
+
+    def features(self, x: Float[Tensor, "*b T K"]) -> Float[Tensor, "*b T C"]:
+        a, b, d = self.coefficients(x.shape[-1])
+        rows, columns = _upper(x.shape[-1])
+        twice = torch.where(rows == columns, 1.0, math.sqrt(2)).to(x)
+        squares = x[..., rows] * x[..., columns] * (twice * math.sqrt(d))
+        return torch.cat([squares, x * math.sqrt(b), torch.full_like(x[..., :1], math.sqrt(a))], dim=-1)
+
+    def feature_length(self, qk_length: int) -> int:
+        return (qk_length + 1) * (qk_length + 2) // 2
+
+    def summed_length(self, qk_length: int) -> int:
+        return sum((stop - start) * (end - begin) for start, stop, begin, end in _blocks(qk_length)) + qk_length + 1
+
+    def summed_features(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        a, b, d = self.coefficients(x.shape[-1])
+        total = self.summed_length(x.shape[-1])
+        # An off-diagonal block stands for its mirror image too: twice the product, a root of 2 on either side.
+        left, right = (x if d == 1 else x * math.sqrt(d)), x * math.sqrt(2)
+        pairs = [
+            (left[..., start:stop, None], (x if start == begin else right)[..., None, begin:end])
+            for start, stop, begin, end in _blocks(x.shape[-1])
+        ]
+        if out is None:
+            outer = [(p * q).flatten(-2) for p, q in pairs]
+            return torch.cat([*outer, x * math.sqrt(b), torch.full_like(x[..., :1], math.sqrt(a))], dim=-1)
+        found = out[: x.shape[:-1].numel() * total].view(*x.shape[:-1], total)
+        at = 0
+        for p, q in pairs:
+            size = p.shape[-2] * q.shape[-1]
+            torch.mul(p, q, out=found[..., at : at + size].unflatten(-1, (p.shape[-2], q.shape[-1])))
+            at += size
+        torch.mul(x, math.sqrt(b), out=found[..., at:-1])
+        found[..., -1] = math.sqrt(a)
+        return found
+
+    def normaliser_length(self, qk_length: int) -> int:
+        return qk_length * qk_length + qk_length + 1
+
+    def normaliser(self, k: Tensor, phi: Tensor, real: Tensor | None) -> Tensor:
+        """sum k kᵀ, sum k and the count, side by side."""
+        if real is not None:
+            k = k.masked_fill(~real[..., None], 0)
+        count = k.new_full(k.shape[:-2], k.shape[-2]) if real is None else real.sum(-1).to(k)
+        return torch.cat([(k.transpose(-1, -2) @ k).flatten(-2), k.sum(-2), count[..., None]], dim=-1)
+
+    def denominator(self, q: Tensor, phi: Tensor, normaliser: Tensor) -> Tensor:
+        a, b, d = self.coefficients(q.shape[-1])
+        length = q.shape[-1]
+        square = normaliser[..., : length * length].unflatten(-1, (length, length))
+        linear = normaliser[..., length * length : -1]
+        return ((d * (q @ square) + b * linear[..., None, :]) * q).sum(-1) + a * normaliser[..., -1:]
+
+    def normaliser_flops(self, qk_length: int) -> tuple[int, int]:
+        return 2 * qk_length * qk_length, 2 * qk_length * qk_length
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quadratic(_Square):
+    """(q·k + c)², c at least 0.
+
+    >>> import regard as rg, torch
+    >>> x, y = torch.randn(3, dtype=torch.float64), torch.randn(3, dtype=torch.float64)
+    >>> phi = rg.Quadratic().features
+    >>> len(phi(x)), torch.allclose(phi(x) @ phi(y), (x @ y + 1) ** 2)
+    (10, True)
+    """
+
+    c: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_constant(self.c)
+
+    def coefficients(self, qk_length: int) -> tuple[float, float, float]:
+        return self.c**2, 2 * self.c, 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Taylor(_Square):
+    """1 + s + s²/2 with s = q·k / sqrt(qk_length): softmax's exponential to second order, always above 0.
+
+    >>> import regard as rg, torch
+    >>> x = torch.full((1, 4), 0.5)
+    >>> rg.Taylor().similarity(x, x).item()
+    1.625
+    """
+
+    def coefficients(self, qk_length: int) -> tuple[float, float, float]:
+        return 1.0, qk_length**-0.5, 0.5 / qk_length
+
+
+@dataclass(frozen=True, kw_only=True)
+class Polynomial(FeatureMechanism):
+    """(q·k + c)^degree for an even degree, with one feature for each monomial of at most that degree.
+
+    >>> import regard as rg, torch
+    >>> x, y = torch.randn(3, dtype=torch.float64), torch.randn(3, dtype=torch.float64)
+    >>> phi = rg.Polynomial(degree=4).features
+    >>> len(phi(x)), torch.allclose(phi(x) @ phi(y), (x @ y + 1) ** 4)
+    (35, True)
+    """
+
+    short: ClassVar[bool] = True
+    degree: int = 2
+    c: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_constant(self.c)
+        if not isinstance(self.degree, int) or self.degree < 2 or self.degree % 2:
+            raise ValueError(
+                f"degree: expected an even number of at least 2, got {self.degree!r}; an odd one gives negative weights"
+            )
+
+    def similarity(self, q: Float[Tensor, "*b T K"], k: Float[Tensor, "*b S K"]) -> Float[Tensor, "*b T S"]:
+        return (q @ k.transpose(-1, -2) + self.c) ** self.degree
+
+    def features(self, x: Float[Tensor, "*b T K"]) -> Float[Tensor, "*b T C"]:
+        index, scale = _monomials(x.shape[-1], self.degree)
+        extended = torch.cat([x, torch.full_like(x[..., :1], math.sqrt(self.c))], dim=-1)
+        return math.prod(extended[..., column] for column in index) * scale.to(x)
+
+    def feature_length(self, qk_length: int) -> int:
+        return math.comb(qk_length + self.degree, self.degree)
+
+
+def _check_constant(c: float) -> None:
+    if not isinstance(c, int | float) or not 0 <= c < math.inf:
+        raise ValueError(f"c: expected a finite number of at least 0, got {c!r}")
+
+
+@lru_cache(maxsize=32)
+def _blocks(length: int) -> tuple[tuple[int, int, int, int], ...]:
+    """Blocks (start, stop) × (begin, end) of the upper triangle: on the diagonal, and all that is right of it."""
+    size = 16 if length <= 48 else 8
+    edges = [(a, min(a + size, length)) for a in range(0, length, size)]
+    right = [(start, stop, stop, length) for start, stop in edges if stop < length]
+    return tuple([(start, stop, start, stop) for start, stop in edges] + right)
+
+
+@lru_cache(maxsize=32)
+def _upper(length: int) -> tuple[Tensor, Tensor]:
+    rows, columns = torch.triu_indices(length, length)
+    return rows, columns
+
+
+@lru_cache(maxsize=32)
+def _monomials(length: int, degree: int) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Index columns of every monomial of length + 1 coordinates, and the root of its multinomial coefficient."""
+    chosen = list(combinations_with_replacement(range(length + 1), degree))
+    ways = [math.factorial(degree) / math.prod(math.factorial(one.count(i)) for i in set(one)) for one in chosen]
+    return tuple(torch.tensor(chosen).unbind(1)), torch.tensor(ways, dtype=torch.float64).sqrt()

@@ -1,0 +1,127 @@
+"""Softmax attention, one continuum from the uniform average to the hard choice.
+
+    w_ts = exp(beta q_t·k_s) / sum over visible s' of exp(beta q_t·k_s')          beta = 1 / sqrt(K) unless given
+
+`beta = 0` weighs all visible keys alike (`Uniform`). `beta = inf` is the limit: all weight on the best key, and keys
+that tie share it equally (`Argmax`). `softcap` bends the scores to cap·tanh(score / cap) (Gemma 2).
+
+Vaswani et al. 2017, "Attention is all you need".
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from regard.call import Call, Path
+from regard.mechanism import Mechanism
+from regard.paths import blocks, grouped, reference, sdpa
+
+
+@dataclass(frozen=True, kw_only=True)
+class Softmax(Mechanism):
+    """Softmax (softargmax) of beta·q·k over the visible keys. `beta=None` is 1/sqrt(qk_length).
+
+    >>> import regard as rg, torch
+    >>> q, k = torch.tensor([[[[1.0]]]]), torch.tensor([[[[0.0], [1.0]]]])
+    >>> [round(rg.weights(q, k, rg.Softmax(beta=b))[0, 0, 0, 1].item(), 3) for b in (0, 1, 10, float("inf"))]
+    [0.5, 0.731, 1.0, 1.0]
+    """
+
+    beta: float | None = None
+    softcap: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.beta is not None and not (isinstance(self.beta, int | float) and self.beta >= 0):
+            raise ValueError(f"beta: expected a number from 0 to inf, or None for 1/sqrt(qk_length), got {self.beta!r}")
+        if self.softcap is not None and not (isinstance(self.softcap, int | float) and 0 < self.softcap < math.inf):
+            raise ValueError(f"softcap: expected a finite number above 0, or None, got {self.softcap!r}")
+        if self.hard and self.softcap is not None:
+            raise ValueError("softcap: expected None with beta=inf, whose scores have no size to bend")
+
+    @property
+    def hard(self) -> bool:
+        return self.beta == math.inf
+
+    def precision(self, dtype: torch.dtype) -> torch.dtype:
+        # A choice is discontinuous: in float64 only true ties tie, whatever order the products are summed in.
+        return torch.float64 if self.hard else super().precision(dtype)
+
+    def similarity(self, q: Float[Tensor, "*b T K"], k: Float[Tensor, "*b S K"]) -> Float[Tensor, "*b T S"]:
+        """The plain scores q·k; `weigh` turns them into weights."""
+        return q @ k.transpose(-1, -2)
+
+    def weigh(
+        self,
+        q: Float[Tensor, "B H T K"],
+        k: Float[Tensor, "B G S K"],
+        visible: Bool[Tensor, "..."] | None,
+        bias: Float[Tensor, "..."] | None = None,
+    ) -> Float[Tensor, "B H T S"]:
+        if bias is not None:
+            reachable = bias > -math.inf
+            visible = reachable if visible is None else visible & reachable
+        empty = hidden = None
+        if visible is not None:
+            empty = ~visible.any(-1, keepdim=True)
+            hidden = ~(visible | empty)
+
+        def shown(scores: Tensor) -> Tensor:
+            return scores if hidden is None else scores.masked_fill(hidden, -math.inf)
+
+        scores = self.grouped(self.similarity, q, k)
+        beta = q.shape[-1] ** -0.5 if self.beta is None else self.beta
+        best = shown(scores.detach()).amax(-1, keepdim=True)
+        if self.hard:
+            ties = shown(scores.detach()) == best
+            weights = ties / ties.sum(-1, keepdim=True, dtype=scores.dtype)
+        else:
+            if self.softcap is not None:
+                scores = self.softcap * torch.tanh(scores * (beta / self.softcap))
+            else:
+                # The shift changes no weight; it keeps beta·score within range for any beta.
+                scores = beta * (scores - best)
+            if bias is not None:
+                scores = scores + bias.masked_fill(bias == -math.inf, 0)
+            weights = torch.softmax(shown(scores), dim=-1)
+        return weights if empty is None else weights.masked_fill(empty, 0)
+
+    def refuses(self, call: Call) -> str | None:
+        if call.bias is not None and self.hard:
+            return "bias: expected none with beta=inf, where no finite term can change the choice"
+        return None
+
+    def sdpa_scale(self, qk_length: int) -> float | None:
+        if self.softcap is not None:
+            return None
+        scale = qk_length**-0.5 if self.beta is None else float(self.beta)
+        return scale if scale <= 1e6 else None
+
+    def paths(self) -> tuple[Path, ...]:
+        return (grouped.PATH, sdpa.PATH, blocks.PATH, reference.PATH)
+
+
+def Argmax() -> Softmax:  # noqa: N802 - named as the mechanism it is
+    """Hard attention, the end of the softmax continuum: all weight on the best key, ties share equally.
+
+    >>> import regard as rg, torch
+    >>> q = torch.tensor([[[[1.0, 1.0, 2.0]]]])
+    >>> k = torch.tensor([[[[1.0, 2, 0], [0, 3, 4], [5, 0, 0], [0, 0, 1]]]])
+    >>> v = torch.tensor([[[[2.0, 0, 1], [1, 4, 3], [0, -1, 4], [1, 0, -1]]]])
+    >>> rg.attend(q, k, v, rg.Argmax()).flatten().tolist()
+    [1.0, 4.0, 3.0]
+    """
+    return Softmax(beta=math.inf)
+
+
+def Uniform() -> Softmax:  # noqa: N802 - named as the mechanism it is
+    """The other end: the plain mean of the visible values.
+
+    >>> import regard as rg, torch
+    >>> v = torch.tensor([[[[1.0], [3.0]]]])
+    >>> rg.attend(v, v, v, rg.Uniform()).flatten().tolist()
+    [2.0, 2.0]
+    """
+    return Softmax(beta=0.0)

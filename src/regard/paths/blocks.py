@@ -1,0 +1,84 @@
+"""Blocks of queries, each against only the keys its mask can show it.
+
+For a mask whose structure is known (a band, global tokens, segments, padding) a block of queries reads the key spans
+that hold all it may see, and the mask is evaluated there only. Work follows the visible part; memory is one block's.
+"""
+
+import torch
+from torch import Tensor
+
+from regard.call import Call, Path
+from regard.mask import QUERY_BLOCK, Span, blocks, positions
+from regard.paths import sdpa
+
+WINDOW_BLOCK = 64
+"""Queries at a time under a window, whose spans are not much longer than the block."""
+
+
+def cannot(call: Call) -> str | None:
+    """Why this path cannot serve a call; None if it can."""
+    if call.queries <= QUERY_BLOCK and call.mask is None:
+        return f"one block of {QUERY_BLOCK} queries sees all keys: nothing to split"
+    return None
+
+
+def run(call: Call) -> Tensor:
+    """blocks of queries, each with only the keys its mask can show it."""
+    size = WINDOW_BLOCK if call.structure.windowed else QUERY_BLOCK
+    views = _Views(call)
+    parts = [
+        _block(call, start, stop, spans, views)
+        for start, stop, spans in blocks(call.mask, call.queries, call.keys, size)
+    ]
+    return torch.cat(parts, dim=2)
+
+
+class _Views:
+    """The mask of each block. A band looks alike wherever the block stands: one view for each shape."""
+
+    def __init__(self, call: Call) -> None:
+        self.call, self.known = call, call.structure
+        self.alike = self.known.rest is None and not self.known.paddings
+        self.seen: dict[tuple[int, int, int], tuple[Tensor, Tensor | None]] = {}
+
+    def __call__(self, start: int, stop: int, spans: list[Span]) -> tuple[Tensor, Tensor | None]:
+        """What a block sees, broadcastable to (B, H, t, s), and its rows that see nothing, if any."""
+        first = start + self.call.keys - self.call.queries
+        shape = (stop - start, spans[0][1] - spans[0][0], first - spans[0][0])
+        if self.alike and shape in self.seen:
+            return self.seen[shape]
+        place = torch.arange(stop - start) + first
+        assert self.call.mask is not None
+        visible = self.call.mask.at(self.call.batch, self.call.heads, place, positions(spans), self.call.q.device)
+        some = visible.any(-1, keepdim=True)
+        blind = None if not torch.compiler.is_compiling() and bool(some.all()) else ~some
+        self.seen[shape] = visible, blind
+        return visible, blind
+
+
+def _block(call: Call, start: int, stop: int, spans: list[Span], views: _Views) -> Tensor:
+    q = call.q[:, :, start:stop]
+    if not spans:
+        return q.new_zeros(*q.shape[:3], call.value_length) + call.v[..., :0].sum()
+    k, v = _gather(call.k, spans), _gather(call.v, spans)
+    visible, blind = views(start, stop, spans) if call.mask is not None else (None, None)
+    bias = None if call.bias is None else _bias(call.bias, start, stop, spans)
+    if bias is not None or sdpa.unfit(call) is not None:
+        weights = call.mechanism.weigh(q, k, visible, bias)
+        return call.mechanism.mix(weights, v).to(q.dtype)
+    if visible is None or blind is None:
+        return sdpa.plain(q, k, v, scale=sdpa.scale(call), attn_mask=visible)
+    return sdpa.plain(q, k, v, scale=sdpa.scale(call), attn_mask=visible | blind).masked_fill(blind, 0)
+
+
+def _gather(tensor: Tensor, spans: list[Span]) -> Tensor:
+    parts = [tensor[:, :, low:high] for low, high in spans]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+
+
+def _bias(bias: Tensor, start: int, stop: int, spans: list[Span]) -> Tensor:
+    rows = bias if bias.ndim < 2 or bias.shape[-2] == 1 else bias[..., start:stop, :]
+    return rows if rows.ndim < 1 or rows.shape[-1] == 1 else rows[..., positions(spans).to(rows.device)]
+
+
+PATH = Path("blocks", cannot, run)

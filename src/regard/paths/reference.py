@@ -1,0 +1,22 @@
+"""The plain formula, over the dense (T, S) weights: the specification every other path is held to."""
+
+from torch import Tensor
+
+from regard.call import Call, Path
+
+
+def cannot(call: Call) -> str | None:
+    """Why this path cannot serve a call; None if it can."""
+    return None
+
+
+def run(call: Call) -> Tensor:
+    """the plain formula over dense weights: the specification, quadratic in time and memory."""
+    visible = None
+    if call.mask is not None:
+        visible = call.mask.visible(call.batch, call.heads, call.queries, call.keys, call.q.device)
+    weights = call.mechanism.weigh(call.q, call.k, visible, call.bias)
+    return call.mechanism.mix(weights, call.v).to(call.q.dtype)
+
+
+PATH = Path("reference", cannot, run)

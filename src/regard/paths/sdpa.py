@@ -1,0 +1,78 @@
+"""PyTorch's fused softmax attention, one call for all queries, never through a dense mask.
+
+No mask and causal are one call. Padding becomes slices: rows of the batch that share an interval of real keys go
+together, over those keys only, so padding costs nothing and nothing in it can leak.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from regard.call import Call, Path
+from regard.paths.rows import by_interval
+
+
+def unfit(call: Call) -> str | None:
+    """Why SDPA cannot compute this mechanism under any mask; None if it can."""
+    return (
+        None if call.mechanism.sdpa_scale(call.qk_length) is not None else f"SDPA does not compute {call.mechanism!r}"
+    )
+
+
+def cannot(call: Call) -> str | None:
+    """Why this path cannot serve a call; None if it can."""
+    known = call.structure
+    if (reason := unfit(call)) is not None:
+        return reason
+    if call.bias is not None:
+        return "a bias needs the score form"
+    if known.rest is not None:
+        return f"{known.rest!r} would need a dense mask"
+    if known.windowed:
+        return "a window would need a dense mask"
+    if known.paddings and known.rows is None:
+        return "padding with holes would need a dense mask"
+    if known.causal and call.queries != call.keys:
+        return "SDPA aligns is_causal to the first key, not the last, when T and S differ"
+    return None
+
+
+def run(call: Call) -> Tensor:
+    """one fused scaled_dot_product_attention, no dense mask."""
+    if call.structure.rows is None:
+        return plain(call.q, call.k, call.v, scale=scale(call), is_causal=call.structure.causal)
+
+    def rows(q: Tensor, k: Tensor, v: Tensor, low: int, high: int) -> Tensor:
+        if not call.structure.causal:
+            return plain(q, k, v, scale=scale(call))
+        # Causal here means T = S: queries before `low` see nothing, those from `high` on see every real key.
+        before = q.new_zeros(*q.shape[:2], low, v.shape[-1])
+        inside = plain(q[:, :, low:high], k, v, scale=scale(call), is_causal=True)
+        after = plain(q[:, :, high:], k, v, scale=scale(call))
+        return torch.cat([before, inside, after], dim=2)
+
+    return by_interval(call, rows)
+
+
+def scale(call: Call) -> float:
+    """What SDPA multiplies the scores by for this mechanism."""
+    found = call.mechanism.sdpa_scale(call.qk_length)
+    assert found is not None
+    return found
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, *, scale: float, **options: Any) -> Tensor:
+    """SDPA where its fused kernel applies: equal head lengths, unit stride, grouped heads left as they are."""
+    if scale == 0:  # the kernel hides a future key by -inf, and 0 · -inf is NaN: 0 scores from 0 queries instead
+        q, scale = torch.zeros_like(q), 1.0
+    length = max(q.shape[-1], v.shape[-1])
+    fitted = [t if t.shape[-1] == length else F.pad(t, (0, length - t.shape[-1])) for t in (q, k, v)]
+    fitted = [t if t.stride(-1) == 1 else t.contiguous() for t in fitted]
+    grouped = q.shape[1] != k.shape[1]
+    out = F.scaled_dot_product_attention(fitted[0], fitted[1], fitted[2], scale=scale, enable_gqa=grouped, **options)
+    return out[..., : v.shape[-1]]
+
+
+PATH = Path("sdpa", cannot, run, last_sees_all=True)

@@ -1,0 +1,262 @@
+"""States: what a mechanism keeps of the tokens it has met, so that the next one costs one step.
+
+A state is a value. Extending it gives a new state and leaves the old one as it was, so a prompt's state can be forked,
+kept and used again. Appending does not copy: states of one history share one buffer with room to spare, each with its
+own length. Appending at the buffer's end writes in place; appending anywhere else (a fork) copies the history once.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from regard.mask import Padding, Span, padding_of
+
+
+@dataclass(eq=False)
+class _Buffer:
+    """Room for keys (B, G, capacity, K) and values (B, G, capacity, V); `used` positions are written."""
+
+    keys: Tensor
+    values: Tensor
+    used: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class KeyValueState:
+    """All keys and values met so far, for mechanisms that look at each of them again.
+
+    >>> import regard as rg, torch
+    >>> state = rg.Softmax().start(batch=1, num_kv_heads=2, qk_length=4, value_length=4, capacity=8)
+    >>> q = k = v = torch.randn(1, 2, 3, 4)
+    >>> out, longer = rg.Softmax().extend(q, k, v, state, mask=rg.causal)
+    >>> state.length, longer.length, longer.nbytes
+    (0, 3, 512)
+    """
+
+    buffer: _Buffer
+    length: int = 0
+    padding: Padding | None = None
+    """Which of the keys are real; None while all are."""
+    tainted: Tensor | None = None
+    """Which keys (B, G, length) came with a NaN or infinity in them; None while none did."""
+
+    @classmethod
+    def empty(
+        cls,
+        batch: int,
+        num_kv_heads: int,
+        qk_length: int,
+        value_length: int,
+        capacity: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> "KeyValueState":
+        shape = (batch, num_kv_heads, capacity)
+        return cls(
+            _Buffer(
+                torch.empty(*shape, qk_length, dtype=dtype, device=device),
+                torch.empty(*shape, value_length, dtype=dtype, device=device),
+            )
+        )
+
+    @property
+    def keys(self) -> Tensor:
+        """The keys met so far, (B, G, length, K): a view."""
+        return self.buffer.keys[:, :, : self.length]
+
+    @property
+    def values(self) -> Tensor:
+        """The values met so far, (B, G, length, V): a view."""
+        return self.buffer.values[:, :, : self.length]
+
+    @property
+    def capacity(self) -> int:
+        return self.buffer.keys.shape[2]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes this state really holds, its room to spare included."""
+        held = [self.buffer.keys, self.buffer.values]
+        table = None if self.padding is None else self.padding.table
+        held += [t for t in (self.tainted, table) if t is not None]
+        return sum(t.numel() * t.element_size() for t in held)
+
+    def append(self, k: Tensor, v: Tensor, padding: Padding | None, tainted: Tensor | None) -> "KeyValueState":
+        """The state with T more keys and values. `padding` says which of the T are real, in positions 0…T."""
+        new = k.shape[2]
+        end = self.length + new
+        if end > self.capacity:
+            raise ValueError(
+                f"state: expected at most {self.capacity} tokens (its capacity), got {self.length} + {new}; "
+                f"start it with capacity={end} or more"
+            )
+        if self.padding is not None or padding is not None:
+            padding = _join_padding(self.padding, self.length, padding, new, k.shape[0], k.device)
+        if self.tainted is not None or tainted is not None:
+            tainted = _join_tainted(self.tainted, self.length, tainted, k)
+        buffer = self.buffer
+        if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad or buffer.keys.requires_grad):
+            # Autograd keeps what it saw; writing into it would spoil the backward pass.
+            buffer = self._joined(k, v)
+        else:
+            if self.length != buffer.used:
+                buffer = _Buffer(buffer.keys.clone(), buffer.values.clone(), self.length)
+            buffer.keys[:, :, self.length : end] = k
+            buffer.values[:, :, self.length : end] = v
+            buffer.used = end
+        return KeyValueState(buffer, end, padding, tainted)
+
+    def _joined(self, k: Tensor, v: Tensor) -> _Buffer:
+        end = self.length + k.shape[2]
+        spare_keys, spare_values = self.buffer.keys[:, :, end:], self.buffer.values[:, :, end:]
+        return _Buffer(
+            torch.cat([self.keys, k, spare_keys], dim=2), torch.cat([self.values, v, spare_values], dim=2), end
+        )
+
+    def reorder(self, index: Tensor) -> "KeyValueState":
+        """The state of other batch rows: row i becomes row `index[i]`. Rows may repeat (beam search)."""
+        index = _row_index(index, self.buffer.keys.shape[0], self.buffer.keys.device)
+        buffer = _Buffer(self.buffer.keys[index], self.buffer.values[index], self.length)
+        padding = self.padding
+        if padding is not None:
+            padding = (
+                Padding(tuple(padding.rows[i] for i in index.tolist()), label=padding.label)
+                if padding.rows is not None
+                else padding_of(padding.valid(self.length)[index.cpu()])
+            )
+        return replace(
+            self, buffer=buffer, padding=padding, tainted=None if self.tainted is None else self.tainted[index]
+        )
+
+    def crop(self, length: int) -> "KeyValueState":
+        """The state as it was at an earlier length."""
+        if not 0 <= length <= self.length:
+            raise ValueError(f"length: expected 0 to {self.length} (the state's length), got {length}")
+        padding = self.padding
+        if padding is not None:
+            padding = padding_of(padding.valid(self.length)[:, :length])
+        return replace(
+            self,
+            length=length,
+            padding=padding,
+            tainted=None if self.tainted is None else self.tainted[..., :length],
+        )
+
+    def resized(self, capacity: int, drop: int = 0) -> "KeyValueState":
+        """The state in a buffer of its own with another capacity, without its first `drop` tokens."""
+        kept = self.length - drop
+        room = KeyValueState.empty(
+            self.keys.shape[0],
+            self.keys.shape[1],
+            self.keys.shape[3],
+            self.values.shape[3],
+            capacity,
+            self.keys.dtype,
+            self.keys.device,
+        )
+        padding, tainted = self.padding, self.tainted
+        if padding is not None:
+            valid = padding.valid(self.length)[:, drop:]
+            padding = None if bool(valid.all()) else padding_of(valid)
+        if tainted is not None:
+            tainted = tainted[..., drop:] if bool(tainted[..., drop:].any()) else None
+        moved = room.append(self.keys[:, :, drop:], self.values[:, :, drop:], padding, tainted)
+        assert moved.length == kept
+        return moved
+
+
+@dataclass(frozen=True, eq=False)
+class KernelState:
+    """The running sums of a kernel mechanism, and the newest tokens as they are.
+
+    `sums` holds sum phi(k) v^T (B, G, C, V) and `normaliser` sum phi(k) (B, G, C) over the first `folded` tokens, in
+    float32 or better. The newest tokens wait in `recent` until they fill it, then the oldest of them are folded in as
+    one matrix product. That reads the sums once a token and writes them once in a while; and it keeps the score form,
+    which is exact, for short histories. Its size does not grow with the length.
+    """
+
+    sums: Tensor
+    normaliser: Tensor
+    folded: int
+    recent: KeyValueState
+    tainted: Tensor | None = None
+    """Rows and heads (B, G) whose sums took in a NaN or infinity; None while none did."""
+
+    @property
+    def length(self) -> int:
+        return self.folded + self.recent.length
+
+    @property
+    def nbytes(self) -> int:
+        held = [self.sums, self.normaliser] + ([] if self.tainted is None else [self.tainted])
+        return self.recent.nbytes + sum(t.numel() * t.element_size() for t in held)
+
+    def reorder(self, index: Tensor) -> "KernelState":
+        """The state of other batch rows: row i becomes row `index[i]`. Rows may repeat (beam search)."""
+        index = _row_index(index, self.sums.shape[0], self.sums.device)
+        return replace(
+            self,
+            sums=self.sums[index],
+            normaliser=self.normaliser[index],
+            recent=self.recent.reorder(index),
+            tainted=None if self.tainted is None else self.tainted[index],
+        )
+
+    def crop(self, length: int) -> "KernelState":
+        """The state as it was at an earlier length, as long as that token has not been folded into the sums."""
+        if not self.folded <= length <= self.length:
+            raise ValueError(
+                f"length: expected {self.folded} to {self.length}, got {length}; "
+                f"the first {self.folded} tokens are summed and cannot be taken out again"
+            )
+        return replace(self, recent=self.recent.crop(length - self.folded))
+
+
+State = KeyValueState | KernelState
+
+
+def _row_index(index: Tensor, rows: int, device: torch.device) -> Tensor:
+    index = torch.as_tensor(index, device=device)
+    if index.ndim != 1 or index.dtype.is_floating_point or index.dtype == torch.bool:
+        raise ValueError(f"index: expected whole numbers of shape (B,), got {index.dtype} {tuple(index.shape)}")
+    if index.numel() and not (int(index.min()) >= 0 and int(index.max()) < rows):
+        raise ValueError(f"index: expected batch rows 0 to {rows - 1}, got {index.tolist()}")
+    return index
+
+
+def _join_padding(
+    old: Padding | None, length: int, new: Padding | None, count: int, batch: int, device: torch.device
+) -> Padding:
+    old_rows, new_rows = old.rows if old else ((0, length),) * batch, new.rows if new else ((0, count),) * batch
+    if old_rows is not None and new_rows is not None:
+        spans = _join_spans(old_rows, length, new_rows, count)
+        if spans is not None:
+            return Padding(spans, label=f"padding(valid={(batch, length + count)})")
+    parts = [
+        torch.ones(batch, n, dtype=torch.bool, device=device) if one is None else one.valid(n, device)
+        for one, n in ((old, length), (new, count))
+    ]
+    return padding_of(torch.cat(parts, dim=1))
+
+
+def _join_spans(old: tuple[Span, ...], length: int, new: tuple[Span, ...], count: int) -> tuple[Span, ...] | None:
+    """Intervals of [old | new] where each row stays one interval, without touching a tensor; None otherwise."""
+    spans: list[Span] = []
+    for (a, b), (c, d) in zip(old, new, strict=True):
+        b, d = min(b, length), min(d, count)
+        if c >= d:
+            spans.append((a, b))
+        elif a >= b:
+            spans.append((length + c, length + d))
+        elif b == length and c == 0:
+            spans.append((a, length + d))
+        else:
+            return None
+    return tuple(spans)
+
+
+def _join_tainted(old: Tensor | None, length: int, new: Tensor | None, k: Tensor) -> Tensor:
+    batch, groups, count = k.shape[:3]
+    clean = torch.zeros(batch, groups, max(length, count), dtype=torch.bool, device=k.device)
+    return torch.cat([clean[..., :length] if old is None else old, clean[..., :count] if new is None else new], dim=-1)
