@@ -3,6 +3,7 @@
 from regard.attention import attend, explain, weights
 from regard.call import Plan
 from regard.cost import Cost, LayerCost, Work, cost, crossover, layer_cost
+from regard.laws import Report, check
 from regard.mask import Mask, causal, dense, global_tokens, padding, segments, window, window2d
 from regard.mechanism import Mechanism
 from regard.mechanisms import (
@@ -20,6 +21,6 @@ from regard.mechanisms import (
 
 __all__ = [
     "Argmax", "Channel", "Cost", "Elu", "Kernel", "LayerCost", "Mask", "Mechanism", "Plan", "Polynomial", "Quadratic",
-    "RandomFeatures", "Softmax", "Taylor", "Uniform", "Work", "attend", "causal", "cost", "crossover", "dense",
+    "RandomFeatures", "Report", "Softmax", "Taylor", "Uniform", "Work", "attend", "causal", "check", "cost", "crossover", "dense",
     "explain", "global_tokens", "layer_cost", "padding", "segments", "weights", "window", "window2d",
 ]  # fmt: skip

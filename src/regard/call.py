@@ -202,12 +202,16 @@ def poisoned(out: Tensor, mask: Mask | None, tainted: Tensor | None) -> Tensor:
     return out.masked_fill(reached(mask, tainted, out.shape[1], out.shape[2])[..., None], math.nan)
 
 
+def nothing(call: Call, queries: int) -> Tensor:
+    """The output of queries that see no key: exactly 0 whatever the inputs hold, and still part of the graph."""
+    zeros = call.q.new_zeros(call.batch, call.heads, queries, call.value_length)
+    return zeros + sum(t[..., :0].sum() for t in (call.q, call.k, call.v))
+
+
 def run_guarded(call: Call, path: Path) -> Tensor:
     """Run a path so that NaN and infinity in masked places reach nothing, forward or backward."""
     if call.empty:
-        shape = (call.batch, call.heads, call.queries, call.value_length)
-        # Sums over nothing: exactly 0 whatever the inputs hold, and still part of the graph.
-        return call.q.new_zeros(shape) + sum(t[..., :0].sum() for t in (call.q, call.k, call.v))
+        return nothing(call, call.queries)
     if call.structure == Structure():
         return path.run(call)
     if path.last_sees_all and not torch.compiler.is_compiling() and not torch.is_grad_enabled():

@@ -196,7 +196,7 @@ def crossover(
     >>> import regard as rg
     >>> work = rg.Work(query_length=1024, key_length=1024, num_heads=4, num_kv_heads=4, mask=rg.causal)
     >>> rg.crossover(rg.Softmax(), rg.Quadratic(), work)  # by FLOPs, at D = 64
-    9473
+    5210
     """
     price: Rate = seconds or (lambda mechanism, at: float(cost(mechanism, at).flops))
 
@@ -230,7 +230,7 @@ def human(value: float, unit: str = "") -> str:
     """A number for people: 1.23 G, 456 k.
 
     >>> human(1.5e9, "FLOP")
-    '1.50 GFLOP'
+    '1.5 GFLOP'
     """
     if value == 0 or not math.isfinite(value):
         return f"{value:g} {unit}".strip()

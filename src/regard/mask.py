@@ -195,7 +195,7 @@ class Padding(Mask):
         if self.rows is None:
             assert self.table is not None
             return self.table.to(key.device)[batch, key]
-        bounds = torch.tensor(self.rows, device=key.device)[batch]
+        bounds = torch.tensor(self.rows, dtype=torch.long, device=key.device).view(-1, 2)[batch]
         return (key >= bounds[..., 0]) & (key < bounds[..., 1])
 
     def spans(self, low: int, high: int, keys: int) -> list[Span]:

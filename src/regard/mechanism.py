@@ -22,7 +22,7 @@ from torch import Tensor
 
 from regard.call import Call, Path, choose, cleaned, poisoned, run_guarded, taint
 from regard.cost import Cost, Work, accumulator
-from regard.mask import Mask, MaskFunction, Padding, as_mask, conjunction, padding_of
+from regard.mask import Mask, MaskFunction, Padding, Structure, as_mask, conjunction, padding_of
 from regard.paths import blocks, reference
 from regard.state import KeyValueState
 
@@ -84,8 +84,8 @@ class Mechanism:
         """Why this mechanism has no meaning for a call, as an error message; None if it has one."""
         return None if call.bias is None else f"bias: {self!r} has no additive scores, so it takes none"
 
-    def streams(self, qk_length: int) -> str | None:
-        """Why there is no token-by-token form, or None if there is."""
+    def streams(self, qk_length: int, known: Structure = Structure()) -> str | None:  # noqa: B008 - a frozen value
+        """Why there is no token-by-token form under a mask of this structure, as an error message; None if there is."""
         return None
 
     def paths(self) -> tuple[Path, ...]:

@@ -20,11 +20,9 @@ from torch import Tensor
 
 from regard.call import Call, Path
 from regard.cost import Cost, Work, accumulator
-from regard.mask import structure
+from regard.mask import Structure, structure
 from regard.mechanism import Mechanism
 from regard.paths import reference
-
-NO_STREAM = "stream: Channel weighs channels by all tokens at once, so there is no token-by-token form"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,22 +51,20 @@ class Channel(Mechanism):
     ) -> Float[Tensor, "B H K K"]:
         kind, groups = accumulator(q.dtype), k.shape[1]
         real = None if visible is None else visible[:, :, 0, :, None]  # (B, 1, S, 1): padding is alike for all queries
-        tokens = (
-            q.new_full((1, 1, 1, 1), q.shape[2], dtype=kind) if real is None else real.sum(2, keepdim=True).to(kind)
-        )
-        wide = rearrange(q.to(kind), "b (g r) t k -> b g r t k", g=groups)
-        keys = k.to(kind) if real is None else k.to(kind).masked_fill(~real, 0)
+        tokens = torch.full((1, 1, 1, 1), q.shape[2], dtype=kind, device=q.device)
+        queries, keys = q.to(kind), k.to(kind)
         if real is not None:
-            wide = wide.masked_fill(~real[:, :, None], 0)
-        scores = rearrange(torch.einsum("bgrtc,bgtd->bgrcd", wide, keys), "b g r c d -> b (g r) c d")
+            tokens = real.sum(2, keepdim=True).to(kind)
+            queries, keys = queries.masked_fill(~real, 0), keys.masked_fill(~real, 0)
+        scores = rearrange(queries, "b (g r) t c -> b g (r c) t", g=groups) @ keys
         size = tokens.clamp(min=1) if self.scale == "tokens" else torch.full_like(tokens, q.shape[-1])
-        weights = torch.softmax(scores * size.rsqrt(), dim=-1)
+        scores = rearrange(scores, "b g (r c) d -> b (g r) c d", c=q.shape[-1]) * size.rsqrt()
+        weights = torch.softmax(scores, dim=-1)
         return weights if real is None else weights.masked_fill(tokens == 0, 0)
 
     def mix(self, weights: Float[Tensor, "B H K K"], v: Float[Tensor, "B G T K"]) -> Float[Tensor, "B H T K"]:
-        wide = rearrange(weights, "b (g r) c d -> b g r c d", g=v.shape[1])
-        out = torch.einsum("bgrcd,bgtd->bgrtc", wide, v.to(weights.dtype))
-        return rearrange(out, "b g r t c -> b (g r) t c")
+        tiled = rearrange(weights, "b (g r) c d -> b g d (r c)", g=v.shape[1])
+        return rearrange(v.to(weights.dtype) @ tiled, "b g t (r c) -> b (g r) t c", c=weights.shape[-1])
 
     def refuses(self, call: Call) -> str | None:
         if call.bias is not None:
@@ -82,8 +78,8 @@ class Channel(Mechanism):
             return f"v: expected value_length = qk_length = {call.qk_length} for Channel, got {call.value_length}"
         return None
 
-    def streams(self, qk_length: int) -> str | None:
-        return NO_STREAM
+    def streams(self, qk_length: int, known: Structure = Structure()) -> str | None:  # noqa: B008 - a frozen value
+        return "mechanism: Channel weighs channels by all tokens at once, so it has no token-by-token form"
 
     def paths(self) -> tuple[Path, ...]:
         return (Path("reference", reference.cannot, _run),)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from regard.call import Call, Path, cleaned, poisoned, taint
 from regard.cost import Cost, Work, accumulator
-from regard.mask import Mask, MaskFunction, as_mask, structure
+from regard.mask import Mask, MaskFunction, Structure, as_mask, structure
 from regard.mechanism import Mechanism, check_extend, check_start, key_value_bytes, new_padding
 from regard.paths import blocks, chunked, reference
 from regard.state import KernelState, KeyValueState
@@ -93,6 +93,12 @@ class FeatureMechanism(Mechanism):
         why = chunked.cannot(call)
         return () if why is None else (f"quadratic in the length: {why}",)
 
+    def streams(self, qk_length: int, known: Structure = Structure()) -> str | None:  # noqa: B008 - a frozen value
+        if self.linear(qk_length) and (known.rest is not None or known.windowed):
+            given = f"{known.rest!r}" if known.rest is not None else "a window"
+            return f"mask: expected causal, padding, both or none to stream {self!r}, whose sums forget no key, got {given}"
+        return None
+
     def start(
         self,
         *,
@@ -117,7 +123,7 @@ class FeatureMechanism(Mechanism):
         length, kind = self.summed_length(qk_length), accumulator(dtype)
         return KernelState(
             sums=torch.zeros(*shape, length, value_length, dtype=kind, device=device),
-            normaliser=torch.zeros(*shape, length, dtype=kind, device=device),
+            normaliser=torch.zeros(*shape, self.normaliser_length(qk_length), dtype=kind, device=device),
             folded=0,
             recent=KeyValueState.empty(*shape, qk_length, value_length, RECENT, dtype, device),
         )
@@ -149,11 +155,8 @@ class FeatureMechanism(Mechanism):
         check_extend(self, q, k, v, held.keys, held.values, state.length, rule, bias)
         new = k.shape[2]
         known = structure(rule, new, state.length + new)
-        if known.rest is not None or known.windowed:
-            raise ValueError(
-                f"mask: expected causal, padding, both or none to stream {self!r}, whose sums cannot forget a key, "
-                f"got {rule!r}"
-            )
+        if (reason := self.streams(k.shape[3], known)) is not None:
+            raise ValueError(reason)
         if new == 0:
             return q.new_zeros(*q.shape[:3], v.shape[3]) + q[..., :0].sum(), state
         tainted = taint(k, v)
@@ -179,10 +182,21 @@ class FeatureMechanism(Mechanism):
         return poisoned(out, rule, flags)
 
     def cost(self, work: Work) -> Cost:
+        state_bytes = key_value_bytes(work)
+        if self.linear(work.qk_length):
+            state_bytes = chunked.sums_bytes(self, work) + key_value_bytes(replace(work, key_length=RECENT, mask=None))
         why = chunked.quadratic(self, work.qk_length, structure(work.rule, work.query_length, work.key_length))
-        if why is not None:
-            return replace(super().cost(work), note=f"quadratic in the length: {why}")
-        return chunked.cost(self, work, RECENT, key_value_bytes)
+        if why is None:
+            return chunked.cost(self, work, RECENT, state_bytes)
+        plain = super().cost(work)
+        tokens = work.batch * (work.num_heads * work.query_length + work.num_kv_heads * work.key_length)
+        flops = 2 * work.pairs * (self.score_length(work.qk_length) + work.value_length)
+        flops += tokens * self.feature_flops(work.qk_length)
+        return replace(plain, flops=flops, state_bytes=state_bytes, note=f"quadratic in the length: {why}")
+
+    def score_length(self, qk_length: int) -> int:
+        """How long the inner product behind `similarity` is."""
+        return qk_length if self.short else self.feature_length(qk_length)
 
 
 @dataclass(frozen=True, kw_only=True)

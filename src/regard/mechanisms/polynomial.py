@@ -60,10 +60,11 @@ class _Square(FeatureMechanism):
         a, b, d = self.coefficients(x.shape[-1])
         total = self.summed_length(x.shape[-1])
         # An off-diagonal block stands for its mirror image too: twice the product, a root of 2 on either side.
-        left, right = (x if d == 1 else x * math.sqrt(d)), x * math.sqrt(2)
+        blocks = _blocks(x.shape[-1])
+        left, right = (x if d == 1 else x * math.sqrt(d)), (x if len(blocks) == 1 else x * math.sqrt(2))
         pairs = [
             (left[..., start:stop, None], (x if start == begin else right)[..., None, begin:end])
-            for start, stop, begin, end in _blocks(x.shape[-1])
+            for start, stop, begin, end in blocks
         ]
         if out is None:
             outer = [(p * q).flatten(-2) for p, q in pairs]
@@ -79,24 +80,26 @@ class _Square(FeatureMechanism):
         return found
 
     def normaliser_length(self, qk_length: int) -> int:
-        return qk_length * qk_length + qk_length + 1
+        return (qk_length + 1) ** 2
 
     def normaliser(self, k: Tensor, phi: Tensor, real: Tensor | None) -> Tensor:
-        """sum k kᵀ, sum k and the count, side by side."""
+        """sum of [k, 1] [k, 1]ᵀ: the sums of k kᵀ and of k, and the count, in one square."""
+        extended = _with_one(k)
         if real is not None:
-            k = k.masked_fill(~real[..., None], 0)
-        count = k.new_full(k.shape[:-2], k.shape[-2]) if real is None else real.sum(-1).to(k)
-        return torch.cat([(k.transpose(-1, -2) @ k).flatten(-2), k.sum(-2), count[..., None]], dim=-1)
+            extended = extended.masked_fill(~real[..., None], 0)
+        return (extended.transpose(-1, -2) @ extended).flatten(-2)
 
     def denominator(self, q: Tensor, phi: Tensor, normaliser: Tensor) -> Tensor:
         a, b, d = self.coefficients(q.shape[-1])
-        length = q.shape[-1]
-        square = normaliser[..., : length * length].unflatten(-1, (length, length))
-        linear = normaliser[..., length * length : -1]
-        return ((d * (q @ square) + b * linear[..., None, :]) * q).sum(-1) + a * normaliser[..., -1:]
+        length = q.shape[-1] + 1
+        scale = q.new_full((length, length), d)
+        scale[-1] = scale[:, -1] = b / 2
+        scale[-1, -1] = a
+        extended = _with_one(q)
+        return ((extended @ (normaliser.unflatten(-1, (length, length)) * scale)) * extended).sum(-1)
 
     def normaliser_flops(self, qk_length: int) -> tuple[int, int]:
-        return 2 * qk_length * qk_length, 2 * qk_length * qk_length
+        return 2 * (qk_length + 1) ** 2, 2 * (qk_length + 1) ** 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,6 +168,10 @@ class Polynomial(FeatureMechanism):
 
     def feature_length(self, qk_length: int) -> int:
         return math.comb(qk_length + self.degree, self.degree)
+
+
+def _with_one(x: Tensor) -> Tensor:
+    return torch.nn.functional.pad(x, (0, 1), value=1.0)
 
 
 def _check_constant(c: float) -> None:

@@ -7,7 +7,7 @@ that hold all it may see, and the mask is evaluated there only. Work follows the
 import torch
 from torch import Tensor
 
-from regard.call import Call, Path
+from regard.call import Call, Path, nothing
 from regard.mask import QUERY_BLOCK, Span, blocks, positions
 from regard.paths import sdpa
 
@@ -59,7 +59,7 @@ class _Views:
 def _block(call: Call, start: int, stop: int, spans: list[Span], views: _Views) -> Tensor:
     q = call.q[:, :, start:stop]
     if not spans:
-        return q.new_zeros(*q.shape[:3], call.value_length) + call.v[..., :0].sum()
+        return nothing(call, stop - start)
     k, v = _gather(call.k, spans), _gather(call.v, spans)
     visible, blind = views(start, stop, spans) if call.mask is not None else (None, None)
     bias = None if call.bias is None else _bias(call.bias, start, stop, spans)

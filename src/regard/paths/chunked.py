@@ -14,7 +14,6 @@ all follow that one list.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -25,7 +24,7 @@ from einops import rearrange
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from regard.call import Call, Path
+from regard.call import Call, Path, nothing
 from regard.cost import Cost, Work, accumulator
 from regard.mask import Padding, Structure, structure
 from regard.paths.rows import by_interval
@@ -100,6 +99,15 @@ def run(call: Call) -> Tensor:
     if known.rows is not None:
         return by_interval(call, rows)
     valid = known.valid(call.keys, call.q.device)
+    if valid is not None and not known.causal:
+        # Sums over few keys lose digits that the score form keeps: take the real keys out of the holes first.
+        each = [
+            _whole(call.mechanism, q[None], k[None, :, real], v[None, :, real], None, None)
+            if bool(real.any())
+            else nothing(call, call.queries)[:1]
+            for q, k, v, real in zip(call.q, call.k, call.v, valid, strict=True)
+        ]
+        return torch.cat(each)
     return _whole(call.mechanism, call.q, call.k, call.v, offset if known.causal else None, valid)
 
 
@@ -152,12 +160,13 @@ def sweep(
     history: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Walk the steps. Gives the output (M, R, T, V) and the sums after the last fold."""
-    kind = sums.dtype
-    parts = []
+    kind, keep = sums.dtype, torch.is_grad_enabled() or torch.compiler.is_compiling()
     first = min((step.start for step in plan if not step.folds), default=q.shape[2])
-    if first:
-        parts.append(q.new_zeros(*q.shape[:2], first, v.shape[-1]))
-    room = _room(mechanism, plan, q, k, kind)
+    parts = [q.new_zeros(*q.shape[:2], first, v.shape[-1])]  # queries before the first key
+    room = None if keep else _room(mechanism, plan, q, k, kind, history)
+    whole = None if keep else q.new_empty(*q.shape[:3], v.shape[-1])
+    if whole is not None:
+        whole[:, :, :first] = 0
     owned = False  # the caller's sums are a value; ours can be added to in place
     for step in plan:
         keys, values = k[:, step.low : step.high].to(kind), v[:, step.low : step.high].to(kind)
@@ -166,21 +175,27 @@ def sweep(
             phi, shown, count = fold(mechanism, keys, values, real, room)
             add = sums.baddbmm_ if owned else partial(torch.baddbmm, sums)
             sums, normaliser = add(phi.transpose(-1, -2), shown), normaliser + count
-            history, owned = True, not torch.is_grad_enabled()
+            history, owned = True, not keep
+            continue
+        queries = q[:, :, step.start : step.stop].to(kind)
+        similar, phi = compare(mechanism, queries, keys, _diagonal(step, offset), real)
+        if history:
+            out = divide(*meet(mechanism, queries, similar, phi, values, sums, normaliser, room))
         else:
-            queries = q[:, :, step.start : step.stop].to(kind)
-            diagonal = _diagonal(step, offset)
-            num, den = meet(mechanism, queries, keys, values, diagonal, real, sums, normaliser, history, room)
-            parts.append(divide(num, den).to(q.dtype))
-    out = torch.cat(parts, dim=2) if len(parts) != 1 else parts[0]
-    return out, sums, normaliser
+            out = alone(similar, values)
+        out = out.unflatten(1, (q.shape[1], -1))
+        if whole is None:
+            parts.append(out.to(q.dtype))
+        else:
+            whole[:, :, step.start : step.stop] = out
+    return torch.cat(parts, dim=2) if whole is None else whole, sums, normaliser
 
 
-def _room(mechanism: Any, plan: list[Step], q: Tensor, k: Tensor, kind: torch.dtype) -> Tensor | None:
-    """One buffer for the features of any step, used again and again; none where autograd must keep them."""
-    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+def _room(mechanism: Any, plan: list[Step], q: Tensor, k: Tensor, kind: torch.dtype, history: bool) -> Tensor | None:
+    """One buffer for the features of any step, used again and again."""
+    if not history and not any(step.folds for step in plan):
         return None
-    most = max((max(q.shape[1] * (s.stop - s.start), s.high - s.low) for s in plan), default=0)
+    most = max(step.high - step.low if step.folds else q.shape[1] * (step.stop - step.start) for step in plan)
     return torch.empty(k.shape[0] * most * mechanism.summed_length(k.shape[-1]), dtype=kind, device=k.device)
 
 
@@ -201,46 +216,50 @@ def fold(
     return phi, v, mechanism.normaliser(k, phi, real)
 
 
-def meet(
-    mechanism: Any,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    diagonal: int | None,
-    real: Tensor | None,
-    sums: Tensor,
-    normaliser: Tensor,
-    history: bool,
-    room: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Numerator (M, R, t, V), denominator (M, R, t) of queries (M, R, t, K) over one chunk and the sums before it."""
-    shape = q.shape[1:3]
-    rows = q.flatten(1, 2)
-    phi = None
+def compare(
+    mechanism: Any, q: Tensor, k: Tensor, diagonal: int | None, real: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Similarities (M, R·t, L) of queries (M, R, t, K) and one chunk of keys, 0 where hidden; and phi(q), if formed."""
+    rows, phi = q.flatten(1, 2), None
     if mechanism.short:
         similar = mechanism.similarity(rows, k)
     else:
         phi = mechanism.summed_features(rows)
         similar = phi @ mechanism.summed_features(k).transpose(-1, -2)
     if diagonal is not None:
-        tiled = similar.unflatten(1, shape)
+        tiled = similar.unflatten(1, q.shape[1:3])
         similar = (tiled.tril(diagonal) if tiled.requires_grad else tiled.tril_(diagonal)).flatten(1, 2)
     if real is not None:
         similar = similar.masked_fill(~real[:, None], 0)
-    den = similar.sum(-1)
-    if history:
-        phi = mechanism.summed_features(rows, room) if phi is None else phi
-        num = torch.baddbmm(phi @ sums, similar, v)
-        den = den + mechanism.denominator(rows, phi, normaliser)
-    else:
-        num = similar @ v
-    return num.unflatten(1, shape), den.unflatten(1, shape)
+    return similar, phi
+
+
+def alone(similar: Tensor, v: Tensor) -> Tensor:
+    """The output where there is nothing but one chunk: the plain formula, to the last digit."""
+    total = similar.sum(-1, keepdim=True)
+    return (similar / total.masked_fill(total == 0, 1)) @ v
+
+
+def meet(
+    mechanism: Any,
+    q: Tensor,
+    similar: Tensor,
+    phi: Tensor | None,
+    v: Tensor,
+    sums: Tensor,
+    normaliser: Tensor,
+    room: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Numerator (M, R·t, V) and denominator (M, R·t) of queries (M, R, t, K) over one chunk and the sums before it."""
+    rows = q.flatten(1, 2)
+    phi = mechanism.summed_features(rows, room) if phi is None else phi
+    num = torch.baddbmm(phi @ sums, similar, v)
+    return num, similar.sum(-1) + mechanism.denominator(rows, phi, normaliser)
 
 
 def divide(num: Tensor, den: Tensor) -> Tensor:
     """num / den, and 0 where there is nothing to divide by."""
-    none = den == 0
-    return (num / den.masked_fill(none, 1)[..., None]).masked_fill(none[..., None], 0)
+    return num / den.masked_fill(den == 0, math.inf)[..., None]
 
 
 class _Sweep(torch.autograd.Function):
@@ -296,8 +315,8 @@ class _Backward:
         self.sums, self.normaliser = _nothing(mechanism, k, v)
         kind = self.sums.dtype
         self.grad = grad.to(kind)
-        self.num_grad = torch.zeros_like(self.grad)
-        self.den_grad = self.grad.new_zeros(self.grad.shape[:-1])
+        self.through_sums: dict[Step, tuple[Tensor, Tensor]] = {}
+        """The gradients of numerator and denominator, for each step whose queries read the sums."""
         self.q_grad, self.k_grad, self.v_grad = (torch.zeros_like(t, dtype=kind) for t in (q, k, v))
         self.learned_grads = [torch.zeros_like(t) for t in learned]
 
@@ -326,14 +345,22 @@ class _Backward:
                 continue
             here = (slice(None), slice(None), slice(step.start, step.stop))
             q = self.q[here].to(k.dtype).detach().requires_grad_()
+            grad = self.grad[here].flatten(1, 2)
             with torch.enable_grad():
-                diagonal = _diagonal(step, self.offset)
-                num, den = meet(self.mechanism, q, k, v, diagonal, real, self.sums, self.normaliser, history)
-            none = den.detach() == 0
-            inverse = den.detach().masked_fill(none, 1).reciprocal().masked_fill(none, 0)[..., None]
-            self.num_grad[here] = self.grad[here] * inverse
-            self.den_grad[here] = -(self.num_grad[here] * num.detach() * inverse).sum(-1)
-            grads = self._pull((num, den), (self.num_grad[here], self.den_grad[here]), [q, k, v])
+                similar, phi = compare(self.mechanism, q, k, _diagonal(step, self.offset), real)
+                if history:
+                    num, den = meet(self.mechanism, q, similar, phi, v, self.sums, self.normaliser)
+                else:
+                    out = alone(similar, v)
+            if history:
+                none = den.detach() == 0
+                inverse = den.detach().masked_fill(none, 1).reciprocal().masked_fill(none, 0)[..., None]
+                num_grad = grad * inverse
+                den_grad = -(num_grad * num.detach() * inverse).sum(-1)
+                self.through_sums[step] = num_grad, den_grad
+                grads = self._pull((num, den), (num_grad, den_grad), [q, k, v])
+            else:
+                grads = self._pull((out,), (grad,), [q, k, v])
             self.q_grad[here] += grads[0]
             self.k_grad[:, step.low : step.high] += grads[1]
             self.v_grad[:, step.low : step.high] += grads[2]
@@ -351,9 +378,10 @@ class _Backward:
                 self.k_grad[:, step.low : step.high] += grads[0]
                 self.v_grad[:, step.low : step.high] += grads[1]
                 continue
-            q = rearrange(self.q[:, :, step.start : step.stop].to(sums_grad.dtype), "m r t k -> m (r t) k")
-            num_grad = rearrange(self.num_grad[:, :, step.start : step.stop], "m r t v -> m (r t) v")
-            den_grad = rearrange(self.den_grad[:, :, step.start : step.stop], "m r t -> m (r t)")
+            if step not in self.through_sums:
+                continue
+            num_grad, den_grad = self.through_sums[step]
+            q = self.q[:, :, step.start : step.stop].to(sums_grad.dtype).flatten(1, 2)
             phi = self.mechanism.summed_features(q)
             sums_grad += phi.transpose(-1, -2) @ num_grad
             with torch.enable_grad():
@@ -421,7 +449,13 @@ def _folded_taint(state: KernelState, tainted: Tensor | None, valid: Tensor | No
     return more if bool(more.any()) else None
 
 
-def cost(mechanism: Any, work: Work, recent: int, key_value_bytes: Callable[[Work], int]) -> Cost:
+def sums_bytes(mechanism: Any, work: Work) -> int:
+    """Bytes of the running sums and their normaliser."""
+    each = mechanism.summed_length(work.qk_length) * work.value_length + mechanism.normaliser_length(work.qk_length)
+    return work.batch * work.num_kv_heads * each * accumulator(work.dtype).itemsize
+
+
+def cost(mechanism: Any, work: Work, recent: int, state_bytes: int) -> Cost:
     """The cost of the linear form, from the very steps that are walked.
 
     Fewer queries than keys are a step of a stream: what came before is in the sums. Folding is spread over the tokens.
@@ -429,11 +463,9 @@ def cost(mechanism: Any, work: Work, recent: int, key_value_bytes: Callable[[Wor
     length, streamed = work.key_length, work.query_length < work.key_length
     groups, kind = work.batch * work.num_kv_heads, accumulator(work.dtype).itemsize
     size = mechanism.summed_length(work.qk_length)
-    held = groups * (size * work.value_length + mechanism.normaliser_length(work.qk_length)) * kind
-    state = held + key_value_bytes(replace(work, key_length=recent, mask=None))
     if streamed:
         flops = work.batch * _stream_flops(mechanism, work, recent)
-        moved = replace(work, key_length=work.query_length, mask=None).io_bytes + state
+        moved = replace(work, key_length=work.query_length, mask=None).io_bytes + state_bytes
     else:
         known = structure(work.rule, work.query_length, length)
         rows = known.rows or ((0, length),) * work.batch
@@ -445,8 +477,8 @@ def cost(mechanism: Any, work: Work, recent: int, key_value_bytes: Callable[[Wor
     return Cost(
         flops=work.num_kv_heads * flops,
         bytes=moved,
-        state_bytes=state,
-        activation_bytes=held + groups * rows_at_once * size * kind,
+        state_bytes=state_bytes,
+        activation_bytes=sums_bytes(mechanism, work) + groups * rows_at_once * size * kind,
         form="linear",
     )
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from regard.call import Call
+from regard.call import Call, nothing
 from regard.mask import Span
 
 
@@ -15,7 +15,7 @@ def by_interval(call: Call, compute: Callable[[Tensor, Tensor, Tensor, int, int]
     together: dict[Span, list[int]] = defaultdict(list)
     for row, span in enumerate(call.structure.rows or ()):
         together[span].append(row)
-    out = call.q.new_zeros(call.batch, call.heads, call.queries, call.value_length)
+    out = nothing(call, call.queries)
     for (low, high), members in together.items():
         pick: Any = members if len(members) > 1 else slice(members[0], members[0] + 1)
         if low < high:

@@ -65,14 +65,18 @@ def scale(call: Call) -> float:
 
 def plain(q: Tensor, k: Tensor, v: Tensor, *, scale: float, **options: Any) -> Tensor:
     """SDPA where its fused kernel applies: equal head lengths, unit stride, grouped heads left as they are."""
+    kind = q.dtype
     if scale == 0:  # the kernel hides a future key by -inf, and 0 · -inf is NaN: 0 scores from 0 queries instead
         q, scale = torch.zeros_like(q), 1.0
+    if q.device.type == "cpu" and q.dtype.itemsize == 2 and torch.is_grad_enabled():
+        # The CPU kernel rounds its gradients to half inside the sums: 3 and more times the plain formula's error.
+        q, k, v = q.float(), k.float(), v.float()
     length = max(q.shape[-1], v.shape[-1])
     fitted = [t if t.shape[-1] == length else F.pad(t, (0, length - t.shape[-1])) for t in (q, k, v)]
     fitted = [t if t.stride(-1) == 1 else t.contiguous() for t in fitted]
     grouped = q.shape[1] != k.shape[1]
     out = F.scaled_dot_product_attention(fitted[0], fitted[1], fitted[2], scale=scale, enable_gqa=grouped, **options)
-    return out[..., : v.shape[-1]]
+    return out[..., : v.shape[-1]].to(kind)
 
 
 PATH = Path("sdpa", cannot, run, last_sees_all=True)
