@@ -96,7 +96,9 @@ class FeatureMechanism(Mechanism):
     def streams(self, qk_length: int, known: Structure = Structure()) -> str | None:  # noqa: B008 - a frozen value
         if self.linear(qk_length) and (known.rest is not None or known.windowed):
             given = f"{known.rest!r}" if known.rest is not None else "a window"
-            return f"mask: expected causal, padding, both or none to stream {self!r}, whose sums forget no key, got {given}"
+            return (
+                f"mask: expected causal, padding, both or none to stream {self!r}: its sums forget no key, got {given}"
+            )
         return None
 
     def start(

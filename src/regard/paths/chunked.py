@@ -172,9 +172,9 @@ def sweep(
         keys, values = k[:, step.low : step.high].to(kind), v[:, step.low : step.high].to(kind)
         real = None if valid is None else valid[:, step.low : step.high]
         if step.folds:
-            phi, shown, count = fold(mechanism, keys, values, real, room)
+            folded_phi, shown, count = fold(mechanism, keys, values, real, room)
             add = sums.baddbmm_ if owned else partial(torch.baddbmm, sums)
-            sums, normaliser = add(phi.transpose(-1, -2), shown), normaliser + count
+            sums, normaliser = add(folded_phi.transpose(-1, -2), shown), normaliser + count
             history, owned = True, not keep
             continue
         queries = q[:, :, step.start : step.stop].to(kind)
@@ -338,8 +338,8 @@ class _Backward:
         for step in self.plan:
             k, v, real = self._leaves(step)
             if step.folds:
-                phi, shown, count = fold(self.mechanism, k.detach(), v.detach(), real)
-                self.sums.baddbmm_(phi.transpose(-1, -2), shown)
+                folded_phi, shown, count = fold(self.mechanism, k.detach(), v.detach(), real)
+                self.sums.baddbmm_(folded_phi.transpose(-1, -2), shown)
                 self.normaliser += count
                 history = True
                 continue

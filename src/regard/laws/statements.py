@@ -1,102 +1,33 @@
-"""The laws every mechanism keeps, run on random shapes: a public proof that compute, stream, see and count agree.
+"""The laws themselves, one test each. `LAWS` lists them with their statements and where they do not apply."""
 
-`check(mechanism)` runs each law for each mask, grouping of heads and dtype: a cell. A cell is held, broken (with the
-smallest counter-example found) or does not apply, for a stated reason. Our own mechanisms and a user's are checked alike.
-"""
-
-import zlib
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from hypothesis import HealthCheck, Phase, given, seed, settings
-from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from regard.attention import attend, weights
 from regard.call import Call
 from regard.cost import Work, cost
+from regard.laws.case import (
+    HEADS,
+    LENGTHS,
+    SHORT,
+    Broken,
+    Case,
+    Triple,
+    agrees,
+    each,
+    exact_output,
+    plain_output,
+    within_budget,
+)
 from regard.mask import Mask, Structure, causal, dense, global_tokens, padding, structure, window
 from regard.mechanism import Mechanism
-from regard.mechanisms.kernel import RECENT, FeatureMechanism, Kernel
-from regard.paths import chunked, reference
-
-LENGTHS = (1, 2, 3, 5, 17, 0, 63, RECENT, RECENT + 1, chunked.CHUNK - 1, chunked.CHUNK, chunked.CHUNK + 1)
-SHORT = (1, 2, 3, 5, 17, 0)
-HEADS = {"MHA": (4, 4), "GQA": (4, 2), "MQA": (4, 1)}
-DTYPES = {
-    str(kind).removeprefix("torch."): kind for kind in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-}
-
-
-@dataclass(frozen=True)
-class Case:
-    """One drawn example: shapes, mask, dtype and the seed of its numbers."""
-
-    mask: str
-    heads: str
-    dtype: str
-    batch: int
-    queries: int
-    keys: int
-    qk_length: int
-    value_length: int
-    seed: int
-
-    @property
-    def kind(self) -> torch.dtype:
-        return DTYPES[self.dtype]
-
-    @property
-    def generator(self) -> torch.Generator:
-        return torch.Generator().manual_seed(self.seed)
-
-    def lengths(self, salt: int = 1) -> list[int]:
-        """A length for each sequence: anything from none to all of the keys."""
-        generator = torch.Generator().manual_seed(self.seed + salt)
-        return torch.randint(0, self.keys + 1, (self.batch,), generator=generator).tolist()
-
-    def rule(self, keys: int | None = None) -> Mask | None:
-        """The mask, over the first `keys` keys of the sequence."""
-        return MASKS[self.mask](self, self.keys if keys is None else keys)
-
-    def tensors(self, scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
-        heads, groups = HEADS[self.heads]
-        generator = self.generator
-
-        def draw(*shape: int) -> Tensor:
-            return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-        q = draw(self.batch, heads, self.queries, self.qk_length) * scale
-        k = draw(self.batch, groups, self.keys, self.qk_length) * scale
-        v = draw(self.batch, groups, self.keys, self.value_length)
-        return q.to(self.kind), k.to(self.kind), v.to(self.kind)
-
-
-def _right(case: Case, keys: int) -> Mask:
-    return padding([min(length, keys) for length in case.lengths()])
-
-
-def _left(case: Case, keys: int) -> Mask:
-    starts = torch.tensor(case.lengths(), dtype=torch.long)
-    return padding(valid=torch.arange(keys) >= starts[:, None])
-
-
-MASKS: dict[str, Callable[[Case, int], Mask | None]] = {
-    "none": lambda case, keys: None,
-    "causal": lambda case, keys: causal,
-    "padding left": _left,
-    "padding right": _right,
-    "window": lambda case, keys: window(before=2 + case.seed % 3, after=case.seed % 2),
-    "global": lambda case, keys: global_tokens(2) | window(before=3),
-    "combined": lambda case, keys: causal & _left(case, keys) & (window(before=4) | global_tokens(1)),
-}
-
-
-class Broken(AssertionError):
-    """A law that does not hold."""
+from regard.mechanisms.kernel import FeatureMechanism, Kernel
+from regard.paths import reference
 
 
 @dataclass(frozen=True)
@@ -113,231 +44,15 @@ class Law:
     """Whether it needs as many queries as keys."""
 
 
-@dataclass(frozen=True)
-class Cell:
-    """A law under one mask, grouping of heads and dtype, with its outcome: held, broken or not applicable."""
-
-    law: str
-    mask: str
-    heads: str
-    dtype: str
-    outcome: str
-    reason: str = ""
-    counterexample: dict[str, Any] | None = None
-
-
-@dataclass(frozen=True)
-class Report:
-    """What `check` found. Print it, or take `cells` and `to_dict()`.
-
-    >>> import regard as rg
-    >>> report = rg.check(rg.Softmax(), laws=["weights"], masks=["causal"], dtypes=["float32"])
-    >>> report.ok, len(report.cells)
-    (True, 3)
-    """
-
-    mechanism: str
-    cells: tuple[Cell, ...] = field(default_factory=tuple)
-
-    @property
-    def ok(self) -> bool:
-        return not self.broken
-
-    @property
-    def broken(self) -> list[Cell]:
-        return [cell for cell in self.cells if cell.outcome == "broken"]
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"mechanism": self.mechanism, "ok": self.ok, "cells": [asdict(cell) for cell in self.cells]}
-
-    def __str__(self) -> str:
-        lines = [f"{self.mechanism}: {'every law holds' if self.ok else 'BROKEN'}"]
-        for law in dict.fromkeys(cell.law for cell in self.cells):
-            mine = [cell for cell in self.cells if cell.law == law]
-            held, not_applicable = (sum(c.outcome == o for c in mine) for o in ("held", "not applicable"))
-            state = "broken" if held + not_applicable < len(mine) else "held" if held else "-"
-            lines.append(
-                f"  {law:<12} {state:<7} {held:>4} of {len(mine) - not_applicable} cells   {LAWS[law].statement}"
-            )
-        for reason in dict.fromkeys(c.reason for c in self.cells if c.outcome == "not applicable"):
-            lines.append(f"  not applicable: {reason}")
-        for cell in self.broken:
-            lines.append(f"  {cell.law} under {cell.mask}, {cell.heads}, {cell.dtype}: {cell.reason}")
-            if cell.counterexample:
-                lines.append(
-                    "    smallest: " + ", ".join(f"{name}={value}" for name, value in cell.counterexample.items())
-                )
-        return "\n".join(lines)
-
-
-def check(
-    mechanism: Mechanism,
-    *,
-    laws: Iterable[str] | None = None,
-    masks: Iterable[str] | None = None,
-    heads: Iterable[str] | None = None,
-    dtypes: Iterable[str] | None = None,
-    examples: int = 3,
-    progress: Callable[[str], object] | None = None,
-) -> Report:
-    """Run every law on a mechanism, or the chosen ones, on random shapes; `examples` for each cell.
-
-    `progress` is called with the name of each cell before it runs.
-
-    >>> import regard as rg
-    >>> print(rg.check(rg.Elu(), laws=["groups"], masks=["causal"], dtypes=["float64"]))
-    Elu(): every law holds
-      groups       held       2 of 2 cells   query head h reads key/value head h // (H // G)
-      not applicable: every query head has keys of its own
-    """
-    cells = []
-    for law in _picked("laws", laws, LAWS):
-        for mask in _picked("masks", masks, MASKS):
-            for grouping in _picked("heads", heads, HEADS):
-                for dtype in _picked("dtypes", dtypes, DTYPES):
-                    if progress is not None:
-                        progress(f"{law}, {mask}, {grouping}, {dtype}")
-                    cells.append(_run(LAWS[law], mechanism, mask, grouping, dtype, examples))
-    return Report(repr(mechanism), tuple(cells))
-
-
-def count_cells() -> int:
-    """How many cells a full check of one mechanism has."""
-    return len(LAWS) * len(MASKS) * len(HEADS) * len(DTYPES)
-
-
-def _picked(name: str, wanted: Iterable[str] | None, known: dict[str, Any]) -> Sequence[str]:
-    chosen = list(known) if wanted is None else list(wanted)
-    for one in chosen:
-        if one not in known:
-            raise ValueError(f"{name}: expected some of {', '.join(known)}, got {one!r}")
-    return chosen
-
-
-def _run(law: Law, mechanism: Mechanism, mask: str, heads: str, dtype: str, examples: int) -> Cell:
-    probe = Case(mask, heads, dtype, batch=2, queries=8, keys=8, qk_length=4, value_length=4, seed=0)
-    reason = _refused(mechanism, probe) or law.excuse(mechanism, probe)
-    if reason is not None:
-        return Cell(law.name, mask, heads, dtype, "not applicable", reason)
-    failing: list[Case] = []
-
-    @seed(zlib.crc32(f"{law.name} {mask} {heads} {dtype}".encode()))
-    @settings(
-        max_examples=examples,
-        database=None,
-        deadline=None,
-        phases=(Phase.generate, Phase.shrink),
-        suppress_health_check=list(HealthCheck),
-        report_multiple_bugs=False,
-        print_blob=False,
-    )
-    @given(_cases(law, mechanism, mask, heads, dtype))
-    def hold(case: Case) -> None:
-        try:
-            law.test(mechanism, case)
-        except Exception:
-            failing.append(case)
-            raise
-
-    try:
-        hold()
-    except Exception as error:  # whatever a user's mechanism raises is the counter-example we are looking for
-        if not failing:
-            raise
-        message = str(error) if isinstance(error, Broken) else f"{type(error).__name__}: {error}"
-        smallest = {
-            name: value for name, value in asdict(failing[-1]).items() if name not in ("mask", "heads", "dtype")
-        }
-        return Cell(law.name, mask, heads, dtype, "broken", message.split("\n")[0], smallest)
-    return Cell(law.name, mask, heads, dtype, "held")
-
-
-def _cases(law: Law, mechanism: Mechanism, mask: str, heads: str, dtype: str) -> st.SearchStrategy[Case]:
-    def build(batch: int, queries: int, more: int, lengths: tuple[int, int], number: int) -> Case:
-        square = law.square or not mechanism.by_pairs
-        keys = queries if square else max(0, queries + more)
-        value_length = lengths[1] if mechanism.by_pairs else lengths[0]
-        return Case(mask, heads, dtype, batch, queries, keys, lengths[0], value_length, number)
-
-    return st.builds(
-        build,
-        batch=st.sampled_from((1, 2, 3, 0)),
-        queries=st.sampled_from(law.lengths),
-        more=st.sampled_from((0, 3, 40, -2)),
-        lengths=st.sampled_from(((4, 3), (1, 1), (8, 8), (5, 17))),
-        number=st.integers(0, 10**6),
-    )
-
-
-def _refused(mechanism: Mechanism, case: Case) -> str | None:
-    q, k, v = case.tensors()
-    return mechanism.refuses(Call(mechanism, q, k, v, case.rule()))
-
-
 def always(mechanism: Mechanism, case: Case) -> str | None:
     """No excuse."""
     return None
 
 
-def error(actual: Tensor, exact: Tensor) -> float:
-    """The largest difference from the float64 reference; NaN counts as infinite."""
-    if actual.numel() == 0:
-        return 0.0
-    difference = (actual.double() - exact.double()).abs().max().item()
-    return difference if difference == difference else float("inf")
-
-
-def budget(dtype: torch.dtype, plain_error: float, *, gradient: bool = False) -> float:
-    """How far from the float64 reference a result in `dtype` may be, given the plain formula's own error in it.
-
-    On a handful of numbers the plain formula can be right by luck; its error counts as half a unit in the last place of
-    results around 1 at the least, which is what rounding the output alone costs.
-
-    >>> import torch
-    >>> budget(torch.float64, 1e-3)
-    1e-12
-    """
-    plain_error = max(plain_error, torch.finfo(dtype).eps / 2)
-    if dtype == torch.float64:
-        return 1e-12
-    if dtype == torch.float32:
-        return 2 * plain_error + 1e-6
-    return (3 if gradient else 2) * plain_error + 1e-5
-
-
-def within_budget(what: str, actual: Tensor, exact: Tensor, plain: Tensor, *, gradient: bool = False) -> None:
-    """Raise Broken if `actual` is further from `exact` (float64) than the error budget allows."""
-    size = max(1.0, exact.abs().max().item()) if exact.numel() else 1.0
-    found, allowed = error(actual, exact), size * budget(actual.dtype, error(plain, exact) / size, gradient=gradient)
-    if actual.shape != exact.shape or not found <= allowed:
-        raise Broken(f"{what} is off by {found:.2g}, {allowed:.2g} allowed")
-
-
-def _plain(mechanism: Mechanism, q: Tensor, k: Tensor, v: Tensor, rule: Mask | None) -> Tensor:
-    """The plain formula in the tensors' own dtype: exact weights, rounded, times the values."""
-    call = Call(mechanism, q, k, v, rule)
-    if call.empty:
-        return q.new_zeros(*q.shape[:3], v.shape[3]) + q[..., :0].sum() + k[..., :0].sum() + v[..., :0].sum()
-    visible = None if rule is None else rule.visible(call.batch, call.heads, call.queries, call.keys)
-    out = mechanism.mix(mechanism.weigh(q, k, visible).to(q.dtype), v)
-    if not mechanism.by_pairs and visible is not None:
-        out = out.masked_fill(~visible[:, :, 0, :, None], 0)
-    return out
-
-
-def _exact(mechanism: Mechanism, q: Tensor, k: Tensor, v: Tensor, rule: Mask | None) -> Tensor:
-    return _plain(mechanism, q.double(), k.double(), v.double(), rule)
-
-
-def _agrees(
-    what: str, actual: Tensor, mechanism: Mechanism, q: Tensor, k: Tensor, v: Tensor, rule: Mask | None
-) -> None:
-    within_budget(what, actual, _exact(mechanism, q, k, v, rule), _plain(mechanism, q, k, v, rule))
-
-
 def _pieces(case: Case) -> list[int]:
     """A random way to cut the queries: tokens one by one at first, then larger pieces."""
-    generator, left, sizes = case.generator, case.queries, []
+    sizes: list[int] = []
+    generator, left = case.generator, case.queries
     while left:
         most = 1 if len(sizes) < 2 else min(left, 97)
         sizes.append(int(torch.randint(1, most + 1, (1,), generator=generator)))
@@ -361,9 +76,7 @@ def _causal_rule(case: Case, keys: int | None = None) -> Mask:
     return causal if rule is None else causal & rule
 
 
-def _stream(
-    mechanism: Mechanism, case: Case, tensors: tuple[Tensor, Tensor, Tensor], state: Any, sizes: list[int]
-) -> tuple[Tensor, Any]:
+def _stream(mechanism: Mechanism, case: Case, tensors: Triple, state: Any, sizes: list[int]) -> tuple[Tensor, Any]:
     q, k, v = tensors
     parts, at = [q.new_zeros(*q.shape[:2], 0, v.shape[3])], state.length
     for size in sizes:
@@ -385,8 +98,8 @@ def _streamed(mechanism: Mechanism, case: Case) -> None:
     out, state = _stream(mechanism, case, (q, k, v), _start(mechanism, case, case.keys), _pieces(case))
     if state.length != case.queries:
         raise Broken(f"the state says it has met {state.length} tokens, not {case.queries}")
-    _agrees("the stream", out, mechanism, q, k, v, _causal_rule(case))
-    _agrees("the whole", attend(q, k, v, mechanism, _causal_rule(case)), mechanism, q, k, v, _causal_rule(case))
+    agrees("the stream", out, mechanism, q, k, v, _causal_rule(case))
+    agrees("the whole", attend(q, k, v, mechanism, _causal_rule(case)), mechanism, q, k, v, _causal_rule(case))
 
 
 @torch.no_grad()
@@ -395,30 +108,30 @@ def _forked(mechanism: Mechanism, case: Case) -> None:
     half = case.queries // 2
     _, early = _stream(mechanism, case, (q, k, v), _start(mechanism, case, case.keys), [half] if half else [])
     rest = [case.queries - half] if case.queries > half else []
-    other = tuple(torch.cat([t[:, :, :half], t[:, :, half:].flip(2)], dim=2) for t in (q, k, v))
+    other = each(lambda t: torch.cat([t[:, :, :half], t[:, :, half:].flip(2)], dim=2), (q, k, v))
     futures = [_stream(mechanism, case, story, early, rest)[0] for story in ((q, k, v), other, (q, k, v))]
     for story, out in zip(((q, k, v), other, (q, k, v)), futures, strict=True):
         past = _stream(mechanism, case, story, _start(mechanism, case, case.keys), [half] if half else [])[0]
-        _agrees("a fork", torch.cat([past, out], dim=2), mechanism, *story, _causal_rule(case))
+        agrees("a fork", torch.cat([past, out], dim=2), mechanism, *story, _causal_rule(case))
     if early.length != half:
         raise Broken(f"a fork changed the length of its origin from {half} to {early.length}")
     _reordered(mechanism, case, (q, k, v), early, rest)
     _cropped(mechanism, case, (q, k, v), early, rest)
 
 
-def _reordered(mechanism: Mechanism, case: Case, tensors: tuple[Tensor, ...], early: Any, rest: list[int]) -> None:
+def _reordered(mechanism: Mechanism, case: Case, tensors: Triple, early: Any, rest: list[int]) -> None:
     rule = _causal_rule(case)
     if case.batch < 2 or not rest or structure(rule, case.queries, case.keys).paddings:
         return  # a padded row cannot change places under a mask that stays
     index = torch.arange(case.batch).roll(1)
-    q, k, v = (torch.cat([t[:, :, : early.length][index], t[:, :, early.length :]], dim=2) for t in tensors)
+    q, k, v = each(lambda t: torch.cat([t[:, :, : early.length][index], t[:, :, early.length :]], dim=2), tensors)
     piece = slice(early.length, None)
     out, _ = mechanism.extend(q[:, :, piece], k[:, :, piece], v[:, :, piece], early.reorder(index), mask=rule)
-    exact, plain = _exact(mechanism, q, k, v, rule), _plain(mechanism, q, k, v, rule)
+    exact, plain = exact_output(mechanism, q, k, v, rule), plain_output(mechanism, q, k, v, rule)
     within_budget("a reordered state", out, exact[:, :, piece], plain[:, :, piece])
 
 
-def _cropped(mechanism: Mechanism, case: Case, tensors: tuple[Tensor, ...], early: Any, rest: list[int]) -> None:
+def _cropped(mechanism: Mechanism, case: Case, tensors: Triple, early: Any, rest: list[int]) -> None:
     if not rest or not early.length:
         return
     q, k, v = tensors
@@ -427,7 +140,7 @@ def _cropped(mechanism: Mechanism, case: Case, tensors: tuple[Tensor, ...], earl
         return  # a kernel's sums cannot be taken apart, and say so
     out, _ = _stream(mechanism, case, (q, k, v), full.crop(early.length), rest)
     piece, rule = slice(early.length, None), _causal_rule(case)
-    exact, plain = _exact(mechanism, q, k, v, rule), _plain(mechanism, q, k, v, rule)
+    exact, plain = exact_output(mechanism, q, k, v, rule), plain_output(mechanism, q, k, v, rule)
     within_budget("a cropped state", out, exact[:, :, piece], plain[:, :, piece])
 
 
@@ -436,13 +149,13 @@ def _batched(mechanism: Mechanism, case: Case) -> None:
     q, k, v = case.tensors()
     rule = case.rule()
     together = attend(q, k, v, mechanism, rule)
-    _agrees("the batch", together, mechanism, q, k, v, rule)
+    agrees("the batch", together, mechanism, q, k, v, rule)
     visible = None if rule is None else rule.visible(case.batch, q.shape[1], case.queries, case.keys)
     for row in range(case.batch):
-        alone = tuple(t[row : row + 1] for t in (q, k, v))
+        alone = q[row : row + 1], k[row : row + 1], v[row : row + 1]
         one = rule if visible is None or visible.shape[0] == 1 else _row(rule, case, row)
-        _agrees("a row alone", attend(*alone, mechanism, one), mechanism, *alone, one)
-        exact, plain = _exact(mechanism, *alone, one), _plain(mechanism, *alone, one)
+        agrees("a row alone", attend(*alone, mechanism, one), mechanism, *alone, one)
+        exact, plain = exact_output(mechanism, *alone, one), plain_output(mechanism, *alone, one)
         within_budget("a row in the batch", together[row : row + 1], exact, plain)
 
 
@@ -475,8 +188,8 @@ def _padded(mechanism: Mechanism, case: Case) -> None:
     out = attend(q, k, v, mechanism, rule)
     for row, length in enumerate(lengths):
         real = slice(case.keys - length, case.keys) if left else slice(0, length)
-        alone = tuple(t[row : row + 1, :, real] for t in (q, k, v))
-        exact, plain = _exact(mechanism, *alone, own), _plain(mechanism, *alone, own)
+        alone = q[row : row + 1, :, real], k[row : row + 1, :, real], v[row : row + 1, :, real]
+        exact, plain = exact_output(mechanism, *alone, own), plain_output(mechanism, *alone, own)
         within_budget("a padded row", out[row : row + 1, :, real], exact, plain)
 
 
@@ -507,9 +220,9 @@ def _weighed(mechanism: Mechanism, case: Case) -> None:
     out = mechanism.mix(found, v)
     if not mechanism.by_pairs and rule is not None:
         out = out.masked_fill(~visible[:, :, 0, :, None], 0)
-    exact = _exact(mechanism, q, k, v, rule)
-    within_budget("weights @ v", out, exact, _plain(mechanism, q, k, v, rule))
-    within_budget("the output", before, exact, _plain(mechanism, q, k, v, rule))
+    exact = exact_output(mechanism, q, k, v, rule)
+    within_budget("weights @ v", out, exact, plain_output(mechanism, q, k, v, rule))
+    within_budget("the output", before, exact, plain_output(mechanism, q, k, v, rule))
     if mechanism.by_pairs and case.queries:
         some = weights(q, k, mechanism, rule, rows=[-1], heads=[2])
         if not torch.allclose(some, found[:, [2], -1:], rtol=0, atol=4 * torch.finfo(case.kind).eps):
@@ -566,8 +279,8 @@ def _leakless(mechanism: Mechanism, case: Case) -> None:
         )
         query = q.clone().requires_grad_()
         out = attend(query, dirty_k, dirty_v, mechanism, rule)
-        clean = [torch.where(bad[:, None, :, None], torch.zeros_like(t), t) for t in (k, v)]
-        exact, plain = _exact(mechanism, q, *clean, rule), _plain(mechanism, q, *clean, rule)
+        clean = k.masked_fill(bad[:, None, :, None], 0), v.masked_fill(bad[:, None, :, None], 0)
+        exact, plain = exact_output(mechanism, q, *clean, rule), plain_output(mechanism, q, *clean, rule)
         kept = ~sees[..., None]
         if not mechanism.by_pairs:
             kept = ~hidden[:, None, :, None].expand(case.batch, 4, case.queries, 1)
@@ -594,15 +307,15 @@ def _no_hidden(mechanism: Mechanism, case: Case) -> str | None:
 def _permuted(mechanism: Mechanism, case: Case) -> None:
     q, k, v = case.tensors()
     order = torch.randperm(case.keys, generator=case.generator)
-    moved = tuple(t[:, :, order] for t in (q, k, v))
+    moved = each(lambda t: t[:, :, order], (q, k, v))
     rule = case.rule()
     if rule is None:
         other = None
     else:
         valid = structure(rule, case.queries, case.keys).valid(case.keys)
         other = None if valid is None else padding(valid=valid[:, order])
-    _agrees("the whole", attend(q, k, v, mechanism, rule), mechanism, q, k, v, rule)
-    exact, plain = _exact(mechanism, q, k, v, rule), _plain(mechanism, q, k, v, rule)
+    agrees("the whole", attend(q, k, v, mechanism, rule), mechanism, q, k, v, rule)
+    exact, plain = exact_output(mechanism, q, k, v, rule), plain_output(mechanism, q, k, v, rule)
     out = attend(*moved, mechanism, other)
     within_budget("the permuted sequence", out, exact[:, :, order], plain[:, :, order])
 
@@ -617,7 +330,7 @@ def _differentiable(mechanism: Mechanism, case: Case) -> None:
         return
     rule = case.rule()
     try:
-        torch.autograd.gradcheck(lambda *t: attend(*t, mechanism, rule), (q, k, v), fast_mode=True)
+        torch.autograd.gradcheck(lambda q, k, v: attend(q, k, v, mechanism, rule), (q, k, v), fast_mode=True)
     except torch.autograd.gradcheck.GradcheckError as wrong:  # type: ignore[attr-defined]
         raise Broken(f"gradcheck fails: {str(wrong).splitlines()[0]}") from None
 
@@ -647,9 +360,11 @@ def _extreme(mechanism: Mechanism, case: Case) -> None:
 def _grouped(mechanism: Mechanism, case: Case) -> None:
     q, k, v = case.tensors()
     rule, repeats = case.rule(), q.shape[1] // k.shape[1]
-    wide = tuple(t.repeat_interleave(repeats, dim=1) for t in (k, v))
+    wide = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
     out = attend(q, k, v, mechanism, rule)
-    within_budget("grouped heads", out, _exact(mechanism, q, *wide, rule), _plain(mechanism, q, *wide, rule))
+    within_budget(
+        "grouped heads", out, exact_output(mechanism, q, *wide, rule), plain_output(mechanism, q, *wide, rule)
+    )
 
 
 def _ungrouped(mechanism: Mechanism, case: Case) -> str | None:
@@ -666,8 +381,8 @@ def _paths_agree(mechanism: Mechanism, case: Case) -> None:
         return [out.detach(), *_finite_gradients(out, leaves, to)]
 
     tensors = case.tensors()
-    exact = run(lambda q, k, v: _exact(mechanism, q, k, v, rule), *(t.double() for t in tensors))
-    plain = run(lambda q, k, v: _plain(mechanism, q, k, v, rule), *tensors)
+    exact = run(lambda q, k, v: exact_output(mechanism, q, k, v, rule), *(t.double() for t in tensors))
+    plain = run(lambda q, k, v: plain_output(mechanism, q, k, v, rule), *tensors)
     call = Call(mechanism, *tensors, rule)
     for path in mechanism.paths():
         if path.cannot(call) is not None:
@@ -709,9 +424,7 @@ def _work(case: Case, rule: Mask | None) -> Work:
 
 
 @torch.no_grad()
-def _count_flops(
-    mechanism: Mechanism, case: Case, tensors: tuple[Tensor, Tensor, Tensor], rule: Mask | None, form: str
-) -> int:
+def _count_flops(mechanism: Mechanism, case: Case, tensors: Triple, rule: Mask | None, form: str) -> int:
     """FLOPs as torch counts them: the linear form as it runs, whole, or streamed where fewer queries than keys are new;
     the score form query by query, over its visible keys."""
     q, k, v = tensors
@@ -755,10 +468,10 @@ def _refusing(mechanism: Mechanism, case: Case) -> None:
         "q": lambda: attend(q[0], k, v, mechanism),
         "q ": lambda: attend(q.long(), k, v, mechanism),
         "k": lambda: attend(q, k[..., :0], v, mechanism),
-        "k ": lambda: attend(q[:, :3], *(t[:, :1].expand(2, 2, 5, -1) for t in (k, v)), mechanism),
+        "k ": lambda: attend(q[:, :3], k[:, :1].expand(2, 2, 5, -1), v[:, :1].expand(2, 2, 5, -1), mechanism),
         "v": lambda: attend(q, k, v[:, :, :4], mechanism),
         "v ": lambda: attend(q, k, v.to(torch.float32 if case.kind != torch.float32 else torch.float64), mechanism),
-        "mask": lambda: attend(q, k, v, mechanism, torch.zeros(5, 5)),  # type: ignore[arg-type]
+        "mask": lambda: attend(q, k, v, mechanism, torch.zeros(5, 5)),
         "mask ": lambda: attend(q, k, v, mechanism, padding([1, 2, 3])),
         "mask  ": lambda: attend(q, k, v, mechanism, dense(torch.ones(5, 4, dtype=torch.bool))),
         "path": lambda: attend(q, k, v, mechanism, path="nowhere"),
