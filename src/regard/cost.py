@@ -186,7 +186,7 @@ Rate = Callable[["Mechanism", Work], float]
 
 
 def crossover(
-    first: "Mechanism", second: "Mechanism", work: Work, *, seconds: Rate | None = None, limit: int = 1 << 24
+    first: "Mechanism", second: "Mechanism", work: Work, *, seconds: Rate | None = None, limit: int = 1 << 22
 ) -> int | None:
     """The length from which `second` is cheaper than `first`, or None if it is not up to `limit`.
 
@@ -204,11 +204,13 @@ def crossover(
         at = with_length(work, length)
         return price(first, at) - price(second, at)
 
-    low, high = 1, 1
-    while gain(high) <= 0:
-        low, high = high, high * 2
-        if high > limit:
-            return None
+    # From the longest down: a kernel's first chunk can be cheaper too, but "from which" means for good.
+    high = limit
+    if gain(high) <= 0:
+        return None
+    while high > 1 and gain(high // 2) > 0:
+        high //= 2
+    low = high // 2
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if gain(middle) > 0 else (middle, high)

@@ -82,7 +82,9 @@ class KeyValueState:
         held += [t for t in (self.tainted, table) if t is not None]
         return sum(t.numel() * t.element_size() for t in held)
 
-    def append(self, k: Tensor, v: Tensor, padding: Padding | None, tainted: Tensor | None) -> "KeyValueState":
+    def append(
+        self, k: Tensor, v: Tensor, padding: Padding | None = None, tainted: Tensor | None = None
+    ) -> "KeyValueState":
         """The state with T more keys and values. `padding` says which of the T are real, in positions 0…T."""
         new = k.shape[2]
         end = self.length + new
@@ -102,8 +104,8 @@ class KeyValueState:
         else:
             if self.length != buffer.used:
                 buffer = _Buffer(buffer.keys.clone(), buffer.values.clone(), self.length)
-            buffer.keys[:, :, self.length : end] = k
-            buffer.values[:, :, self.length : end] = v
+            buffer.keys.narrow(2, self.length, new).copy_(k)
+            buffer.values.narrow(2, self.length, new).copy_(v)
             buffer.used = end
         return KeyValueState(buffer, end, padding, tainted)
 

@@ -105,18 +105,27 @@ def _streamed(mechanism: Mechanism, case: Case) -> None:
 @torch.no_grad()
 def _forked(mechanism: Mechanism, case: Case) -> None:
     q, k, v = case.tensors()
-    half = case.queries // 2
+    half, rest = case.queries // 2, case.queries - case.queries // 2
     _, early = _stream(mechanism, case, (q, k, v), _start(mechanism, case, case.keys), [half] if half else [])
-    rest = [case.queries - half] if case.queries > half else []
     other = each(lambda t: torch.cat([t[:, :, :half], t[:, :, half:].flip(2)], dim=2), (q, k, v))
-    futures = [_stream(mechanism, case, story, early, rest)[0] for story in ((q, k, v), other, (q, k, v))]
-    for story, out in zip(((q, k, v), other, (q, k, v)), futures, strict=True):
-        past = _stream(mechanism, case, story, _start(mechanism, case, case.keys), [half] if half else [])[0]
-        agrees("a fork", torch.cat([past, out], dim=2), mechanism, *story, _causal_rule(case))
+    # The two futures take turns, so that one writing into the other's history would show.
+    stories, states = [(q, k, v), other], [early, early]
+    outs: list[list[Tensor]] = [[], []]
+    for size in (rest - rest // 2, rest // 2):
+        for turn in (0, 1):
+            if size:
+                out, states[turn] = _stream(mechanism, case, stories[turn], states[turn], [size])
+                outs[turn].append(out)
+    for turn, (story, parts) in enumerate(zip(stories, outs, strict=True)):
+        rule, future = _causal_rule(case), slice(half, None)
+        exact, plain = exact_output(mechanism, *story, rule), plain_output(mechanism, *story, rule)
+        if parts:
+            out = torch.cat(parts, dim=2)
+            within_budget(f"fork {turn + 1}", out, exact[:, :, future], plain[:, :, future])
     if early.length != half:
         raise Broken(f"a fork changed the length of its origin from {half} to {early.length}")
-    _reordered(mechanism, case, (q, k, v), early, rest)
-    _cropped(mechanism, case, (q, k, v), early, rest)
+    _reordered(mechanism, case, (q, k, v), early, [rest] if rest else [])
+    _cropped(mechanism, case, (q, k, v), early, [rest] if rest else [])
 
 
 def _reordered(mechanism: Mechanism, case: Case, tensors: Triple, early: Any, rest: list[int]) -> None:
@@ -273,7 +282,7 @@ def _leakless(mechanism: Mechanism, case: Case) -> None:
     if mechanism.by_pairs:
         bad[:, int(torch.randint(0, case.keys, (1,), generator=case.generator))] = True
     sees = (visible & bad[:, None, None]).any(-1)
-    for poison in (float("nan"), float("inf"), float("-inf")):
+    for poison in (float("nan"), float("inf"), float("-inf"), 50.0):
         dirty_k, dirty_v = (
             torch.where(bad[:, None, :, None], torch.full_like(t, poison), t).requires_grad_() for t in (k, v)
         )
@@ -291,7 +300,7 @@ def _leakless(mechanism: Mechanism, case: Case) -> None:
             torch.where(kept, exact, zero.double()),
             torch.where(kept, plain, zero.to(plain.dtype)),
         )
-        if mechanism.by_pairs and bool(out.detach()[sees].isfinite().any()):
+        if poison != 50 and mechanism.by_pairs and bool(out.detach()[sees].isfinite().any()):
             raise Broken(f"a visible {poison} is hidden from a query that sees it")
         grads = _finite_gradients(out, (query, dirty_k, dirty_v), kept.expand_as(out).to(out.dtype))
         for name, one in zip("kv", grads[1:], strict=True):
@@ -476,6 +485,8 @@ def _refusing(mechanism: Mechanism, case: Case) -> None:
         "mask  ": lambda: attend(q, k, v, mechanism, dense(torch.ones(5, 4, dtype=torch.bool))),
         "path": lambda: attend(q, k, v, mechanism, path="nowhere"),
     }
+    if mechanism.refuses(Call(mechanism, q, k, v, bias=torch.zeros(5, 5, dtype=case.kind))) is not None:
+        wrong["bias"] = lambda: attend(q, k, v, mechanism, bias=torch.zeros(5, 5, dtype=case.kind))
     for name, mistake in wrong.items():
         try:
             mistake()

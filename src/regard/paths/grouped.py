@@ -36,9 +36,9 @@ def cannot(call: Call) -> str | None:
 def run(call: Call) -> Tensor:
     """two matrix products, all query heads of a group in one tile."""
     rows = call.queries * call.heads // call.groups
-    q = call.q.reshape(call.batch, call.groups, rows, call.qk_length) * sdpa.scale(call)
-    weights = torch.softmax(q @ call.k.transpose(-1, -2), dim=-1)
-    return (weights @ call.v).reshape(call.batch, call.heads, call.queries, call.value_length)
+    q = call.q.reshape(-1, rows, call.qk_length) * sdpa.scale(call)
+    weights = torch.softmax(torch.bmm(q, call.k.flatten(0, 1).transpose(1, 2)), dim=-1)
+    return torch.bmm(weights, call.v.flatten(0, 1)).view(call.batch, call.heads, call.queries, call.value_length)
 
 
 PATH = Path("grouped", cannot, run)

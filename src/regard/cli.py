@@ -1,0 +1,439 @@
+"""The command line: parse, call, print.
+
+Results go to standard output, progress and errors to standard error. Exit codes: 0 all is well, 1 a law is broken or a
+goal is missed, 2 something the user can put right, 130 interrupted.
+"""
+
+import importlib
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import torch
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+import regard as rg
+from regard.cost import human
+from regard.laws import LAWS
+from regard.laws.case import DTYPES, HEADS, MASKS
+from regard.mechanisms import REGISTRY, named
+
+if TYPE_CHECKING:
+    from regard.bench import Result
+    from regard.demo import Step
+
+MODE_NAMES = ("prefill", "decode", "both")
+LENGTHS = (1024, 8192, 65536)
+# What typer has no public name for in all of its versions: the parent of everything wrong with a command line.
+UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+
+app = typer.Typer(
+    name="regard",
+    help="State an attention mechanism once; compute, stream, see, count and prove it.",
+    epilog="Example: [bold]regard demo[/bold], then [bold]regard cost --plot cost.png[/bold]",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+
+def main() -> None:
+    """Run the command line: `regard`, or `python -m regard.cli`."""
+    try:
+        code = app(prog_name="regard", standalone_mode=False)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader has seen enough: `regard cost | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    except UsageError as error:
+        code = _fail(error.format_message())  # type: ignore[attr-defined]
+    except ValueError as error:
+        code = _fail(str(error))
+    except OSError as error:
+        code = _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+    except (KeyboardInterrupt, typer.Abort):
+        code = 130
+    if code == 130:
+        print("regard: interrupted", file=sys.stderr)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _fail(message: str) -> int:
+    print(f"regard: error: {' '.join(message.split())}", file=sys.stderr)
+    return 2
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"regard {version('regard')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """State an attention mechanism once; compute, stream, see, count and prove it."""
+
+
+@app.command(epilog="Example: [bold]regard demo --out tour[/bold]")
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for the pictures and the page.")] = Path("regard-demo"),
+    seed: Annotated[int, typer.Option(help="Seed of the words' vectors.")] = 0,
+) -> None:
+    """A tour of a minute: a softmax and a quadratic mechanism computed, streamed, seen, counted and proved."""
+    out.mkdir(parents=True, exist_ok=True)  # before the seconds that drawing takes to load
+    from regard.demo import proof_cells, run
+
+    console = _console()
+    number = 0
+
+    def show(step: "Step") -> None:
+        nonlocal number
+        number += 1
+        console.print(f"\n[bold]{number}. {step.title}[/bold]")
+        console.print(step.words, markup=False, highlight=False)
+        print(f"\n{step.numbers}")
+        for picture in step.pictures:
+            print(f"-> {out / picture.name}")
+
+    with _one_thread(), _progress(proof_cells(), "proving") as advance:
+        page = run(out, seed=seed, show=show, progress=advance)
+    print(f"\nAll of it on one page: {page}")
+
+
+@app.command(
+    epilog="Example: [bold]regard check quadratic --law streamed --mask causal[/bold], "
+    "or your own: [bold]regard check --own mine.py:Cauchy[/bold]"
+)
+def check(
+    mechanisms: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[MECHANISM]…", help=f"Of {', '.join(REGISTRY)}. Default: all.", show_default=False),
+    ] = None,
+    own: Annotated[
+        list[str] | None,
+        typer.Option(help="A mechanism of your own, as module:name or file.py:Name. May repeat.", show_default=False),
+    ] = None,
+    law: Annotated[
+        list[str] | None, typer.Option(help=f"Of {', '.join(LAWS)}. May repeat. Default: all.", show_default=False)
+    ] = None,
+    mask: Annotated[
+        list[str] | None, typer.Option(help=f"Of {', '.join(MASKS)}. May repeat. Default: all.", show_default=False)
+    ] = None,
+    heads: Annotated[
+        list[str] | None, typer.Option(help=f"Of {', '.join(HEADS)}. May repeat. Default: all.", show_default=False)
+    ] = None,
+    dtype: Annotated[
+        list[str] | None, typer.Option(help=f"Of {', '.join(DTYPES)}. May repeat. Default: all.", show_default=False)
+    ] = None,
+    examples: Annotated[int, typer.Option(min=1, help="Random shapes for each cell.")] = 3,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object with every cell.")] = False,
+) -> None:
+    """Run the laws on mechanisms: every law, mask, grouping of heads and dtype is a cell. Exit 1 if one is broken."""
+    chosen = [named(name) for name in mechanisms or ([] if own else REGISTRY)] + [_own(place) for place in own or []]
+    picked = {
+        "laws": law or list(LAWS),
+        "masks": mask or list(MASKS),
+        "heads": heads or list(HEADS),
+        "dtypes": dtype or list(DTYPES),
+    }
+    total = len(chosen)
+    for names in picked.values():
+        total *= len(names)
+    reports = []
+    with _one_thread(), _progress(total, "checking") as advance:
+        for mechanism in chosen:
+            reports.append(rg.check(mechanism, **picked, examples=examples, progress=advance))
+            if not as_json:
+                print(reports[-1], end="\n\n", flush=True)
+    outcomes = [cell.outcome for report in reports for cell in report.cells]
+    counts = {name: outcomes.count(name.replace("_", " ")) for name in ("held", "broken", "not_applicable")}
+    if as_json:
+        _print_json({"mechanisms": [report.to_dict() for report in reports], "cells": len(outcomes), **counts})
+    else:
+        spelled = ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in counts.items())
+        print(f"{len(outcomes):,} cells: {spelled}")
+    if counts["broken"]:
+        raise typer.Exit(1)
+
+
+@app.command(
+    epilog="Example: [bold]regard cost --length 1024,16384 --kv-heads 8 --plot cost.png[/bold], "
+    "or [bold]regard cost --measure[/bold] for this machine"
+)
+def cost(
+    mechanism: Annotated[
+        list[str] | None,
+        typer.Option(help=f"Of {', '.join(REGISTRY)}. May repeat. Default: softmax, quadratic.", show_default=False),
+    ] = None,
+    length: Annotated[
+        list[str] | None,
+        typer.Option(help=f"Tokens; may repeat or list with commas. Default: {','.join(map(str, LENGTHS))}."),
+    ] = None,
+    heads: Annotated[int | None, typer.Option(min=1, help="Query heads. Default: 32, 4 with --measure.")] = None,
+    kv_heads: Annotated[
+        list[int] | None, typer.Option(min=1, help="Key/value heads. May repeat. Default: one each of MHA, GQA, MQA.")
+    ] = None,
+    qk_length: Annotated[int, typer.Option(min=1, help="Length of queries and keys.")] = 64,
+    value_length: Annotated[int | None, typer.Option(min=1, help="Length of values. Default: qk-length.")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 1,
+    dtype: Annotated[
+        str | None, typer.Option(help=f"Of {', '.join(DTYPES)}. Default: bfloat16, float32 with --measure.")
+    ] = None,
+    mode: Annotated[
+        str, typer.Option(help="prefill: a whole sequence. decode: one new token over a cache. Or both.")
+    ] = "both",
+    window: Annotated[int | None, typer.Option(min=1, help="See only the last N keys, itself among them.")] = None,
+    is_causal: Annotated[bool, typer.Option("--causal/--no-causal", help="Hide the future in prefill.")] = True,
+    embedding_dim: Annotated[
+        int | None, typer.Option(min=1, help="Count the layer too: its projections, and the bottleneck.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw cost over length into this picture file.")] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Measure this machine: predicted and measured prefill crossover.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object with raw numbers.")] = False,
+) -> None:
+    """What attention costs: FLOPs, bytes, state and activation memory over length, and where mechanisms cross."""
+    chosen = {name: named(name) for name in mechanism or ["softmax", "quadratic"]}
+    num_heads = heads or (4 if measure else 32)
+    mask = rg.causal if is_causal else None
+    if window is not None:
+        mask = rg.causal & rg.window(before=window - 1)
+    work = rg.Work(
+        batch=batch,
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        qk_length=qk_length,
+        value_length=value_length or qk_length,
+        dtype=_one_of("dtype", dtype or ("float32" if measure else "bfloat16"), DTYPES),
+        mask=mask,
+    )
+    lengths = _whole_numbers("length", length) or list(LENGTHS)
+    _one_of("mode", mode, {name: name for name in MODE_NAMES})
+    modes = ["prefill", "decode"] if mode == "both" else [mode]
+    groupings = kv_heads or ([num_heads] if measure else _three_groupings(num_heads))
+    console = _console()
+    if plot is not None:
+        _drawable(plot)
+    with _one_thread():
+        rows = _cost_rows(chosen, work, groupings, modes, lengths, embedding_dim)
+        crossovers = _crossovers(chosen, work, groupings, modes)
+        if plot is not None:
+            _draw_cost(plot, chosen, work, groupings, modes, lengths)
+    found: dict[str, Any] = {"rows": rows, "crossovers": crossovers}
+    if measure:
+        with console_status("measuring this machine"):
+            found["measured"] = _measured(chosen, work, groupings[0])
+    if as_json:
+        _print_json(found)
+        return
+    _print_cost(console, rows, layer=embedding_dim is not None)
+    for one in crossovers:
+        print(_crossover_line(one))
+    if measure:
+        _print_measured(found["measured"])
+    if plot is not None:
+        print(f"-> {plot}")
+
+
+@app.command(epilog="Example: [bold]regard bench --only padded --only append --json[/bold]")
+def bench(
+    only: Annotated[
+        list[str] | None, typer.Option(help="A benchmark of the suite (see --list). May repeat.", show_default=False)
+    ] = None,
+    listed: Annotated[bool, typer.Option("--list", help="List the suite and exit.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="End with one line of JSON.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Folder to save the results in.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A few rounds only: a look, not a result.")] = False,
+) -> None:
+    """Speed against named peers, as ratios measured in one run; above 1, ours is faster. Exit 1 if a goal is missed."""
+    from regard.bench import SUITE, environment, run, save
+
+    names = list(dict.fromkeys(only or SUITE))
+    for name in names:
+        _one_of("only", name, SUITE)
+    console = _console()
+    if listed:
+        suite = [SUITE[name] for name in names]
+        _print_suite(console, [(one.name, one.title, one.peer, _goal(one.goal)) for one in suite])
+        if as_json:
+            rows = [{"name": one.name, "title": one.title, "peer": one.peer, "goal": one.goal} for one in suite]
+            print(json.dumps({"suite": rows}))
+        return
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+    results = []
+    with _progress(len(names), "timing") as advance:
+        for name in names:
+            advance(name)
+            results.append(run(name, quick))
+    _print_results(console, results)
+    if out is not None:
+        print(f"-> {save(results, out)}")
+    if as_json:
+        print(json.dumps({"environment": environment(), "results": [result.to_dict() for result in results]}))
+    if any(result.passed is False for result in results):
+        raise typer.Exit(1)
+
+
+def _console() -> Console:
+    """Standard output; as wide as a table needs where nobody's window is the limit."""
+    return Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=140)
+
+
+@contextmanager
+def _progress(total: int, title: str) -> Iterator[Callable[[str], None]]:
+    """A bar on standard error; call what it gives with the name of each piece of work as that begins."""
+    columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[name]}"))
+    begun = 0
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(title, total=total, name="")
+
+        def advance(name: str) -> None:
+            nonlocal begun
+            bar.update(task, completed=begun, name=name)
+            begun += 1
+
+        yield advance
+
+
+@contextmanager
+def console_status(words: str) -> Iterator[None]:
+    with Console(stderr=True).status(words):
+        yield
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """One thread for many small tensors: on a busy machine, threads spend their time waiting for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _own(place: str) -> rg.Mechanism:
+    """The mechanism at `module:name` or `file.py:Name`; a class or function is called for one."""
+    where, _, name = place.rpartition(":")
+    if not where or not name:
+        raise ValueError(f"own: expected module:name or file.py:Name, got {place!r}")
+    module = _module(where)
+    if not hasattr(module, name):
+        raise ValueError(f"own: expected {where} to have {name!r}, got nothing of that name")
+    found = getattr(module, name)
+    if callable(found) and not isinstance(found, rg.Mechanism):
+        try:
+            found = found()
+        except TypeError as error:
+            raise ValueError(f"own: expected {name} to need no arguments, got {error}") from error
+    if not isinstance(found, rg.Mechanism):
+        raise ValueError(f"own: expected {name} to be a regard.Mechanism, got {type(found).__name__}")
+    return found
+
+
+def _module(where: str) -> Any:
+    sys.path.insert(0, str(Path.cwd()))  # as `python -m` finds modules
+    try:
+        if not where.endswith(".py"):
+            return importlib.import_module(where)
+        if not Path(where).is_file():
+            raise ValueError(f"own: expected a file, got {where!r}, which is none")
+        name = Path(where).stem
+        spec = importlib.util.spec_from_file_location(name, where)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module  # where dataclasses look their module up
+        spec.loader.exec_module(module)
+        return module
+    except ValueError:
+        raise
+    except Exception as error:  # whatever a user's file raises is theirs to put right
+        raise ValueError(f"own: {where} cannot be imported: {type(error).__name__}: {error}") from error
+
+
+def _one_of(name: str, given: str, known: dict[str, Any]) -> Any:
+    if given not in known:
+        raise ValueError(f"{name}: expected one of {', '.join(known)}, got {given!r}")
+    return known[given]
+
+
+def _whole_numbers(name: str, given: Sequence[str] | None) -> list[int]:
+    """Numbers from options that may repeat and may list with commas."""
+    parts = [part.strip() for text in given or [] for part in text.split(",")]
+    for part in parts:
+        if not part.isdecimal() or int(part) < 1:
+            raise ValueError(f"{name}: expected whole numbers of at least 1, got {part!r}")
+    return list(dict.fromkeys(int(part) for part in parts))
+
+
+def _three_groupings(num_heads: int) -> list[int]:
+    """Key/value heads for MHA, GQA and MQA: 8 groups as most models have, or as near to 8 as divides the heads."""
+    between = [groups for groups in range(2, num_heads) if num_heads % groups == 0]
+    nearest = min(between, key=lambda groups: abs(groups - 8), default=1)
+    return list(dict.fromkeys([num_heads, nearest, 1]))
+
+
+def _cost_rows(
+    mechanisms: dict[str, rg.Mechanism],
+    work: rg.Work,
+    groupings: Sequence[int],
+    modes: Sequence[str],
+    lengths: Sequence[int],
+    embedding_dim: int | None,
+) -> list[dict[str, Any]]:
+    from dataclasses import replace
+
+    from regard.plots import heads_label, mode_work
+
+    rows = []
+    for mode in modes:
+        for kv in groupings:
+            for length in lengths:
+                at = mode_work(replace(work, num_kv_heads=kv), mode, length)
+                for name, mechanism in mechanisms.items():
+                    found = rg.cost(mechanism, at)
+                    row: dict[str, Any] = {
+                        "mechanism": name,
+                        "heads": heads_label(work.num_heads, kv),
+                        "num_heads": work.num_heads,
+                        "num_kv_heads": kv,
+                        "mode": mode,
+                        "length": length,
+                        "flops": found.flops,
+                        "bytes": found.bytes,
+                        "intensity": found.intensity,
+                        "state_bytes": found.state_bytes,
+                        "activation_bytes": found.activation_bytes,
+                        "form": found.form,
+                        "note": found.note,
+                    }
+                    if embedding_dim is not None:
+                        layer = rg.layer_cost(at, embedding_dim, mechanism)
+                        row["layer"] = {
+                            "projection_flops": layer.projections.flops,
+                            "projection_bytes": layer.projections.bytes,
+                            "flops": layer.flops,
+                            "bytes": layer.bytes,
+                            "parameters": layer.parameters,
+                            "bottleneck": layer.bottleneck,
+                        }
+                    rows.append(row)
+    return rows

@@ -1,0 +1,343 @@
+"""The figures: weights as heat maps, masks as a gallery, cost over length.
+
+Each function gives a matplotlib `Figure` of its own, no global state; `regard.files.save_figure` writes it. Colours are
+Okabe and Ito's, told apart by colour-blind readers; heat maps run over one hue, so they read in grey as well.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap, ListedColormap
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import EngFormatter, FixedLocator, FuncFormatter, LogLocator, NullLocator
+from torch import Tensor
+
+from regard.cost import Rate, Work, cost, crossover, with_length
+from regard.mask import Mask
+from regard.mechanism import Mechanism
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+INK, QUIET, RULE = "#1f2933", "#66727f", "#d5dbe1"
+HIDDEN = "#e4e7eb"
+WEIGHT_MAP = LinearSegmentedColormap.from_list("weight", ["#ffffff", "#c6dcef", "#6aaed6", "#2171b5", "#08306b"])
+DPI = 120
+
+MODES: dict[str, tuple[str, str, str]] = {
+    "prefill": ("Prefill: FLOPs of a whole sequence", "FLOPs", ""),
+    "decode": ("Decode: bytes moved for one new token", "bytes moved", "B"),
+}
+"""For each mode, its panel's title, its vertical axis and the axis's unit: the quantity that decides its speed."""
+
+
+def heads_label(num_heads: int, num_kv_heads: int) -> str:
+    """What a grouping of heads is called.
+
+    >>> [heads_label(32, kv) for kv in (32, 8, 1)]
+    ['MHA', 'GQA', 'MQA']
+    """
+    if num_heads == num_kv_heads:
+        return "MHA"
+    return "MQA" if num_kv_heads == 1 else "GQA"
+
+
+def mode_work(work: Work, mode: str, length: int) -> Work:
+    """The work at a length: a whole sequence for "prefill", one new token over a cache for "decode".
+
+    >>> import regard as rg
+    >>> mode_work(rg.Work(), "decode", 512).query_length
+    1
+    """
+    if mode not in MODES:
+        raise ValueError(f"mode: expected one of {', '.join(MODES)}, got {mode!r}")
+    return replace(work, query_length=length if mode == "prefill" else 1, key_length=length)
+
+
+def mode_price(mode: str) -> Rate:
+    """What decides a mode's speed, as a price for `crossover`: FLOPs for prefill, bytes moved for decode.
+
+    >>> import regard as rg
+    >>> mode_price("decode")(rg.Softmax(), rg.Work(key_length=1024))
+    2105344.0
+    """
+    if mode == "prefill":
+        return lambda mechanism, work: float(cost(mechanism, work).flops)
+    return lambda mechanism, work: float(cost(mechanism, work).bytes)
+
+
+def mode_crossover(first: Mechanism, second: Mechanism, work: Work, mode: str, price: Rate | None = None) -> int | None:
+    """The length from which `second` is cheaper in a mode, by what decides the mode's speed or by another price.
+
+    >>> import regard as rg
+    >>> mode_crossover(rg.Softmax(), rg.Quadratic(), rg.Work(mask=rg.causal), "decode")
+    2565
+    """
+    # Any length of at least 2 does: a decode of length 1 would read as a whole sequence of one token.
+    at = mode_work(work, mode, 2)
+    return crossover(first, second, at, seconds=mode_price(mode) if price is None else price)
+
+
+def weights_figure(
+    panels: Mapping[str, Tensor], tokens: Sequence[str], *, mask: Mask | None = None, title: str = ""
+) -> Figure:
+    """Weights (T, T) side by side as heat maps, a token for each row (query) and column (key).
+
+    Pairs that `mask` hides are grey, so that they are not taken for weights of 0.
+
+    >>> import regard as rg, torch
+    >>> q = k = torch.randn(1, 1, 3, 8)
+    >>> panels = {"softmax": rg.weights(q, k)[0, 0], "uniform": rg.weights(q, k, rg.Uniform())[0, 0]}
+    >>> len(weights_figure(panels, ["a", "b", "c"]).axes)  # and the colour bar
+    3
+    """
+    for name, panel in panels.items():
+        if tuple(panel.shape) != (len(tokens), len(tokens)):
+            raise ValueError(
+                f"panels: expected weights of {len(tokens)} × {len(tokens)}, got {name!r} of {panel.shape}"
+            )
+    rows, columns = _grid(len(panels))
+    side = max(2.1, 0.235 * len(tokens))
+    figure = Figure(figsize=(columns * (side + 0.35) + 1.3, rows * (side + 0.55) + 1.0), dpi=DPI, layout="constrained")
+    cells = figure.subplots(rows, columns, squeeze=False)
+    hidden = None if mask is None else ~mask.draw(len(tokens)).visible
+    image = None
+    for number, (name, panel) in enumerate(panels.items()):
+        axes = cells.flat[number]
+        shown = panel.detach().float().cpu()
+        if hidden is not None:
+            shown = shown.masked_fill(hidden, math.nan)  # which is drawn as nothing, over the background
+        axes.set_facecolor(HIDDEN)
+        image = axes.imshow(shown.numpy(), cmap=WEIGHT_MAP, vmin=0, vmax=1)
+        _lattice(axes, len(tokens), len(tokens))
+        first_column, last_row = number % columns == 0, number + columns >= len(panels)
+        axes.set_xticks(range(len(tokens)), tokens if last_row else [], rotation=90, fontsize=8)
+        axes.set_yticks(range(len(tokens)), tokens if first_column else [], fontsize=8)
+        axes.set_xlabel("key" if last_row else "", fontsize=8, color=QUIET)
+        axes.set_ylabel("query" if first_column else "", fontsize=8, color=QUIET)
+        axes.set_title(name, fontsize=9, color=INK, loc="left")
+    for spare in cells.flat[len(panels) :]:
+        spare.set_visible(False)
+    if image is not None:
+        bar = figure.colorbar(image, ax=cells, fraction=0.025, pad=0.02, aspect=30)
+        bar.set_label("weight (each row sums to 1)", fontsize=8, color=INK)
+        bar.ax.tick_params(labelsize=8, color=RULE)
+        bar.outline.set_visible(False)
+    if title:
+        figure.suptitle(title, fontsize=11, color=INK, x=0.01, ha="left", fontweight="bold")
+    return figure
+
+
+def masks_figure(masks: Mapping[str, Mask], length: int, *, title: str = "") -> Figure:
+    """Masks side by side over `length` positions: queries down, keys across, visible pairs filled.
+
+    >>> import regard as rg
+    >>> len(masks_figure({"causal": rg.causal, "window": rg.window(before=2)}, 8).axes)
+    2
+    """
+    rows, columns = _grid(len(masks))
+    figure = Figure(
+        figsize=(columns * 2.75 + 0.5, rows * 3.1 + 0.6), dpi=DPI, layout=ConstrainedLayoutEngine(hspace=0.06)
+    )
+    cells = figure.subplots(rows, columns, squeeze=False)
+    colours = ListedColormap(["#eef1f5", "#2b5c8a"])
+    step = next(step for step in (1, 2, 5, 10, 20, 50, 100, 200, 500, length) if length / step <= 6)
+    places = list(range(0, length, step))
+    for number, (name, mask) in enumerate(masks.items()):
+        axes = cells.flat[number]
+        visible = mask.draw(length).visible
+        axes.imshow(visible.numpy(), cmap=colours, vmin=0, vmax=1)
+        _lattice(axes, length, length)
+        axes.set_xticks(places, places, fontsize=8)
+        axes.set_yticks(places, places, fontsize=8)
+        axes.set_xlabel("key position" if number + columns >= len(masks) else "", fontsize=8, color=QUIET)
+        axes.set_ylabel("query position" if number % columns == 0 else "", fontsize=8, color=QUIET)
+        share = f"{100 * visible.float().mean().item():.0f} % of pairs visible"
+        axes.set_title(f"{name}\n", fontsize=9.5, color=INK, loc="left", linespacing=1.3)
+        axes.text(0, 1.03, share, transform=axes.transAxes, fontsize=8, color=QUIET)
+    for spare in cells.flat[len(masks) :]:
+        spare.set_visible(False)
+    if title:
+        figure.suptitle(title, fontsize=11, color=INK, x=0.01, ha="left", fontweight="bold")
+    return figure
+
+
+def cost_figure(
+    mechanisms: Mapping[str, Mechanism],
+    work: Work,
+    *,
+    kv_heads: Sequence[int] | None = None,
+    modes: Sequence[str] = tuple(MODES),
+    shortest: int = 512,
+    longest: int = 131072,
+    title: str = "",
+) -> Figure:
+    """Cost over length, log-log, a panel for each mode and a line for each mechanism and grouping of heads.
+
+    Dots mark where the second mechanism becomes cheaper than the first, with that length. Lines that coincide are drawn
+    once and named together.
+
+    >>> import regard as rg
+    >>> figure = cost_figure({"softmax": rg.Softmax(), "quadratic": rg.Quadratic()}, rg.Work(mask=rg.causal))
+    >>> [axes.get_xlabel() for axes in figure.axes]
+    ['length (tokens)', 'length (tokens)']
+    """
+    if not 1 <= shortest < longest:
+        raise ValueError(f"shortest: expected at least 1 and less than longest={longest}, got {shortest}")
+    groupings = [work.num_kv_heads] if kv_heads is None else list(dict.fromkeys(kv_heads))
+    works = {kv: replace(work, num_kv_heads=kv) for kv in groupings}
+    figure = Figure(figsize=(6.1 * len(modes), 4.7), dpi=DPI, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.08))
+    for axes, mode in zip(figure.subplots(1, len(modes), squeeze=False).flat, modes, strict=True):
+        _cost_panel(axes, mechanisms, works, mode, shortest, longest)
+    figure.suptitle(title or _described(work), fontsize=9, color=QUIET, x=0.01, ha="left")
+    return figure
+
+
+def _cost_panel(
+    axes: Axes, mechanisms: Mapping[str, Mechanism], works: Mapping[int, Work], mode: str, shortest: int, longest: int
+) -> None:
+    heading, quantity, unit = MODES[mode]
+    price = mode_price(mode)
+    lengths = _sampled(shortest, longest)
+    ends: list[tuple[float, str, str]] = []
+    for colour, (name, mechanism) in zip(_cycle(COLOURS, len(mechanisms)), mechanisms.items(), strict=True):
+        lines: dict[tuple[float, ...], list[int]] = {}
+        for kv, work in works.items():
+            at = mode_work(work, mode, 2)
+            lines.setdefault(tuple(price(mechanism, with_length(at, length)) for length in lengths), []).append(kv)
+        for line, grouped in lines.items():
+            style = _dashes(works[grouped[0]].num_heads, grouped[0])
+            axes.plot(lengths, line, color=colour, linewidth=1.9, linestyle=style, solid_capstyle="round")
+            labels = "" if len(works) == 1 else ", " + _together([works[kv] for kv in grouped], len(works))
+            ends.append((line[-1], name + labels, colour))
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlim(shortest, longest)
+    _mark_crossovers(axes, mechanisms, works, mode, price, shortest, longest)
+    axes.xaxis.set_major_locator(FixedLocator(_round_lengths(shortest, longest)))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axes.yaxis.set_major_locator(LogLocator(base=10, numticks=12))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(EngFormatter(unit=unit))
+    axes.grid(color=RULE, linewidth=0.6)
+    axes.tick_params(labelsize=8, color=RULE, labelcolor=INK)
+    for side in axes.spines:
+        axes.spines[side].set_visible(side in ("left", "bottom"))
+        axes.spines[side].set_color(RULE)
+    axes.set_xlabel("length (tokens)", fontsize=9, color=INK)
+    axes.set_ylabel(quantity, fontsize=9, color=INK)
+    axes.set_title(heading, fontsize=10.5, color=INK, loc="left", fontweight="bold")
+    _label_ends(axes, ends)
+
+
+def _mark_crossovers(
+    axes: Axes,
+    mechanisms: Mapping[str, Mechanism],
+    works: Mapping[int, Work],
+    mode: str,
+    price: Rate,
+    shortest: int,
+    longest: int,
+) -> None:
+    """A dot at each crossover of the first two mechanisms, and a line down to its length."""
+    if len(mechanisms) < 2:
+        return
+    first, second = list(mechanisms.values())[:2]
+    dots: dict[int, list[int]] = {}
+    for kv, work in works.items():
+        length = mode_crossover(first, second, work, mode)
+        if length is not None and shortest <= length <= longest:
+            dots.setdefault(length, []).append(kv)
+    low, high = axes.get_ylim()
+    axes.set_ylim(low / (high / low) ** 0.05, high)  # room for the lengths below the lines
+    for number, (length, grouped) in enumerate(sorted(dots.items())):
+        heights = [price(second, with_length(mode_work(works[kv], mode, 2), length)) for kv in grouped]
+        # The longer, the higher: no line then runs through the name of a shorter one, which stands to its left.
+        foot = 0.03 + 0.055 * number
+        bottom, top = (math.log(limit) for limit in axes.get_ylim())
+        reach = (math.log(max(heights)) - bottom) / (top - bottom)
+        axes.axvline(length, foot, max(foot, reach), color=QUIET, linewidth=0.9, linestyle=(0, (2, 2)), zorder=1)
+        axes.plot([length] * len(heights), heights, "o", color=INK, markersize=6.5, markeredgecolor="white", zorder=5)
+        names = "" if len(works) == 1 else "  " + _together([works[kv] for kv in grouped], len(works))
+        axes.annotate(
+            f"{length:,}{names}",
+            (length, foot),
+            xycoords=("data", "axes fraction"),
+            xytext=(4, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=8,
+            color=INK,
+        )
+
+
+def _label_ends(axes: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
+    """Name each line at its right end, in its colour; names that would touch are moved apart."""
+    low, high = (math.log(limit) for limit in axes.get_ylim())
+    ordered = sorted(ends)
+    places = [(math.log(max(value, 1)) - low) / (high - low) for value, _, _ in ordered]
+    gap = 0.045
+    for _ in range(100):
+        for i in range(1, len(places)):
+            push = max(0.0, gap - (places[i] - places[i - 1])) / 2
+            places[i - 1], places[i] = places[i - 1] - push, places[i] + push
+    for place, (_, name, colour) in zip(places, ordered, strict=True):
+        axes.text(1.015, place, name, transform=axes.transAxes, color=colour, fontsize=8, va="center")
+
+
+def _lattice(axes: Axes, rows: int, columns: int) -> None:
+    """White lines between the cells, no frame, no tick marks."""
+    axes.set_xticks([x - 0.5 for x in range(1, columns)], minor=True)
+    axes.set_yticks([y - 0.5 for y in range(1, rows)], minor=True)
+    axes.grid(which="minor", color="white", linewidth=0.8)
+    axes.tick_params(which="both", length=0, labelcolor=INK)
+    for spine in axes.spines.values():
+        spine.set_color(RULE)
+
+
+def _grid(count: int) -> tuple[int, int]:
+    columns = min(3, max(1, count))
+    return max(1, math.ceil(count / columns)), columns
+
+
+def _cycle(items: Sequence[str], count: int) -> list[str]:
+    return [items[number % len(items)] for number in range(count)]
+
+
+def _dashes(num_heads: int, num_kv_heads: int) -> str:
+    return {"MHA": "-", "GQA": "--", "MQA": ":"}[heads_label(num_heads, num_kv_heads)]
+
+
+def _grouping(work: Work) -> str:
+    label = heads_label(work.num_heads, work.num_kv_heads)
+    return f"{label}-{work.num_kv_heads}" if label == "GQA" else label
+
+
+def _together(same: Sequence[Work], total: int) -> str:
+    return "any heads" if len(same) == total else " = ".join(_grouping(work) for work in same)
+
+
+def _sampled(shortest: int, longest: int) -> list[int]:
+    """Lengths to draw a line through: dense while a mechanism that works in chunks shows its steps, then sparse."""
+    lengths, at = [], float(shortest)
+    while at < longest:
+        lengths.append(round(at))
+        at *= 2 ** (1 / 32 if at < 8192 else 1 / 2)
+    return sorted({*lengths, longest})
+
+
+def _round_lengths(shortest: int, longest: int) -> list[int]:
+    """Powers of two in the range, every second one where there are many."""
+    powers = [1 << power for power in range(longest.bit_length()) if shortest <= 1 << power <= longest]
+    return powers[:: 1 if len(powers) <= 6 else 2]
+
+
+def _described(work: Work) -> str:
+    dtype = str(work.dtype).removeprefix("torch.")
+    mask = "no mask" if work.rule is None else f"mask {work.rule!r}"
+    return (
+        f"{work.num_heads} heads, qk_length {work.qk_length}, value_length {work.value_length}, batch {work.batch}, "
+        f"{dtype}, {mask}; dots: the length from which the second mechanism is cheaper than the first"
+    )
