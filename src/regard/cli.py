@@ -7,10 +7,12 @@ goal is missed, 2 something the user can put right, 130 interrupted.
 import importlib
 import importlib.util
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -37,12 +39,17 @@ LENGTHS = (1024, 8192, 65536)
 # What typer has no public name for in all of its versions: the parent of everything wrong with a command line.
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
+
+def _examples(*commands: str) -> str:
+    """The last section of a command's help; an empty line is how typer ends a line."""
+    return "\n\n".join(["Example:" if len(commands) == 1 else "Examples:", *(f"  {command}" for command in commands)])
+
+
 app = typer.Typer(
     name="regard",
     help="State an attention mechanism once; compute, stream, see, count and prove it.",
-    epilog="Example: [bold]regard demo[/bold], then [bold]regard cost --plot cost.png[/bold]",
+    epilog=_examples("regard demo", "regard cost --plot cost.png", "regard check quadratic"),
     add_completion=False,
-    no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
@@ -51,7 +58,7 @@ app = typer.Typer(
 def main() -> None:
     """Run the command line: `regard`, or `python -m regard.cli`."""
     try:
-        code = app(prog_name="regard", standalone_mode=False)
+        code = app(sys.argv[1:] or ["--help"], prog_name="regard", standalone_mode=False)
         sys.stdout.flush()
     except BrokenPipeError:  # the reader has seen enough: `regard cost | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -89,14 +96,16 @@ def _options(
     """State an attention mechanism once; compute, stream, see, count and prove it."""
 
 
-@app.command(epilog="Example: [bold]regard demo --out tour[/bold]")
+@app.command(epilog=_examples("regard demo --out tour"))
 def demo(
-    out: Annotated[Path, typer.Option(help="Folder for the pictures and the page.")] = Path("regard-demo"),
-    seed: Annotated[int, typer.Option(help="Seed of the words' vectors.")] = 0,
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder for the pictures and the page.")] = Path(
+        "regard-demo"
+    ),
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the words' vectors.")] = 0,
 ) -> None:
     """A tour of a minute: a softmax and a quadratic mechanism computed, streamed, seen, counted and proved."""
     out.mkdir(parents=True, exist_ok=True)  # before the seconds that drawing takes to load
-    from regard.demo import proof_cells, run
+    from regard.demo import run
 
     console = _console()
     number = 0
@@ -110,14 +119,13 @@ def demo(
         for picture in step.pictures:
             print(f"-> {out / picture.name}")
 
-    with _one_thread(), _progress(proof_cells(), "proving") as advance:
-        page = run(out, seed=seed, show=show, progress=advance)
+    with _one_thread():
+        page = run(out, seed=seed, show=show, watch=lambda cells: _progress(cells, "proving"))
     print(f"\nAll of it on one page: {page}")
 
 
 @app.command(
-    epilog="Example: [bold]regard check quadratic --law streamed --mask causal[/bold], "
-    "or your own: [bold]regard check --own mine.py:Cauchy[/bold]"
+    epilog=_examples("regard check quadratic --law streamed --mask causal", "regard check --own mine.py:Cauchy --json")
 )
 def check(
     mechanisms: Annotated[
@@ -126,21 +134,29 @@ def check(
     ] = None,
     own: Annotated[
         list[str] | None,
-        typer.Option(help="A mechanism of your own, as module:name or file.py:Name. May repeat.", show_default=False),
+        typer.Option(
+            metavar="PLACE",
+            help="A mechanism of your own, as module:name or file.py:Name. May repeat.",
+            show_default=False,
+        ),
     ] = None,
     law: Annotated[
-        list[str] | None, typer.Option(help=f"Of {', '.join(LAWS)}. May repeat. Default: all.", show_default=False)
+        list[str] | None,
+        typer.Option(metavar="NAME", help=f"Of {', '.join(LAWS)}. May repeat. Default: all.", show_default=False),
     ] = None,
     mask: Annotated[
-        list[str] | None, typer.Option(help=f"Of {', '.join(MASKS)}. May repeat. Default: all.", show_default=False)
+        list[str] | None,
+        typer.Option(metavar="NAME", help=f"Of {', '.join(MASKS)}. May repeat. Default: all.", show_default=False),
     ] = None,
     heads: Annotated[
-        list[str] | None, typer.Option(help=f"Of {', '.join(HEADS)}. May repeat. Default: all.", show_default=False)
+        list[str] | None,
+        typer.Option(metavar="NAME", help=f"Of {', '.join(HEADS)}. May repeat. Default: all.", show_default=False),
     ] = None,
     dtype: Annotated[
-        list[str] | None, typer.Option(help=f"Of {', '.join(DTYPES)}. May repeat. Default: all.", show_default=False)
+        list[str] | None,
+        typer.Option(metavar="NAME", help=f"Of {', '.join(DTYPES)}. May repeat. Default: all.", show_default=False),
     ] = None,
-    examples: Annotated[int, typer.Option(min=1, help="Random shapes for each cell.")] = 3,
+    examples: Annotated[int, typer.Option(min=1, metavar="N", help="Random shapes for each cell.")] = 3,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object with every cell.")] = False,
 ) -> None:
     """Run the laws on mechanisms: every law, mask, grouping of heads and dtype is a cell. Exit 1 if one is broken."""
@@ -151,15 +167,13 @@ def check(
         "heads": heads or list(HEADS),
         "dtypes": dtype or list(DTYPES),
     }
-    total = len(chosen)
-    for names in picked.values():
-        total *= len(names)
+    cells = math.prod(len(names) for names in picked.values())
     reports = []
-    with _one_thread(), _progress(total, "checking") as advance:
-        for mechanism in chosen:
+    for number, mechanism in enumerate(chosen, start=1):
+        with _one_thread(), _progress(cells, f"checking {number} of {len(chosen)}") as advance:
             reports.append(rg.check(mechanism, **picked, examples=examples, progress=advance))
-            if not as_json:
-                print(reports[-1], end="\n\n", flush=True)
+        if not as_json:
+            print(reports[-1], end="\n\n", flush=True)
     outcomes = [cell.outcome for report in reports for cell in report.cells]
     counts = {name: outcomes.count(name.replace("_", " ")) for name in ("held", "broken", "not_applicable")}
     if as_json:
@@ -171,38 +185,52 @@ def check(
         raise typer.Exit(1)
 
 
-@app.command(
-    epilog="Example: [bold]regard cost --length 1024,16384 --kv-heads 8 --plot cost.png[/bold], "
-    "or [bold]regard cost --measure[/bold] for this machine"
-)
+@app.command(epilog=_examples("regard cost --length 1024,16384 --kv-heads 8 --plot cost.png", "regard cost --measure"))
 def cost(
     mechanism: Annotated[
         list[str] | None,
-        typer.Option(help=f"Of {', '.join(REGISTRY)}. May repeat. Default: softmax, quadratic.", show_default=False),
+        typer.Option(
+            metavar="NAME",
+            help=f"Of {', '.join(REGISTRY)}. May repeat. Default: softmax, quadratic.",
+            show_default=False,
+        ),
     ] = None,
     length: Annotated[
         list[str] | None,
-        typer.Option(help=f"Tokens; may repeat or list with commas. Default: {','.join(map(str, LENGTHS))}."),
+        typer.Option(
+            metavar="N", help=f"Tokens; may repeat or list with commas. Default: {','.join(map(str, LENGTHS))}."
+        ),
     ] = None,
-    heads: Annotated[int | None, typer.Option(min=1, help="Query heads. Default: 32, 4 with --measure.")] = None,
+    heads: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Query heads. Default: 32, 4 with --measure.")
+    ] = None,
     kv_heads: Annotated[
-        list[int] | None, typer.Option(min=1, help="Key/value heads. May repeat. Default: one each of MHA, GQA, MQA.")
+        list[int] | None,
+        typer.Option(min=1, metavar="N", help="Key/value heads. May repeat. Default: one each of MHA, GQA, MQA."),
     ] = None,
-    qk_length: Annotated[int, typer.Option(min=1, help="Length of queries and keys.")] = 64,
-    value_length: Annotated[int | None, typer.Option(min=1, help="Length of values. Default: qk-length.")] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 1,
+    qk_length: Annotated[int, typer.Option(min=1, metavar="N", help="Length of queries and keys.")] = 64,
+    value_length: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Length of values. Default: qk-length.")
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, metavar="N", help="Sequences at once.")] = 1,
     dtype: Annotated[
-        str | None, typer.Option(help=f"Of {', '.join(DTYPES)}. Default: bfloat16, float32 with --measure.")
+        str | None,
+        typer.Option(metavar="NAME", help=f"Of {', '.join(DTYPES)}. Default: bfloat16, float32 with --measure."),
     ] = None,
     mode: Annotated[
-        str, typer.Option(help="prefill: a whole sequence. decode: one new token over a cache. Or both.")
+        str,
+        typer.Option(metavar="MODE", help="prefill: a whole sequence. decode: one new token over a cache. Or both."),
     ] = "both",
-    window: Annotated[int | None, typer.Option(min=1, help="See only the last N keys, itself among them.")] = None,
+    window: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="See only the last N keys, itself among them.")
+    ] = None,
     is_causal: Annotated[bool, typer.Option("--causal/--no-causal", help="Hide the future in prefill.")] = True,
     embedding_dim: Annotated[
-        int | None, typer.Option(min=1, help="Count the layer too: its projections, and the bottleneck.")
+        int | None, typer.Option(min=1, metavar="N", help="Count the layer too: its projections, and the bottleneck.")
     ] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw cost over length into this picture file.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw cost over length into this picture file.")
+    ] = None,
     measure: Annotated[
         bool, typer.Option("--measure", help="Measure this machine: predicted and measured prefill crossover.")
     ] = False,
@@ -213,7 +241,9 @@ def cost(
     num_heads = heads or (4 if measure else 32)
     mask = rg.causal if is_causal else None
     if window is not None:
-        mask = rg.causal & rg.window(before=window - 1)
+        if mask is None:
+            raise ValueError("window: expected --causal, whose last N keys it keeps, got --no-causal")
+        mask = mask & rg.window(before=window - 1)
     work = rg.Work(
         batch=batch,
         num_heads=num_heads,
@@ -227,9 +257,6 @@ def cost(
     _one_of("mode", mode, {name: name for name in MODE_NAMES})
     modes = ["prefill", "decode"] if mode == "both" else [mode]
     groupings = kv_heads or ([num_heads] if measure else _three_groupings(num_heads))
-    console = _console()
-    if plot is not None:
-        _drawable(plot)
     with _one_thread():
         rows = _cost_rows(chosen, work, groupings, modes, lengths, embedding_dim)
         crossovers = _crossovers(chosen, work, groupings, modes)
@@ -237,12 +264,12 @@ def cost(
             _draw_cost(plot, chosen, work, groupings, modes, lengths)
     found: dict[str, Any] = {"rows": rows, "crossovers": crossovers}
     if measure:
-        with console_status("measuring this machine"):
+        with Console(stderr=True).status("measuring this machine"):
             found["measured"] = _measured(chosen, work, groupings[0])
     if as_json:
         _print_json(found)
         return
-    _print_cost(console, rows, layer=embedding_dim is not None)
+    _print_cost(rows)
     for one in crossovers:
         print(_crossover_line(one))
     if measure:
@@ -251,14 +278,15 @@ def cost(
         print(f"-> {plot}")
 
 
-@app.command(epilog="Example: [bold]regard bench --only padded --only append --json[/bold]")
+@app.command(epilog=_examples("regard bench --list", "regard bench --only padded --only append --json"))
 def bench(
     only: Annotated[
-        list[str] | None, typer.Option(help="A benchmark of the suite (see --list). May repeat.", show_default=False)
+        list[str] | None,
+        typer.Option(metavar="NAME", help="A benchmark of the suite (see --list). May repeat.", show_default=False),
     ] = None,
     listed: Annotated[bool, typer.Option("--list", help="List the suite and exit.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="End with one line of JSON.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Folder to save the results in.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Folder to save the results in.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A few rounds only: a look, not a result.")] = False,
 ) -> None:
     """Speed against named peers, as ratios measured in one run; above 1, ours is faster. Exit 1 if a goal is missed."""
@@ -267,12 +295,11 @@ def bench(
     names = list(dict.fromkeys(only or SUITE))
     for name in names:
         _one_of("only", name, SUITE)
-    console = _console()
     if listed:
         suite = [SUITE[name] for name in names]
-        _print_suite(console, [(one.name, one.title, one.peer, _goal(one.goal)) for one in suite])
+        rows = [{"name": one.name, "title": one.title, "peer": one.peer, "goal": one.goal} for one in suite]
+        _print_table([{**row, "goal": _goal(one.goal)} for row, one in zip(rows, suite, strict=True)], right=("goal",))
         if as_json:
-            rows = [{"name": one.name, "title": one.title, "peer": one.peer, "goal": one.goal} for one in suite]
             print(json.dumps({"suite": rows}))
         return
     if out is not None:
@@ -282,7 +309,7 @@ def bench(
         for name in names:
             advance(name)
             results.append(run(name, quick))
-    _print_results(console, results)
+    _print_table([_bench_row(result) for result in results], right=("ours", "peer's", "ratio", "goal"))
     if out is not None:
         print(f"-> {save(results, out)}")
     if as_json:
@@ -299,7 +326,13 @@ def _console() -> Console:
 @contextmanager
 def _progress(total: int, title: str) -> Iterator[Callable[[str], None]]:
     """A bar on standard error; call what it gives with the name of each piece of work as that begins."""
-    columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[name]}"))
+    columns = (
+        TextColumn(title),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[name]}"),
+    )
     begun = 0
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(title, total=total, name="")
@@ -310,12 +343,6 @@ def _progress(total: int, title: str) -> Iterator[Callable[[str], None]]:
             begun += 1
 
         yield advance
-
-
-@contextmanager
-def console_status(words: str) -> Iterator[None]:
-    with Console(stderr=True).status(words):
-        yield
 
 
 @contextmanager
@@ -399,8 +426,6 @@ def _cost_rows(
     lengths: Sequence[int],
     embedding_dim: int | None,
 ) -> list[dict[str, Any]]:
-    from dataclasses import replace
-
     from regard.plots import heads_label, mode_work
 
     rows = []
@@ -437,3 +462,179 @@ def _cost_rows(
                         }
                     rows.append(row)
     return rows
+
+
+def _crossovers(
+    mechanisms: dict[str, rg.Mechanism], work: rg.Work, groupings: Sequence[int], modes: Sequence[str]
+) -> list[dict[str, Any]]:
+    """Where the second mechanism becomes cheaper than the first: `from` a length on, or `below` one."""
+    from regard.plots import PRICES, heads_label, mode_crossover
+
+    if len(mechanisms) < 2:
+        return []
+    (first, one), (second, two) = list(mechanisms.items())[:2]
+    found = []
+    for mode in modes:
+        for kv in groupings:
+            for by in ("flops",) if mode == "prefill" else ("bytes", "flops"):
+                at = replace(work, num_kv_heads=kv)
+                start = mode_crossover(one, two, at, mode, PRICES[by])
+                end = mode_crossover(two, one, at, mode, PRICES[by]) if start == 1 else None
+                found.append(
+                    {
+                        "first": first,
+                        "second": second,
+                        "heads": heads_label(work.num_heads, kv),
+                        "num_heads": work.num_heads,
+                        "num_kv_heads": kv,
+                        "mode": mode,
+                        "by": by,
+                        "from": start,
+                        "below": end,
+                    }
+                )
+    return found
+
+
+def _crossover_line(found: dict[str, Any]) -> str:
+    by = "takes fewer FLOPs" if found["by"] == "flops" else "moves fewer bytes"
+    if found["from"] is None:
+        where = "at no length"
+    elif found["from"] > 1:
+        where = f"from {found['from']:,} tokens on"
+    else:
+        where = "at every length" if found["below"] is None else f"below {found['below']:,} tokens"
+    return f"{_heads(found):<9} {found['mode']:<8} {found['second']} {by} than {found['first']} {where}"
+
+
+def _draw_cost(
+    path: Path,
+    mechanisms: dict[str, rg.Mechanism],
+    work: rg.Work,
+    groupings: Sequence[int],
+    modes: Sequence[str],
+    lengths: Sequence[int],
+) -> None:
+    from regard.files import save_figure
+    from regard.plots import cost_figure
+
+    shortest = min(lengths)
+    # One length is no line: two octaves from it then.
+    longest = max(max(lengths), 4 * shortest)
+    figure = cost_figure(mechanisms, work, kv_heads=groupings, modes=modes, shortest=shortest, longest=longest)
+    save_figure(figure, path)
+
+
+def _measured(mechanisms: dict[str, rg.Mechanism], work: rg.Work, num_kv_heads: int) -> dict[str, Any]:
+    """The prefill crossover of the first two mechanisms as this machine's rates predict it, and as it is."""
+    from regard.bench import measure, measured_crossover
+    from regard.plots import mode_work
+
+    if len(mechanisms) < 2:
+        raise ValueError("measure: expected two mechanisms to compare, got one")
+    (first, one), (second, two) = list(mechanisms.items())[:2]
+    at = mode_work(replace(work, num_kv_heads=num_kv_heads), "prefill", 4096)
+    rates = measure([one, two], at)
+    predicted = rg.crossover(one, two, at, seconds=rates.seconds)
+    measured = None if predicted is None else measured_crossover(one, two, at, near=predicted)
+    off = None if predicted is None or measured is None else 100 * (predicted - measured) / measured
+    return {
+        "first": first,
+        "second": second,
+        "num_heads": work.num_heads,
+        "num_kv_heads": num_kv_heads,
+        "dtype": str(work.dtype).removeprefix("torch."),
+        "rates": rates.table,
+        "predicted": predicted,
+        "measured": measured,
+        "difference_percent": off,
+    }
+
+
+def _print_measured(found: dict[str, Any]) -> None:
+    shape = f"{found['num_heads']} heads over {found['num_kv_heads']}, {found['dtype']}"
+    print(f"\nThis machine, prefill, {shape}:")
+    for name, rate in found["rates"].items():
+        print(f"  {name} reaches {human(rate['flops_per_second'], 'FLOP/s')}")
+    if found["predicted"] is None:
+        print(f"  {found['second']} is not predicted to become faster than {found['first']}")
+    elif found["measured"] is None:
+        print(f"  predicted crossover {found['predicted']:,} tokens; none measured around it")
+    else:
+        print(
+            f"  predicted crossover {found['predicted']:,} tokens, measured {found['measured']:,}: "
+            f"{found['difference_percent']:+.0f} %"
+        )
+
+
+def _print_cost(rows: Sequence[dict[str, Any]]) -> None:
+    """The rows as a table, a section for each mode and grouping; notes are numbered and follow below."""
+    notes = list(dict.fromkeys(row["note"] for row in rows if row["note"]))
+    shown = []
+    for row in rows:
+        cells = {
+            "mechanism": row["mechanism"],
+            "heads": _heads(row),
+            "mode": row["mode"],
+            "length": f"{row['length']:,}",
+            "FLOPs": human(row["flops"]),
+            "bytes": human(row["bytes"], "B"),
+            "FLOPs/byte": f"{row['intensity']:.3g}",
+            "state": human(row["state_bytes"], "B"),
+            "activation": human(row["activation_bytes"], "B"),
+            "form": row["form"],
+            "note": f"({notes.index(row['note']) + 1})" if row["note"] else "",
+        }
+        if "layer" in row:
+            cells |= {"layer FLOPs": human(row["layer"]["flops"]), "bottleneck": row["layer"]["bottleneck"]}
+        shown.append(cells)
+    numbers = ("length", "FLOPs", "bytes", "FLOPs/byte", "state", "activation", "layer FLOPs")
+    _print_table(shown, right=numbers, section=("heads", "mode"), drop=() if notes else ("note",))
+    for number, note in enumerate(notes, start=1):
+        print(f"({number}) {note}")
+    if notes:
+        print()
+
+
+def _print_table(
+    rows: Sequence[dict[str, Any]], *, right: Sequence[str] = (), section: Sequence[str] = (), drop: Sequence[str] = ()
+) -> None:
+    """Rows of equal keys as a table, a line wherever one of the `section` columns changes."""
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    names = [name for name in rows[0] if name not in drop]
+    for name in names:
+        table.add_column(name, justify="right" if name in right else "left")
+    for number, row in enumerate(rows):
+        if number and any(row[name] != rows[number - 1][name] for name in section):
+            table.add_section()
+        table.add_row(*(str(row[name]) for name in names))
+    _console().print(table)
+
+
+def _heads(row: dict[str, Any]) -> str:
+    return f"{row['heads']} {row['num_heads']}/{row['num_kv_heads']}"
+
+
+def _goal(goal: float | None) -> str:
+    return "" if goal is None else f"{goal:g}×"
+
+
+def _bench_row(result: "Result") -> dict[str, str]:
+    return {
+        "benchmark": result.title,
+        "peer": result.peer,
+        "ours": f"{result.ours_ms:.3g} ms" if result.ours_ms else "",
+        "peer's": f"{result.peer_ms:.3g} ms" if result.peer_ms else "",
+        "ratio": f"{result.ratio:.2f}×",
+        "goal": _goal(result.goal),
+        "": {True: "reached", False: "missed", None: ""}[result.passed],
+        "note": result.note,
+    }
+
+
+def _print_json(found: dict[str, Any]) -> None:
+    print(json.dumps(found, indent=1, ensure_ascii=False))
+
+
+if __name__ == "__main__":
+    main()

@@ -93,7 +93,7 @@ class Cost:
     state_bytes: int
     """What the stream's state holds once it has met all keys."""
     activation_bytes: int
-    """What the computation holds besides its inputs and output: the (T, S) weights, or a kernel's sums and features."""
+    """What the computation holds besides inputs and output: the (T, S) weights, or a kernel's sums and one chunk's work."""
     parameters: int = 0
     form: str = "score"
     """"score" grows with queries × keys, "linear" with the length."""

@@ -7,8 +7,10 @@ Each step is a function that does one of the five and gives back what it has to 
 import html
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 from matplotlib.figure import Figure
@@ -46,6 +48,15 @@ class Step:
     words: str
     numbers: str
     pictures: tuple[Picture, ...] = ()
+
+
+Watch: TypeAlias = Callable[[int], AbstractContextManager[Callable[[str], object] | None]]
+"""Given how many cells there are, a context that gives what to call with the name of each as it begins."""
+
+
+def unwatched(cells: int) -> AbstractContextManager[None]:
+    """No progress shown."""
+    return nullcontext()
 
 
 def embed(tokens: Sequence[str], seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -233,17 +244,14 @@ def count(lengths: Sequence[int] = (1024, 4096, 16384, 65536)) -> Step:
     )
 
 
-def proof_cells() -> int:
-    """How many cells `prove` checks."""
-    return len(MECHANISMS) * len(LAWS) * len(PROOF_MASKS) * len(HEADS) * len(PROOF_DTYPES)
-
-
-def prove(progress: Callable[[str], object] | None = None) -> Step:
-    """Every law on both mechanisms; `progress` is called with the name of each cell before it runs."""
-    reports = [
-        rg.check(mechanism, masks=PROOF_MASKS, dtypes=PROOF_DTYPES, progress=progress)
-        for mechanism in MECHANISMS.values()
-    ]
+def prove(watch: Watch = unwatched) -> Step:
+    """Every law on both mechanisms, under a few masks."""
+    cells = len(LAWS) * len(PROOF_MASKS) * len(HEADS) * len(PROOF_DTYPES)
+    with watch(len(MECHANISMS) * cells) as progress:
+        reports = [
+            rg.check(mechanism, masks=PROOF_MASKS, dtypes=PROOF_DTYPES, progress=progress)
+            for mechanism in MECHANISMS.values()
+        ]
     return Step(
         title="Prove",
         words=(
@@ -255,13 +263,13 @@ def prove(progress: Callable[[str], object] | None = None) -> Step:
     )
 
 
-def tour(seed: int = 0, progress: Callable[[str], object] | None = None) -> Iterator[Step]:
+def tour(seed: int = 0, watch: Watch = unwatched) -> Iterator[Step]:
     """The five steps, each computed when it is asked for."""
     yield compute(seed)
     yield stream(seed)
     yield see(seed)
     yield count()
-    yield prove(progress)
+    yield prove(watch)
 
 
 def run(
@@ -269,13 +277,13 @@ def run(
     *,
     seed: int = 0,
     show: Callable[[Step], object] = lambda step: None,
-    progress: Callable[[str], object] | None = None,
+    watch: Watch = unwatched,
 ) -> Path:
     """Take the tour, hand each step to `show`, leave the pictures and a page of all in `folder`; the page's path."""
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     steps = []
-    for step in tour(seed, progress):
+    for step in tour(seed, watch):
         for picture in step.pictures:
             save_figure(picture.figure, target / picture.name)
         show(step)

@@ -55,6 +55,13 @@ def mode_work(work: Work, mode: str, length: int) -> Work:
     return replace(work, query_length=length if mode == "prefill" else 1, key_length=length)
 
 
+PRICES: dict[str, Rate] = {
+    "flops": lambda mechanism, work: float(cost(mechanism, work).flops),
+    "bytes": lambda mechanism, work: float(cost(mechanism, work).bytes),
+}
+"""What `crossover` can go by without a machine to measure."""
+
+
 def mode_price(mode: str) -> Rate:
     """What decides a mode's speed, as a price for `crossover`: FLOPs for prefill, bytes moved for decode.
 
@@ -62,9 +69,7 @@ def mode_price(mode: str) -> Rate:
     >>> mode_price("decode")(rg.Softmax(), rg.Work(key_length=1024))
     2105344.0
     """
-    if mode == "prefill":
-        return lambda mechanism, work: float(cost(mechanism, work).flops)
-    return lambda mechanism, work: float(cost(mechanism, work).bytes)
+    return PRICES["flops" if mode == "prefill" else "bytes"]
 
 
 def mode_crossover(first: Mechanism, second: Mechanism, work: Work, mode: str, price: Rate | None = None) -> int | None:
@@ -76,7 +81,7 @@ def mode_crossover(first: Mechanism, second: Mechanism, work: Work, mode: str, p
     """
     # Any length of at least 2 does: a decode of length 1 would read as a whole sequence of one token.
     at = mode_work(work, mode, 2)
-    return crossover(first, second, at, seconds=mode_price(mode) if price is None else price)
+    return crossover(first, second, at, seconds=price or mode_price(mode))
 
 
 def weights_figure(
@@ -175,7 +180,7 @@ def cost_figure(
 ) -> Figure:
     """Cost over length, log-log, a panel for each mode and a line for each mechanism and grouping of heads.
 
-    Dots mark where the second mechanism becomes cheaper than the first, with that length. Lines that coincide are drawn
+    Dots mark where the first two mechanisms cross, with that length. Lines that coincide are drawn
     once and named together.
 
     >>> import regard as rg
@@ -248,6 +253,8 @@ def _mark_crossovers(
     dots: dict[int, list[int]] = {}
     for kv, work in works.items():
         length = mode_crossover(first, second, work, mode)
+        if length == 1:  # cheaper from the start: where it ends, if it does
+            length = mode_crossover(second, first, work, mode)
         if length is not None and shortest <= length <= longest:
             dots.setdefault(length, []).append(kv)
     low, high = axes.get_ylim()
@@ -339,5 +346,5 @@ def _described(work: Work) -> str:
     mask = "no mask" if work.rule is None else f"mask {work.rule!r}"
     return (
         f"{work.num_heads} heads, qk_length {work.qk_length}, value_length {work.value_length}, batch {work.batch}, "
-        f"{dtype}, {mask}; dots: the length from which the second mechanism is cheaper than the first"
+        f"{dtype}, {mask}; dots: where the first two mechanisms cross"
     )

@@ -15,7 +15,6 @@ all follow that one list.
 
 import math
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -173,8 +172,8 @@ def sweep(
         real = None if valid is None else valid[:, step.low : step.high]
         if step.folds:
             folded_phi, shown, count = fold(mechanism, keys, values, real, room)
-            add = sums.baddbmm_ if owned else partial(torch.baddbmm, sums)
-            sums, normaliser = add(folded_phi.transpose(-1, -2), shown), normaliser + count
+            sums = torch.baddbmm(sums, folded_phi.transpose(-1, -2), shown, out=sums if owned else None)
+            normaliser = normaliser + count
             history, owned = True, not keep
             continue
         queries = q[:, :, step.start : step.stop].to(kind)
@@ -478,7 +477,7 @@ def cost(mechanism: Any, work: Work, recent: int, state_bytes: int) -> Cost:
         flops=work.num_kv_heads * flops,
         bytes=moved,
         state_bytes=state_bytes,
-        activation_bytes=sums_bytes(mechanism, work) + groups * rows_at_once * size * kind,
+        activation_bytes=sums_bytes(mechanism, work) + groups * rows_at_once * (size + min(CHUNK, length)) * kind,
         form="linear",
     )
 

@@ -1,0 +1,219 @@
+"""The cost model against counters: FLOPs, bytes, state and activation memory."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import regard as rg
+from memory import Allocations, Traffic, saved_bytes
+from regard.mechanisms.kernel import RECENT
+
+GROUPS = {"MHA": 4, "GQA": 2, "MQA": 1}
+LINEAR = [rg.Quadratic(), rg.Polynomial(degree=4), rg.Elu(), rg.Taylor(), rg.RandomFeatures(n=16)]
+
+
+def make(length, groups=4, size=8, dtype=torch.float32, keys=None):
+    keys = length if keys is None else keys
+    return torch.randn(2, 4, length, size, dtype=dtype), *(
+        torch.randn(2, groups, keys, size, dtype=dtype) for _ in "kv"
+    )
+
+
+def work_of(q, k, v, mask=None):
+    return rg.Work(
+        batch=q.shape[0], query_length=q.shape[2], key_length=k.shape[2], num_heads=q.shape[1], num_kv_heads=k.shape[1],
+        qk_length=q.shape[3], value_length=v.shape[3], dtype=q.dtype, mask=mask,
+    )  # fmt: skip
+
+
+def counted(compute):
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        compute()
+    return counter.get_total_flops()
+
+
+def streamed(mechanism, q, k, v, first, last):
+    """Meet `first` tokens at once, then count the tokens up to `last` one by one."""
+    state = mechanism.start(
+        batch=q.shape[0], num_kv_heads=k.shape[1], qk_length=q.shape[3], value_length=v.shape[3], capacity=last
+    )
+    with torch.no_grad():
+        _, state = mechanism.extend(q[:, :, :first], k[:, :, :first], v[:, :, :first], state, mask=rg.causal)
+
+    def steps():
+        now = state
+        for i in range(first, last):
+            one = slice(i, i + 1)
+            _, now = mechanism.extend(q[:, :, one], k[:, :, one], v[:, :, one], now, mask=rg.causal)
+
+    return counted(steps)
+
+
+@pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
+def test_causal_softmax_flops_are_those_of_its_stream(groups):
+    q, k, v = make(33, groups)
+    assert streamed(rg.Softmax(), q, k, v, 0, 33) == rg.cost(rg.Softmax(), work_of(q, k, v, rg.causal)).flops
+
+
+@pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
+@pytest.mark.parametrize("mechanism", LINEAR, ids=repr)
+def test_kernel_stream_flops_over_one_period_of_folding(mechanism, groups):
+    half = RECENT // 2
+    first, last = 3 * half, 4 * half
+    q, k, v = make(last, groups)
+    stated = sum(
+        rg.cost(mechanism, replace(work_of(q, k, v), query_length=1, key_length=length + 1)).flops
+        for length in range(first, last)
+    )
+    assert streamed(mechanism, q, k, v, first, last) == stated
+
+
+@pytest.mark.parametrize("length", [1, 63, 255, 256, 257, 600])
+@pytest.mark.parametrize("mask", [None, rg.causal, rg.padding([600, 70])], ids=repr)
+@pytest.mark.parametrize("mechanism", LINEAR, ids=repr)
+def test_kernel_prefill_flops_are_the_counted_ones(mechanism, mask, length):
+    q, k, v = make(length, 2)
+    if mask is not None and mask is not rg.causal:
+        mask = rg.padding([length, length // 2])
+    assert counted(lambda: rg.attend(q, k, v, mechanism, mask)) == rg.cost(mechanism, work_of(q, k, v, mask)).flops
+
+
+def test_kernel_flops_grow_linearly_and_softmax_quadratically():
+    def flops(mechanism, length):
+        return rg.cost(mechanism, rg.Work(query_length=length, key_length=length, mask=rg.causal)).flops
+
+    assert flops(rg.Quadratic(), 1 << 17) / flops(rg.Quadratic(), 1 << 16) == pytest.approx(2, rel=0.01)
+    assert flops(rg.Softmax(), 1 << 17) / flops(rg.Softmax(), 1 << 16) == pytest.approx(4, rel=0.01)
+
+
+@pytest.mark.parametrize("mechanism", [rg.Softmax(), rg.Softmax(softcap=5.0), rg.Argmax()], ids=repr)
+def test_bytes_are_what_the_plain_contractions_touch(mechanism):
+    dtype = torch.float64  # so that no path converts
+    q, k, v = make(24, 2, dtype=dtype)
+    stated = rg.cost(mechanism, work_of(q, k, v))
+    with Traffic() as traffic:
+        rg.attend(q, k, v, mechanism, path="reference")
+    # Inputs and output once; the scores are written by one contraction and the weights read by the other.
+    assert traffic.bytes == stated.bytes + 2 * stated.activation_bytes
+
+
+def test_activation_memory_is_what_autograd_keeps():
+    q, k, v = (t.requires_grad_() for t in make(40, 2))
+    kept = saved_bytes(lambda q, k, v: rg.attend(q, k, v, path="reference"), q, k, v)
+    assert kept == rg.cost(rg.Softmax(), work_of(q, k, v)).activation_bytes
+
+
+@pytest.mark.parametrize("mechanism", [rg.Quadratic(), rg.Elu()], ids=repr)
+def test_a_kernel_keeps_nothing_for_its_backward_pass(mechanism):
+    q, k, v = (t.requires_grad_() for t in make(2000, 2))
+    assert saved_bytes(lambda q, k, v: rg.attend(q, k, v, mechanism, rg.causal), q, k, v) == 0
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "training"])
+@pytest.mark.parametrize("mechanism", [rg.Quadratic(), rg.Elu(), rg.RandomFeatures(n=64)], ids=repr)
+def test_kernel_memory_is_linear_in_the_length(mechanism, backward):
+    def peak(length):
+        q, k, v = make(length, 2, size=16)
+        for t in (q, k, v):
+            t.requires_grad_(backward)
+        with Allocations() as allocations:
+            out = rg.attend(q, k, v, mechanism, rg.causal)
+            if backward:
+                out.sum().backward()
+        return allocations.peak
+
+    short, long = peak(2048), peak(4096)
+    assert long <= 2.05 * short
+    if not backward:  # beyond the output, which is 2·4·N·16 floats, nothing grows with the length
+        assert long - short <= 1.05 * 2 * 4 * 2048 * 16 * 4
+
+
+def test_kernel_activation_memory_is_what_the_chunked_path_allocates():
+    q, k, v = make(2048, 4, size=32)
+    stated = rg.cost(rg.Quadratic(), work_of(q, k, v, rg.causal)).activation_bytes
+    with Allocations() as allocations, torch.no_grad():
+        out = rg.attend(q, k, v, rg.Quadratic(), rg.causal)
+    taken = allocations.peak - out.numel() * 4
+    assert stated <= taken <= 1.5 * stated
+
+
+@pytest.mark.parametrize("mechanism", [rg.Softmax(), rg.Quadratic(), rg.Elu()], ids=repr)
+@pytest.mark.parametrize("length", [1, 100, 300])
+def test_state_bytes_are_the_held_ones_at_any_length(mechanism, length):
+    q, k, v = make(length, 2)
+    state = mechanism.start(batch=2, num_kv_heads=2, qk_length=8, value_length=8, capacity=length)
+    _, state = mechanism.extend(q, k, v, state, mask=rg.causal)
+    assert state.nbytes == rg.cost(mechanism, work_of(q, k, v, rg.causal)).state_bytes
+
+
+def test_a_mask_without_structure_counts_every_pair():
+    work = rg.Work(query_length=8, key_length=8, num_heads=1, num_kv_heads=1, mask=rg.causal)
+    hidden = replace(work, mask=rg.dense(torch.ones(8, 8, dtype=torch.bool).tril()))
+    assert (work.pairs, hidden.pairs) == (36, 64)
+    assert "all pairs count" in rg.cost(rg.Softmax(), hidden).note
+
+
+def test_a_window_forces_the_quadratic_form_on_a_kernel_and_says_so():
+    q, k, v = make(300)
+    mask = rg.causal & rg.window(before=9)
+    stated = rg.cost(rg.Quadratic(), work_of(q, k, v, mask))
+    assert stated.form == "score"
+    assert "quadratic in the length: a window" in stated.note
+    assert "quadratic in the length: a window" in str(rg.explain(q, k, v, rg.Quadratic(), mask))
+    assert rg.cost(rg.Quadratic(), work_of(q, k, v, rg.causal)).form == "linear"
+
+
+def test_layer_cost_is_that_of_real_projections():
+    embedding_dim, heads, groups, size, length = 32, 4, 2, 8, 10
+    work = rg.Work(
+        batch=2, query_length=length, key_length=length, num_heads=heads, num_kv_heads=groups,
+        qk_length=size, value_length=size, dtype=torch.float32,
+    )  # fmt: skip
+    stated = rg.layer_cost(work, embedding_dim=embedding_dim)
+    widths = [(embedding_dim, heads * size), *[(embedding_dim, groups * size)] * 2, (heads * size, embedding_dim)]
+    layers = [torch.nn.Linear(*width, bias=False) for width in widths]
+    assert stated.parameters == sum(p.numel() for layer in layers for p in layer.parameters())
+    assert stated.projections.flops == counted(lambda: [l(torch.randn(2, length, l.in_features)) for l in layers])  # noqa: E741
+    assert stated.attention == rg.cost(rg.Softmax(), work)
+    assert stated.flops == stated.projections.flops + stated.attention.flops
+
+
+def test_the_bottleneck_moves_from_projections_to_attention():
+    def bottleneck(length):
+        return rg.layer_cost(rg.Work(query_length=length, key_length=length), embedding_dim=2048).bottleneck
+
+    assert (bottleneck(128), bottleneck(65536)) == ("projections", "attention")
+
+
+@pytest.mark.parametrize("size", [16, 32, 64])
+def test_from_the_crossover_on_the_second_is_cheaper(size):
+    work = rg.Work(query_length=512, key_length=512, num_heads=4, num_kv_heads=4, qk_length=size, value_length=size,
+                   mask=rg.causal)  # fmt: skip
+
+    def gain(length):
+        at = replace(work, query_length=length, key_length=length)
+        return rg.cost(rg.Softmax(), at).flops - rg.cost(rg.Quadratic(), at).flops
+
+    found = rg.crossover(rg.Softmax(), rg.Quadratic(), work)
+    assert gain(found) > 0 >= gain(found - 1)
+    assert all(gain(found * 2**i) > 0 for i in range(1, 8))
+
+
+def test_decode_crosses_over_where_the_state_is_smaller_than_the_cache():
+    work = rg.Work(num_heads=4, num_kv_heads=4, qk_length=16, value_length=16)
+    found = rg.crossover(rg.Softmax(), rg.Quadratic(), work)
+    assert 100 < found < 1000
+    assert rg.crossover(rg.Quadratic(), rg.Softmax(), work) is None
+
+
+def test_multi_query_decode_moves_fewer_bytes_for_the_same_flops():
+    costs = {g: rg.cost(rg.Softmax(), rg.Work(num_kv_heads=g)) for g in (32, 8, 1)}
+    assert costs[32].flops == costs[8].flops == costs[1].flops
+    assert costs[32].bytes > 3.9 * costs[8].bytes > 3.9 * 7 * costs[1].bytes
+    assert costs[1].intensity > 25 * costs[32].intensity
+
+
+def test_hard_attention_computes_its_choice_in_float64():
+    assert rg.cost(rg.Argmax(), rg.Work(dtype=torch.float32)).activation_bytes == 32 * 4096 * 8
