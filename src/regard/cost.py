@@ -196,7 +196,7 @@ def crossover(
     >>> import regard as rg
     >>> work = rg.Work(query_length=1024, key_length=1024, num_heads=4, num_kv_heads=4, mask=rg.causal)
     >>> rg.crossover(rg.Softmax(), rg.Quadratic(), work)  # by FLOPs, at D = 64
-    5210
+    5213
     """
     price: Rate = seconds or (lambda mechanism, at: float(cost(mechanism, at).flops))
 

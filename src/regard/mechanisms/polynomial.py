@@ -45,9 +45,8 @@ class _Square(FeatureMechanism):
 
     def features(self, x: Float[Tensor, "*b T K"]) -> Float[Tensor, "*b T C"]:
         a, b, d = self.coefficients(x.shape[-1])
-        rows, columns = _upper(x.shape[-1])
-        twice = torch.where(rows == columns, 1.0, math.sqrt(2)).to(x)
-        squares = x[..., rows] * x[..., columns] * (twice * math.sqrt(d))
+        rows, columns, twice = _upper(x.shape[-1])
+        squares = x[..., rows] * x[..., columns] * (twice * math.sqrt(d)).to(x)
         return torch.cat([squares, x * math.sqrt(b), torch.full_like(x[..., :1], math.sqrt(a))], dim=-1)
 
     def feature_length(self, qk_length: int) -> int:
@@ -189,9 +188,10 @@ def _blocks(length: int) -> tuple[tuple[int, int, int, int], ...]:
 
 
 @lru_cache(maxsize=32)
-def _upper(length: int) -> tuple[Tensor, Tensor]:
+def _upper(length: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Row and column of each pair of the upper triangle, and the root of how often it occurs in the square."""
     rows, columns = torch.triu_indices(length, length)
-    return rows, columns
+    return rows, columns, (1 + (rows != columns).double()).sqrt()
 
 
 @lru_cache(maxsize=32)

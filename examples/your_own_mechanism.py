@@ -1,0 +1,58 @@
+"""A mechanism of your own, in one class of a few lines, and everything that follows from it.
+
+    python examples/your_own_mechanism.py
+
+Cauchy attention: a key counts for less the further it is from the query,
+
+    w_ts = sim(q_t, k_s) / sum over visible s' of sim(q_t, k_s'),        sim(q, k) = 1 / (1 + |q - k|² / width²)
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import regard as rg
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cauchy(rg.Mechanism):
+    """Weights fall with the squared distance of query and key; `width` is the distance at which they are halved."""
+
+    width: float = 2.0
+
+    def similarity(self, q: Tensor, k: Tensor) -> Tensor:
+        """How near each query and each key are, (…, T, K) and (…, S, K) -> (…, T, S)."""
+        # |q - k|² = |q|² - 2 q·k + |k|²: one matrix product, and never below 0 but by rounding.
+        distance = q.square().sum(-1)[..., None] - 2 * q @ k.transpose(-1, -2) + k.square().sum(-1)[..., None, :]
+        return 1 / (1 + distance.clamp(min=0) / self.width**2)
+
+
+def main() -> None:
+    """Compute, stream, see, count and prove it."""
+    torch.manual_seed(0)
+    mechanism = Cauchy()
+    q, k, v = torch.randn(2, 8, 100, 16), torch.randn(2, 2, 100, 16), torch.randn(2, 2, 100, 16)
+    mask = rg.causal & rg.padding([100, 60])
+
+    whole = rg.attend(q, k, v, mechanism, mask)
+    print(rg.explain(q, k, v, mechanism, mask))
+
+    state = mechanism.start(batch=2, num_kv_heads=2, qk_length=16, value_length=16, capacity=100)
+    steps = []
+    for t in range(100):
+        token = slice(t, t + 1)
+        seen = rg.causal & rg.padding([t + 1, min(t + 1, 60)])
+        out, state = mechanism.extend(q[:, :, token], k[:, :, token], v[:, :, token], state, mask=seen)
+        steps.append(out)
+    print(f"\nstreamed token by token: off by at most {(torch.cat(steps, 2) - whole).abs().max():.1e}")
+
+    weights = rg.weights(q, k, mechanism, mask, rows=[-1], heads=[0])
+    print(f"the last token of the first sequence looks most at token {weights[0, 0, 0].argmax()}")
+    print(rg.cost(mechanism, rg.Work(query_length=4096, key_length=4096, mask=rg.causal)))
+    print()
+    print(rg.check(mechanism, masks=["causal", "padding left"], dtypes=["float32"]))
+
+
+if __name__ == "__main__":
+    main()
