@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 
 import regard as rg
+from regard.cpu import tiles_are_forbidden
 
 ROOT = Path(__file__).parent.parent
 MODULES = sorted(module.name for module in pkgutil.walk_packages(rg.__path__, "regard."))
 
 # Lower layers first. A module imports only from layers before its own, or from its own.
 LAYERS = [
-    ["files"],
+    ["files", "cpu"],
     ["mask"],
     ["state", "cost"],
     ["call"],
@@ -69,6 +70,12 @@ def test_importing_regard_loads_nothing_optional():
     code = "import sys, regard; print(*[m for m in ('matplotlib', 'typer', 'rich', 'triton') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""
+
+
+def test_the_cpu_guard_sets_a_limit_only_where_tiles_are_forbidden():
+    assert tiles_are_forbidden("flags : amx_tile", permitted=False)
+    assert not tiles_are_forbidden("flags : amx_tile", permitted=True)
+    assert not tiles_are_forbidden("flags : avx512f", permitted=False)
 
 
 def test_a_users_own_mechanism_in_one_class_gets_everything():

@@ -1,5 +1,9 @@
 """Regard: state an attention mechanism once; compute, stream, see, count and prove it."""
 
+from regard.cpu import guard
+
+guard()  # before anything can run on oneDNN
+
 from regard.attention import attend, explain, weights
 from regard.call import Plan
 from regard.cost import Cost, LayerCost, Work, cost, crossover, layer_cost
