@@ -287,7 +287,9 @@ def bench(
     listed: Annotated[bool, typer.Option("--list", help="List the suite and exit.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="End with one line of JSON.")] = False,
     out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Folder to save the results in.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="A few rounds only: a look, not a result.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A few rounds only: a look, not a result, and no goal is missed.")
+    ] = False,
 ) -> None:
     """Speed against named peers, as ratios measured in one run; above 1, ours is faster. Exit 1 if a goal is missed."""
     from regard.bench import SUITE, environment, run, save
@@ -314,7 +316,7 @@ def bench(
         print(f"-> {save(results, out)}")
     if as_json:
         print(json.dumps({"environment": environment(), "results": [result.to_dict() for result in results]}))
-    if any(result.passed is False for result in results):
+    if not quick and any(result.passed is False for result in results):
         raise typer.Exit(1)
 
 
@@ -334,7 +336,11 @@ def _progress(total: int, title: str) -> Iterator[Callable[[str], None]]:
         TextColumn("{task.fields[name]}"),
     )
     begun = 0
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    console = Console(stderr=True)
+    # Standard output is left alone: what is printed meanwhile would go to standard error with the bar.
+    with Progress(
+        *columns, console=console, transient=True, redirect_stdout=False, disable=not console.is_terminal
+    ) as bar:
         task = bar.add_task(title, total=total, name="")
 
         def advance(name: str) -> None:
@@ -467,7 +473,7 @@ def _cost_rows(
 def _crossovers(
     mechanisms: dict[str, rg.Mechanism], work: rg.Work, groupings: Sequence[int], modes: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """Where the second mechanism becomes cheaper than the first: `from` a length on, or `below` one."""
+    """From which length one of the first two mechanisms is cheaper than the other, for good."""
     from regard.plots import PRICES, heads_label, mode_crossover
 
     if len(mechanisms) < 2:
@@ -478,8 +484,8 @@ def _crossovers(
         for kv in groupings:
             for by in ("flops",) if mode == "prefill" else ("bytes", "flops"):
                 at = replace(work, num_kv_heads=kv)
-                start = mode_crossover(one, two, at, mode, PRICES[by])
-                end = mode_crossover(two, one, at, mode, PRICES[by]) if start == 1 else None
+                second_from = mode_crossover(one, two, at, mode, PRICES[by])
+                first_from = mode_crossover(two, one, at, mode, PRICES[by]) if second_from is None else None
                 found.append(
                     {
                         "first": first,
@@ -489,22 +495,22 @@ def _crossovers(
                         "num_kv_heads": kv,
                         "mode": mode,
                         "by": by,
-                        "from": start,
-                        "below": end,
+                        "cheaper": second if second_from else first if first_from else None,
+                        "from": second_from or first_from,
                     }
                 )
     return found
 
 
 def _crossover_line(found: dict[str, Any]) -> str:
-    by = "takes fewer FLOPs" if found["by"] == "flops" else "moves fewer bytes"
-    if found["from"] is None:
-        where = "at no length"
-    elif found["from"] > 1:
-        where = f"from {found['from']:,} tokens on"
-    else:
-        where = "at every length" if found["below"] is None else f"below {found['below']:,} tokens"
-    return f"{_heads(found):<9} {found['mode']:<8} {found['second']} {by} than {found['first']} {where}"
+    start = f"{_heads(found):<9} {found['mode']:<8} "
+    pair = (found["first"], found["second"])
+    things, by = ("FLOPs", "takes fewer FLOPs") if found["by"] == "flops" else ("bytes", "moves fewer bytes")
+    if found["cheaper"] is None:
+        return start + f"{' and '.join(pair)} are alike in {things}"
+    dearer = pair[0] if found["cheaper"] == pair[1] else pair[1]
+    where = "at every length" if found["from"] == 1 else f"from {found['from']:,} tokens on"
+    return start + f"{found['cheaper']} {by} than {dearer} {where}"
 
 
 def _draw_cost(
@@ -579,7 +585,7 @@ def _print_cost(rows: Sequence[dict[str, Any]]) -> None:
             "length": f"{row['length']:,}",
             "FLOPs": human(row["flops"]),
             "bytes": human(row["bytes"], "B"),
-            "FLOPs/byte": f"{row['intensity']:.3g}",
+            "FLOPs/byte": _number(row["intensity"]),
             "state": human(row["state_bytes"], "B"),
             "activation": human(row["activation_bytes"], "B"),
             "form": row["form"],
@@ -615,6 +621,11 @@ def _heads(row: dict[str, Any]) -> str:
     return f"{row['heads']} {row['num_heads']}/{row['num_kv_heads']}"
 
 
+def _number(value: float) -> str:
+    """Three digits, or all before the point: 0.999, 31.9, 1,043."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
 def _goal(goal: float | None) -> str:
     return "" if goal is None else f"{goal:g}×"
 
@@ -623,8 +634,8 @@ def _bench_row(result: "Result") -> dict[str, str]:
     return {
         "benchmark": result.title,
         "peer": result.peer,
-        "ours": f"{result.ours_ms:.3g} ms" if result.ours_ms else "",
-        "peer's": f"{result.peer_ms:.3g} ms" if result.peer_ms else "",
+        "ours": f"{_number(result.ours_ms)} ms" if result.ours_ms else "",
+        "peer's": f"{_number(result.peer_ms)} ms" if result.peer_ms else "",
         "ratio": f"{result.ratio:.2f}×",
         "goal": _goal(result.goal),
         "": {True: "reached", False: "missed", None: ""}[result.passed],

@@ -93,7 +93,7 @@ class Cost:
     state_bytes: int
     """What the stream's state holds once it has met all keys."""
     activation_bytes: int
-    """What the computation holds besides inputs and output: the (T, S) weights, or a kernel's sums and one chunk's work."""
+    """What is held besides inputs and output: the (T, S) weights, or a kernel's sums and one chunk's features."""
     parameters: int = 0
     form: str = "score"
     """"score" grows with queries × keys, "linear" with the length."""

@@ -44,6 +44,11 @@ class Mask:
     structured = True
     """Whether the rule is known to us; False for a dense tensor or a user's function, which can only be evaluated."""
 
+    @property
+    def sizes(self) -> tuple[int | None, int | None]:
+        """How many sequences and heads the mask is made for; None is any number."""
+        return None, None
+
     def __call__(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         raise NotImplementedError
 
@@ -101,10 +106,14 @@ class Mask:
         ■ ■ ■ ·
         ■ ■ ■ ■
         """
-        keys = queries if keys is None else keys
-        found = self.at(batch + 1, head + 1, torch.arange(keys - queries, keys), torch.arange(keys))
-        full = found.expand(batch + 1, head + 1, queries, keys)
-        return Drawing(visible=full[batch, head], title=repr(self))
+        keys = _count("queries", queries) if keys is None else _count("keys", keys)
+        sequences, heads = (size or least for size, least in zip(self.sizes, (batch + 1, head + 1), strict=True))
+        for name, one, most in (("batch", batch, sequences), ("head", head, heads)):
+            if not 0 <= one < most:
+                raise ValueError(f"{name}: expected 0 to {most - 1} for {self!r}, got {one}")
+        self.fits(sequences, heads, _count("queries", queries), keys)
+        found = self.visible(sequences, heads, queries, keys).expand(sequences, heads, queries, keys)
+        return Drawing(visible=found[batch, head], title=repr(self))
 
 
 MaskFunction: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -188,6 +197,10 @@ class Padding(Mask):
     label: str = "padding(…)"
 
     @property
+    def sizes(self) -> tuple[int | None, int | None]:
+        return self.batch, None
+
+    @property
     def batch(self) -> int:
         return len(self.rows) if self.rows is not None else len(self.table)  # type: ignore[arg-type]
 
@@ -219,6 +232,22 @@ class Padding(Mask):
         if self.table is not None:
             return self.table.to(device)
         return self.at(self.batch, 1, torch.zeros(1, dtype=torch.long), torch.arange(keys), device)[:, 0, 0]
+
+    def between(self, low: int, high: int, keys: int) -> "Padding | None":
+        """The padding of the keys at [low, high), as positions from 0; None if all of them are real."""
+        if self.rows is None:
+            valid = self.valid(keys)[:, low:high]
+            return None if bool(valid.all()) else padding_of(valid)
+        size = high - low
+        cut = tuple((min(max(a - low, 0), size), min(max(b - low, 0), size)) for a, b in self.rows)
+        return None if all(span == (0, size) for span in cut) else Padding(cut)
+
+    def counts(self) -> list[int]:
+        """How many keys of each sequence are real."""
+        if self.rows is None:
+            assert self.table is not None
+            return [int(n) for n in self.table.sum(-1)]
+        return [max(0, b - a) for a, b in self.rows]
 
     def __repr__(self) -> str:
         return self.label
@@ -271,9 +300,13 @@ class Segments(Mask):
 
     ids: Tensor
 
+    @property
+    def sizes(self) -> tuple[int | None, int | None]:
+        return (None if len(self.ids) == 1 else len(self.ids)), None
+
     def __call__(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         ids = self.ids.to(key.device)
-        row = batch if len(ids) > 1 else torch.zeros_like(batch)
+        row = torch.zeros_like(batch) if len(ids) == 1 else batch
         return (ids[row, query.clamp(min=0)] == ids[row, key]) & (query >= 0)
 
     @cached_property
@@ -291,7 +324,7 @@ class Segments(Mask):
 
     def spans(self, low: int, high: int, keys: int) -> list[Span]:
         low, high = max(low, 0), min(high, keys)
-        if low >= high:
+        if low >= high or not self._reach:
             return []
         first = min(min(row[0][low:high]) for row in self._reach)
         last = max(max(row[1][low:high]) for row in self._reach)
@@ -315,12 +348,17 @@ class Dense(Mask):
     def __call__(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         table = self.table.to(key.device)
         rows, columns = table.shape[-2:]
-        return table[
-            batch if table.shape[0] > 1 else torch.zeros_like(batch),
-            head if table.shape[1] > 1 else torch.zeros_like(head),
-            (query - (columns - rows)).clamp(0, rows - 1) if rows > 1 else torch.zeros_like(query),
-            key,
-        ]
+        row = torch.zeros_like(query) if rows == 1 else query - (columns - rows)
+        has_row = (row >= 0) & (row < rows)
+        batch, head = (
+            at if size > 1 else torch.zeros_like(at) for at, size in ((batch, len(table)), (head, table.shape[1]))
+        )
+        return table[batch, head, row.clamp(0, rows - 1), key] & has_row
+
+    @property
+    def sizes(self) -> tuple[int | None, int | None]:
+        batch, heads = self.table.shape[:2]
+        return (None if batch == 1 else batch), (None if heads == 1 else heads)
 
     def fits(self, batch: int, heads: int, queries: int, keys: int) -> None:
         b, h, t, s = self.table.shape
@@ -360,6 +398,11 @@ class _Pair(Mask):
     @property
     def structured(self) -> bool:  # type: ignore[override]
         return self.left.structured and self.right.structured
+
+    @property
+    def sizes(self) -> tuple[int | None, int | None]:
+        left, right = self.left.sizes, self.right.sizes
+        return (right[0] if left[0] is None else left[0]), (right[1] if left[1] is None else left[1])
 
     def fits(self, batch: int, heads: int, queries: int, keys: int) -> None:
         self.left.fits(batch, heads, queries, keys)
@@ -408,6 +451,10 @@ class Not(Mask):
     def structured(self) -> bool:  # type: ignore[override]
         return self.inner.structured
 
+    @property
+    def sizes(self) -> tuple[int | None, int | None]:
+        return self.inner.sizes
+
     def __call__(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return ~self.inner(batch, head, query, key)
 
@@ -452,7 +499,11 @@ def window2d(grid: tuple[int, int], radius: int) -> Mask:
     · · ■ ·
     · · · ■
     """
-    if len(grid) != 2 or any(not isinstance(side, int) or side < 1 for side in grid):
+    if (
+        not isinstance(grid, tuple | list)
+        or len(grid) != 2
+        or any(not isinstance(side, int) or side < 1 for side in grid)
+    ):
         raise ValueError(f"grid: expected two positive whole numbers (height, width), got {grid!r}")
     return Window2d((grid[0], grid[1]), _count("radius", radius))
 
@@ -478,6 +529,8 @@ def segments(ids: Tensor | Sequence[Sequence[int]]) -> Mask:
     ■ ■ ·
     · · ■
     """
+    if not isinstance(ids, Tensor) and len({len(row) if hasattr(row, "__len__") else None for row in ids}) > 1:
+        raise ValueError(f"ids: expected rows of one length, got {ids!r}")
     table = torch.as_tensor(ids)
     if table.ndim == 1:
         table = table[None]
@@ -526,13 +579,15 @@ def padding(lengths: Tensor | Sequence[int] | None = None, *, valid: Tensor | No
             raise ValueError(
                 f"lengths: expected whole numbers of shape (B,), got {lengths.dtype} {tuple(lengths.shape)}"
             )
+        if not isinstance(lengths, Tensor | Sequence):
+            raise ValueError(f"lengths: expected whole numbers of shape (B,), got {lengths!r}")
         counts = lengths.tolist() if isinstance(lengths, Tensor) else list(lengths)
         if any(not isinstance(n, int) or isinstance(n, bool) or n < 0 for n in counts):
             raise ValueError(f"lengths: expected whole numbers of at least 0, got {counts}")
         return Padding(tuple((0, n) for n in counts), label=f"padding({_short(counts)})")
-    assert valid is not None
-    if valid.dtype != torch.bool or valid.ndim != 2:
-        raise ValueError(f"valid: expected bool of shape (B, S), got {valid.dtype} {tuple(valid.shape)}")
+    if not isinstance(valid, Tensor) or valid.dtype != torch.bool or valid.ndim != 2:
+        given = f"{valid.dtype} {tuple(valid.shape)}" if isinstance(valid, Tensor) else type(valid).__name__
+        raise ValueError(f"valid: expected a bool tensor of shape (B, S), got {given}")
     return padding_of(valid)
 
 
@@ -619,6 +674,28 @@ def structure(mask: Mask | None, queries: int, keys: int) -> Structure:
     return Structure(before, after, tuple(paddings), rest)
 
 
+def both(first: Padding | None, second: Padding | None, keys: int) -> Padding | None:
+    """Keys that are real in both; None is no padding."""
+    parts = tuple(one for one in (first, second) if one is not None)
+    if len(parts) < 2:
+        return parts[0] if parts else None
+    known = Structure(paddings=parts)
+    return (
+        Padding(known.rows)
+        if known.rows is not None
+        else padding_of(torch.stack([p.valid(keys) for p in parts]).all(0))
+    )
+
+
+def padding_between(mask: Mask | None, low: int, high: int, keys: int) -> Padding | None:
+    """What a mask's padding says of the keys at [low, high) of `keys`, as positions from 0; None if all are real."""
+    found: Padding | None = None
+    for part in conjunction(mask):
+        if isinstance(part, Padding):
+            found = both(found, part, keys)
+    return None if found is None else found.between(low, high, keys)
+
+
 def conjunction(mask: Mask | None) -> Iterator[Mask]:
     """The parts that all must hold."""
     if isinstance(mask, And):
@@ -674,6 +751,8 @@ def _band_pairs(known: Structure, queries: int, keys: int, low: int, high: int) 
 def reached(mask: Mask | None, flags: Tensor, heads: int, queries: int) -> Tensor:
     """Which queries see at least one flagged key: flags (B, G, S) -> (B, H, T)."""
     batch, groups, keys = flags.shape
+    if queries == 0:
+        return flags.new_zeros(batch, heads, 0)
     known = structure(mask, queries, keys)
     if known.rest is None:
         valid = known.valid(keys, flags.device)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from regard.call import Call, Path, choose, cleaned, poisoned, run_guarded, taint
 from regard.cost import Cost, Work, accumulator
-from regard.mask import Mask, MaskFunction, Padding, Structure, as_mask, conjunction, padding_of
+from regard.mask import Mask, MaskFunction, Structure, as_mask, padding_between
 from regard.paths import blocks, reference
 from regard.state import KeyValueState
 
@@ -147,9 +147,9 @@ class Mechanism:
         rule = as_mask(mask)
         check_extend(self, q, k, v, state.buffer.keys, state.buffer.values, state.length, rule, bias)
         tainted = taint(k, v)
-        longer = state.append(
-            cleaned(k, tainted), cleaned(v, tainted), new_padding(rule, state.length, k.shape[2]), tainted
-        )
+        total = state.length + k.shape[2]
+        fresh = padding_between(rule, state.length, total, total)
+        longer = state.append(cleaned(k, tainted), cleaned(v, tainted), fresh, tainted)
         if longer.padding is not None:
             rule = longer.padding if rule is None else rule & longer.padding
         call = Call(self, q, longer.keys, longer.values, rule, bias)
@@ -175,20 +175,6 @@ def key_value_bytes(work: Work) -> int:
     """Bytes of the keys and values of `key_length` tokens."""
     per_token = work.batch * work.num_kv_heads * (work.qk_length + work.value_length)
     return per_token * work.key_length * work.itemsize
-
-
-def new_padding(mask: Mask | None, length: int, count: int) -> Padding | None:
-    """Which of the `count` newest keys the mask's padding calls real, in positions 0…count; None if all are."""
-    parts = [part for part in conjunction(mask) if isinstance(part, Padding)]
-    if not parts:
-        return None
-    if all(part.rows is not None for part in parts):
-        both = zip(*(part.rows or () for part in parts), strict=True)
-        spans = [(max(a for a, _ in row) - length, min(b for _, b in row) - length) for row in both]
-        cut = tuple((min(max(a, 0), count), min(max(b, 0), count)) for a, b in spans)
-        return None if all(span == (0, count) for span in cut) else Padding(cut)
-    valid = torch.stack([part.valid(length + count) for part in parts]).all(0)[:, length:]
-    return None if bool(valid.all()) else padding_of(valid)
 
 
 def check_start(

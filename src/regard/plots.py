@@ -7,6 +7,7 @@ Okabe and Ito's, told apart by colour-blind readers; heat maps run over one hue,
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from statistics import fmean
 
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, ListedColormap
@@ -100,7 +101,7 @@ def weights_figure(
     for name, panel in panels.items():
         if tuple(panel.shape) != (len(tokens), len(tokens)):
             raise ValueError(
-                f"panels: expected weights of {len(tokens)} × {len(tokens)}, got {name!r} of {panel.shape}"
+                f"panels: expected weights of shape {(len(tokens),) * 2}, got {tuple(panel.shape)} for {name!r}"
             )
     rows, columns = _grid(len(panels))
     side = max(2.1, 0.235 * len(tokens))
@@ -252,9 +253,7 @@ def _mark_crossovers(
     first, second = list(mechanisms.values())[:2]
     dots: dict[int, list[int]] = {}
     for kv, work in works.items():
-        length = mode_crossover(first, second, work, mode)
-        if length == 1:  # cheaper from the start: where it ends, if it does
-            length = mode_crossover(second, first, work, mode)
+        length = mode_crossover(first, second, work, mode) or mode_crossover(second, first, work, mode)
         if length is not None and shortest <= length <= longest:
             dots.setdefault(length, []).append(kv)
     low, high = axes.get_ylim()
@@ -284,14 +283,26 @@ def _label_ends(axes: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
     """Name each line at its right end, in its colour; names that would touch are moved apart."""
     low, high = (math.log(limit) for limit in axes.get_ylim())
     ordered = sorted(ends)
-    places = [(math.log(max(value, 1)) - low) / (high - low) for value, _, _ in ordered]
-    gap = 0.045
-    for _ in range(100):
-        for i in range(1, len(places)):
-            push = max(0.0, gap - (places[i] - places[i - 1])) / 2
-            places[i - 1], places[i] = places[i - 1] - push, places[i] + push
+    places = _apart([(math.log(max(value, 1)) - low) / (high - low) for value, _, _ in ordered], gap=0.045)
     for place, (_, name, colour) in zip(places, ordered, strict=True):
         axes.text(1.015, place, name, transform=axes.transAxes, color=colour, fontsize=8, va="center")
+
+
+def _apart(places: Sequence[float], gap: float) -> list[float]:
+    """Rising places moved as little as it takes for neighbours to be `gap` apart.
+
+    Less i gaps, the places need only not fall: those that do are pooled into their mean (isotonic regression).
+
+    >>> [round(place, 2) for place in _apart([0.5, 0.5, 0.9], gap=0.1)]
+    [0.45, 0.55, 0.9]
+    """
+    pools: list[list[float]] = []
+    for i, place in enumerate(places):
+        pools.append([place - i * gap])
+        while len(pools) > 1 and fmean(pools[-2]) > fmean(pools[-1]):
+            pools[-2:] = [pools[-2] + pools[-1]]
+    level = [fmean(pool) for pool in pools for _ in pool]
+    return [place + i * gap for i, place in enumerate(level)]
 
 
 def _lattice(axes: Axes, rows: int, columns: int) -> None:

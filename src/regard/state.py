@@ -133,11 +133,11 @@ class KeyValueState:
 
     def crop(self, length: int) -> "KeyValueState":
         """The state as it was at an earlier length."""
-        if not 0 <= length <= self.length:
+        if not isinstance(length, int) or not 0 <= length <= self.length:
             raise ValueError(f"length: expected 0 to {self.length} (the state's length), got {length}")
         padding = self.padding
         if padding is not None:
-            padding = padding_of(padding.valid(self.length)[:, :length])
+            padding = padding.between(0, length, self.length)
         return replace(
             self,
             length=length,
@@ -159,8 +159,7 @@ class KeyValueState:
         )
         padding, tainted = self.padding, self.tainted
         if padding is not None:
-            valid = padding.valid(self.length)[:, drop:]
-            padding = None if bool(valid.all()) else padding_of(valid)
+            padding = padding.between(drop, self.length, self.length)
         if tainted is not None:
             tainted = tainted[..., drop:] if bool(tainted[..., drop:].any()) else None
         moved = room.append(self.keys[:, :, drop:], self.values[:, :, drop:], padding, tainted)
@@ -184,6 +183,8 @@ class KernelState:
     recent: KeyValueState
     tainted: Tensor | None = None
     """Rows and heads (B, G) whose sums took in a NaN or infinity; None while none did."""
+    real: tuple[int, ...] | None = None
+    """How many of the folded tokens of each sequence were real; None while all were."""
 
     @property
     def length(self) -> int:
@@ -194,6 +195,26 @@ class KernelState:
         held = [self.sums, self.normaliser] + ([] if self.tainted is None else [self.tainted])
         return self.recent.nbytes + sum(t.numel() * t.element_size() for t in held)
 
+    def check_folded(self, padding: Padding | None) -> None:
+        """Raise ValueError if a mask's padding hides a token that is already in the sums."""
+        if padding is None:
+            return
+        held = self.real or (self.folded,) * self.sums.shape[0]
+        if any(now < then for now, then in zip(padding.counts(), held, strict=True)):
+            raise ValueError(
+                f"mask: expected padding that leaves the first {self.folded} tokens as they came, "
+                f"got {padding.counts()} of them real where the sums hold {list(held)}"
+            )
+
+    def real_after(self, padding: Padding | None, fold_to: int, keys: int) -> tuple[int, ...] | None:
+        """How many folded tokens of each sequence are real once `fold_to` more are in."""
+        hidden = None if padding is None else padding.between(0, fold_to, keys)
+        if hidden is None and self.real is None:
+            return None
+        batch = self.sums.shape[0]
+        more = (fold_to,) * batch if hidden is None else hidden.counts()
+        return tuple(a + b for a, b in zip(self.real or (self.folded,) * batch, more, strict=True))
+
     def reorder(self, index: Tensor) -> "KernelState":
         """The state of other batch rows: row i becomes row `index[i]`. Rows may repeat (beam search)."""
         index = _row_index(index, self.sums.shape[0], self.sums.device)
@@ -203,11 +224,12 @@ class KernelState:
             normaliser=self.normaliser[index],
             recent=self.recent.reorder(index),
             tainted=None if self.tainted is None else self.tainted[index],
+            real=None if self.real is None else tuple(self.real[row] for row in index.tolist()),
         )
 
     def crop(self, length: int) -> "KernelState":
         """The state as it was at an earlier length, as long as that token has not been folded into the sums."""
-        if not self.folded <= length <= self.length:
+        if not isinstance(length, int) or not self.folded <= length <= self.length:
             raise ValueError(
                 f"length: expected {self.folded} to {self.length}, got {length}; "
                 f"the first {self.folded} tokens are summed and cannot be taken out again"

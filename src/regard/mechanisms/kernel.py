@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from regard.call import Call, Path, cleaned, poisoned, taint
 from regard.cost import Cost, Work, accumulator
-from regard.mask import Mask, MaskFunction, Structure, as_mask, structure
-from regard.mechanism import Mechanism, check_extend, check_start, key_value_bytes, new_padding
+from regard.mask import Mask, MaskFunction, Structure, as_mask, padding_between, structure
+from regard.mechanism import Mechanism, check_extend, check_start, key_value_bytes
 from regard.paths import blocks, chunked, reference
 from regard.state import KernelState, KeyValueState
 
@@ -159,12 +159,14 @@ class FeatureMechanism(Mechanism):
         known = structure(rule, new, state.length + new)
         if (reason := self.streams(k.shape[3], known)) is not None:
             raise ValueError(reason)
+        total = state.length + new
+        state.check_folded(padding_between(rule, 0, state.folded, total))
         if new == 0:
             return q.new_zeros(*q.shape[:3], v.shape[3]) + q[..., :0].sum(), state
         tainted = taint(k, v)
         k, v = cleaned(k, tainted), cleaned(v, tainted)
         out, longer = chunked.stream(
-            self, q, k, v, state, known.causal, new_padding(rule, state.length, new), tainted, RECENT
+            self, q, k, v, state, known.causal, padding_between(rule, state.folded, total, total), tainted, RECENT
         )
         return self._poisoned(out, rule, state, longer, tainted), longer
 

@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from regard.call import Call, Path, nothing
 from regard.cost import Cost, Work, accumulator
-from regard.mask import Padding, Structure, structure
+from regard.mask import Padding, Structure, both, structure
 from regard.paths.rows import by_interval
 from regard.state import KernelState
 
@@ -406,11 +406,15 @@ def stream(
     tainted: Tensor | None,
     recent: int,
 ) -> tuple[Tensor, KernelState]:
-    """Append tokens to a state and attend from them."""
+    """Append tokens to a state and attend from them. `padding` speaks of the tokens not yet folded, new ones included.
+
+    A key the padding hides is left out of the sums for good.
+    """
     new, length = k.shape[2], state.length + k.shape[2]
     fold_to = folded(length, recent) - state.folded
     held = state.recent if state.recent.length + new <= recent else state.recent.resized(state.recent.length + new)
-    held = held.append(k, v, padding, tainted)
+    held = held.append(k, v, None, tainted)
+    held = replace(held, padding=both(held.padding, padding, held.length))
     valid = None if held.padding is None else held.padding.valid(held.length, k.device)
     tiled, keys, values, real = _tiled(q, held.keys, held.values, valid)
     offset = held.length - new if causal else None
@@ -434,6 +438,7 @@ def stream(
         folded=state.folded + fold_to,
         recent=held.resized(recent, fold_to) if fold_to else held,
         tainted=_folded_taint(state, held.tainted, valid, fold_to),
+        real=state.real_after(held.padding, fold_to, held.length),
     )
     return rearrange(out, "(b g) r t v -> b (g r) t v", g=shape[1]), longer
 

@@ -1,0 +1,264 @@
+"""The command line, run as a person runs it: in a process of its own."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeAlias
+
+import pytest
+
+from regard.cli import main
+
+Inside: TypeAlias = Callable[..., subprocess.CompletedProcess[str]]
+COMMANDS = ("demo", "check", "cost", "bench")
+PNG = b"\x89PNG\r\n\x1a\n"
+QUICK = ("--law", "weights", "--mask", "causal", "--dtype", "float32")
+
+OWN = """
+from dataclasses import dataclass
+
+import torch
+
+import regard as rg
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cauchy(rg.Mechanism):
+    def similarity(self, q, k):
+        return 1 / (1 + torch.cdist(q, k) ** 2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Signed(rg.Mechanism):
+    def similarity(self, q, k):
+        return q @ k.transpose(-1, -2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sized(rg.Mechanism):
+    size: int
+"""
+
+
+def regard(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "regard.cli", *arguments], cwd=cwd, capture_output=True, text=True, timeout=120
+    )
+
+
+@pytest.fixture
+def inside(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Inside:
+    """The same entry point in this process, where torch is loaded already: for the many small cases."""
+
+    def call(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+        monkeypatch.setattr(sys, "argv", ["regard", *arguments])
+        if cwd is not None:
+            monkeypatch.chdir(cwd)
+        with pytest.raises(SystemExit) as stop:
+            main()
+        printed = capsys.readouterr()
+        return subprocess.CompletedProcess(arguments, int(stop.value.code or 0), printed.out, printed.err)
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("own")
+    (found / "mine.py").write_text(OWN)
+    (found / "broken.py").write_text("import nothing_of_this_name\n")
+    (found / "taken").write_text("a file where a folder is wanted")
+    return found
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_help_has_an_example(inside: Inside, command: str) -> None:
+    done = inside(*filter(None, [command]), "--help")
+    assert done.returncode == 0
+    assert re.search(rf"Examples?:\s+regard {command or 'demo'}", done.stdout)
+    assert done.stderr == ""
+
+
+def test_no_arguments_is_help_that_names_every_command() -> None:
+    done = regard()
+    assert done.returncode == 0
+    assert all(re.search(rf"│ {command}\s", done.stdout) for command in COMMANDS)
+
+
+def test_version_is_the_package_version(inside: Inside) -> None:
+    from importlib.metadata import version
+
+    assert inside("--version").stdout == f"regard {version('regard')}\n"
+
+
+def test_start_does_not_load_matplotlib() -> None:
+    code = "import sys, regard.cli; sys.exit('matplotlib' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["nosuch"], "nosuch"),
+        (["check", "nosuch"], "nosuch"),
+        (["check", "softmax", "--law", "nosuch"], "streamed"),
+        (["check", "softmax", "--examples", "0"], "examples"),
+        (["check", "--own", "mine.py:Nothing"], "Nothing"),
+        (["check", "--own", "mine.py:Sized"], "size"),
+        (["check", "--own", "mine.py:torch"], "regard.Mechanism"),
+        (["check", "--own", "mine"], "module:name"),
+        (["check", "--own", "broken.py:Any"], "nothing_of_this_name"),
+        (["check", "--own", "absent.py:Any"], "absent.py"),
+        (["cost", "--dtype", "int8"], "bfloat16"),
+        (["cost", "--mode", "train"], "prefill"),
+        (["cost", "--length", "1k"], "1k"),
+        (["cost", "--kv-heads", "3"], "divisor"),
+        (["cost", "--mechanism", "channel"], "causal"),
+        (["cost", "--no-causal", "--window", "8"], "--causal"),
+        (["cost", "--length", "64", "--plot", "cost.nosuch"], "cost.nosuch"),
+        (["cost", "--length", "64", "--plot", "absent/cost.png"], "absent"),
+        (["demo", "--out", "taken"], "taken"),
+        (["demo", "--out", "taken/inside"], "taken"),
+        (["bench", "--only", "nosuch"], "nosuch"),
+    ],
+)
+def test_an_error_is_one_line_and_exit_2(inside: Inside, folder: Path, arguments: list[str], named: str) -> None:
+    done = inside(*arguments, cwd=folder)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert re.fullmatch(rf"regard: error: [^\n]*{re.escape(named)}[^\n]*\n", done.stderr)
+
+
+def test_an_error_in_a_process_of_its_own() -> None:
+    done = regard("check", "nosuch")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(r"regard: error: mechanism: [^\n]*'nosuch'\n", done.stderr)
+
+
+def test_interrupt_is_one_line_and_exit_130() -> None:
+    # A report is printed as soon as the first mechanism is done; the others take long enough to be interrupted in.
+    many = ("softmax", "elu", "taylor", "quadratic", "random-features", *QUICK, "--heads", "MHA", "--examples", "100")
+    command = [sys.executable, "-u", "-m", "regard.cli", "check", *many]
+    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert running.stdout is not None
+    assert running.stderr is not None
+    assert running.stdout.readline().startswith("Softmax")
+    running.send_signal(signal.SIGINT)
+    assert running.wait(timeout=60) == 130
+    assert running.stderr.read() == "regard: interrupted\n"
+    running.stdout.close()
+    running.stderr.close()
+
+
+def test_check_prints_a_report() -> None:
+    done = regard("check", "elu", *QUICK)
+    assert done.returncode == 0
+    assert done.stdout.startswith("Elu(): every law holds\n")
+    assert done.stdout.endswith("3 cells: 3 held, 0 broken, 0 not applicable\n")
+    assert done.stderr == ""
+
+
+def test_check_json_counts_its_cells(inside: Inside) -> None:
+    done = inside(
+        "check", "softmax", "quadratic", "--law", "groups", "--mask", "causal", "--dtype", "float64", "--json"
+    )
+    found = json.loads(done.stdout)
+    assert [one["mechanism"] for one in found["mechanisms"]] == ["Softmax(beta=None, softcap=None)", "Quadratic(c=1.0)"]
+    assert (found["cells"], found["held"], found["broken"], found["not_applicable"]) == (6, 4, 0, 2)
+    cells = [cell for one in found["mechanisms"] for cell in one["cells"]]
+    assert len(cells) == 6
+    assert {cell["reason"] for cell in cells if cell["outcome"] == "not applicable"} == {
+        "every query head has keys of its own"
+    }
+
+
+def test_own_mechanism_that_holds_exits_0(folder: Path) -> None:
+    done = regard("check", "--own", "mine:Cauchy", *QUICK, cwd=folder)
+    assert done.returncode == 0
+    assert done.stdout.startswith("Cauchy(): every law holds")
+
+
+def test_own_mechanism_that_breaks_a_law_exits_1_with_a_counterexample(folder: Path) -> None:
+    done = regard("check", "--own", "mine.py:Signed", *QUICK, "--json", cwd=folder)
+    assert done.returncode == 1
+    found = json.loads(done.stdout)
+    assert found["broken"] == 3
+    cell = found["mechanisms"][0]["cells"][0]
+    assert cell["outcome"] == "broken"
+    assert "weight" in cell["reason"]
+    assert cell["counterexample"]["qk_length"] >= 1
+
+
+def test_cost_table_has_every_row_and_the_crossover(inside: Inside) -> None:
+    done = inside("cost", "--length", "1024,4096", "--kv-heads", "8", "--embedding-dim", "512")
+    assert done.returncode == 0
+    assert len(re.findall(r"(?:softmax|quadratic)\s+GQA 32/8\s+(?:prefill|decode)\s+[14],0", done.stdout)) == 8
+    assert "bottleneck" in done.stdout
+    crossover = r"GQA 32/8\s+prefill\s+quadratic takes fewer FLOPs than softmax from [\d,]+ tokens on"
+    assert re.search(crossover, done.stdout)
+
+
+def test_cost_json_is_what_the_library_says() -> None:
+    import regard as rg
+
+    done = regard("cost", "--length", "2048", "--heads", "8", "--kv-heads", "2", "--mode", "prefill", "--json")
+    found = json.loads(done.stdout)
+    work = rg.Work(query_length=2048, key_length=2048, num_heads=8, num_kv_heads=2, mask=rg.causal)
+    for row, mechanism in zip(found["rows"], (rg.Softmax(), rg.Quadratic()), strict=True):
+        expected = rg.cost(mechanism, work)
+        assert (row["flops"], row["bytes"], row["form"]) == (expected.flops, expected.bytes, expected.form)
+        assert (row["state_bytes"], row["activation_bytes"]) == (expected.state_bytes, expected.activation_bytes)
+    assert [one["from"] for one in found["crossovers"]] == [rg.crossover(rg.Softmax(), rg.Quadratic(), work)]
+
+
+def test_cost_crossover_does_not_depend_on_the_order(inside: Inside) -> None:
+    shape = ("--heads", "4", "--kv-heads", "4", "--length", "64", "--json")
+    one, other = (
+        json.loads(inside("cost", "--mechanism", first, "--mechanism", second, *shape).stdout)["crossovers"]
+        for first, second in (("softmax", "quadratic"), ("quadratic", "softmax"))
+    )
+    assert [(found["cheaper"], found["from"]) for found in one] == [
+        (found["cheaper"], found["from"]) for found in other
+    ]
+    assert {found["cheaper"] for found in one} == {"quadratic"}
+
+
+def test_cost_crossover_of_a_mechanism_with_itself_is_none(inside: Inside) -> None:
+    done = inside("cost", "--mechanism", "softmax", "--mechanism", "uniform", "--kv-heads", "8", "--mode", "prefill")
+    assert "softmax and uniform are alike in FLOPs" in done.stdout
+
+
+def test_cost_with_a_window_says_why_it_is_quadratic(inside: Inside) -> None:
+    done = inside("cost", "--mechanism", "quadratic", "--window", "64", "--length", "512", "--mode", "prefill")
+    assert "(1) quadratic in the length: a window" in done.stdout
+
+
+def test_cost_plot_is_a_picture(tmp_path: Path) -> None:
+    done = regard("cost", "--length", "512,8192", "--plot", "cost.png", cwd=tmp_path)
+    assert done.returncode == 0
+    assert (tmp_path / "cost.png").read_bytes().startswith(PNG)
+    assert [path.name for path in tmp_path.iterdir()] == ["cost.png"]
+
+
+def test_bench_lists_its_suite(inside: Inside) -> None:
+    from regard.bench import SUITE
+
+    lines = inside("bench", "--list", "--json").stdout.splitlines()
+    assert [one["name"] for one in json.loads(lines[-1])["suite"]] == list(SUITE)
+
+
+def test_demo_leaves_a_page_and_its_pictures(tmp_path: Path) -> None:
+    done = regard("demo", "--out", "tour", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / "tour" / "index.html").read_text()
+    pictures = re.findall(r'src="([^"]+)"', page)
+    assert len(pictures) == 4
+    assert all((tmp_path / "tour" / name).read_bytes().startswith(PNG) for name in pictures)
+    assert sorted(path.name for path in (tmp_path / "tour").iterdir()) == sorted([*pictures, "index.html"])
+    assert done.stdout.count("every law holds") == 2
+    assert done.stdout.rstrip().endswith("index.html")
+    assert "http" not in page

@@ -1,0 +1,113 @@
+"""Compiled attention is eager attention: outputs, gradients, and what a NaN in a masked place may do (nothing)."""
+
+import math
+from collections.abc import Iterator
+
+import jaxtyping
+import pytest
+import torch
+from torch import Tensor
+
+import regard as rg
+
+B, H, G, T, K = 2, 4, 2, 9, 5
+MECHANISMS = {
+    "softmax": rg.Softmax(),
+    "quadratic": rg.Quadratic(),
+    "elu": rg.Elu(),
+    "argmax": rg.Argmax(),
+    "channel": rg.Channel(),
+}
+MASKS = {"none": None, "causal": rg.causal, "padding": rg.padding([T, 4]), "window": rg.window(before=2)}
+CASES = [(name, mask) for name in MECHANISMS for mask in MASKS if name != "channel" or mask in ("none", "padding")]
+
+
+@pytest.fixture(autouse=True)
+def as_users_compile() -> Iterator[None]:
+    """The annotations' checks off, as they are for users, and nothing compiled before."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+def inputs(length: int = T) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    return tuple(torch.randn(B, n, length, K, generator=generator, dtype=torch.float64) for n in (H, G, G))
+
+
+def compiled(mechanism: rg.Mechanism, mask: rg.Mask | None, fullgraph: bool = False) -> object:
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return rg.attend(q, k, v, mechanism, mask)
+
+    return torch.compile(call, backend="aot_eager", fullgraph=fullgraph, dynamic=False)
+
+
+def run(attend: object, tensors: tuple[Tensor, ...], to: Tensor | None = None) -> list[Tensor]:
+    """The output and the three gradients."""
+    leaves = tuple(t.clone().requires_grad_() for t in tensors)
+    out = attend(*leaves)
+    if to is None:
+        to = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=out.dtype)
+    grads = torch.autograd.grad(out, leaves, to, allow_unused=True, materialize_grads=True)
+    return [out.detach(), *grads]
+
+
+def agree(found: list[Tensor], expected: list[Tensor]) -> None:
+    for what, one, other in zip(("the output", "q", "k", "v"), found, expected, strict=True):
+        assert (one - other).abs().max() <= 1e-12, what
+
+
+def eager(mechanism: rg.Mechanism, mask: rg.Mask | None) -> object:
+    return lambda q, k, v: rg.attend(q, k, v, mechanism, mask, path="reference")
+
+
+@pytest.mark.parametrize(("name", "mask"), CASES)
+def test_compiled_is_eager(name: str, mask: str) -> None:
+    mechanism, rule = MECHANISMS[name], MASKS[mask]
+    agree(run(compiled(mechanism, rule), inputs()), run(eager(mechanism, rule), inputs()))
+
+
+@pytest.mark.parametrize(
+    ("name", "mask"),
+    [("softmax", "none"), ("softmax", "causal"), ("quadratic", "causal"), ("elu", "causal"), ("argmax", "causal")],
+)
+def test_one_graph(name: str, mask: str) -> None:
+    """Nothing of it falls back to Python."""
+    mechanism, rule = MECHANISMS[name], MASKS[mask]
+    agree(run(compiled(mechanism, rule, fullgraph=True), inputs()), run(eager(mechanism, rule), inputs()))
+
+
+def test_one_graph_over_several_chunks() -> None:
+    """Longer than a chunk, so that sums are kept and read."""
+    rule, mechanism, tensors = rg.causal, rg.Quadratic(), inputs(300)
+    agree(run(compiled(mechanism, rule, fullgraph=True), tensors), run(eager(mechanism, rule), tensors))
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf], ids=str)
+@pytest.mark.parametrize(("name", "mask"), [("softmax", "padding"), ("quadratic", "causal"), ("elu", "padding")])
+def test_a_bad_number_in_a_masked_place_changes_nothing_compiled(name: str, mask: str, poison: float) -> None:
+    """A graph cannot look at the numbers, so it must be right for clean and for bad ones, one after the other."""
+    mechanism, rule, (q, k, v) = MECHANISMS[name], MASKS[mask], inputs()
+    dirty_k, dirty_v = k.clone(), v.clone()
+    dirty_k[1, :, 6:], dirty_v[1, :, 6:] = poison, poison
+    attend = compiled(mechanism, rule)
+    # Only the queries that do not see the bad keys are asked for their gradients.
+    to = torch.ones(B, H, T, K, dtype=torch.float64)
+    if mask == "causal":
+        to[1, :, 6:] = 0
+    clean = run(attend, (q, k, v), to)
+    dirty = run(attend, (q, dirty_k, dirty_v), to)
+    if mask == "causal":
+        assert dirty[0][1, :, 6:].isnan().all(), "a visible bad number is hidden"
+        clean[0][1, :, 6:] = dirty[0][1, :, 6:] = 0
+    agree(dirty, clean)
+    assert all((grad[1, :, 6:] == 0).all() for grad in dirty[2:])
+
+
+def test_a_compiled_empty_row_is_zero() -> None:
+    for rule in (rg.padding([T, 0]), rg.padding([T, 0]) & rg.window(before=1)):
+        out, *grads = run(compiled(rg.Softmax(), rule), inputs())
+        assert (out[1] == 0).all()
+        assert all((grad[1] == 0).all() for grad in grads)

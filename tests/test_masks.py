@@ -1,0 +1,458 @@
+"""Masks against brute-force definitions over positions: pair by pair, in plain Python."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import jaxtyping
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+import regard as rg
+from regard.mask import Band, Mask, as_mask, blocks, count_pairs, positions, reached, structure
+
+B, H = 3, 2
+SHAPES = [(4, 4), (2, 6), (6, 2), (1, 6), (6, 4), (8, 8), (0, 4), (1, 1)]
+Rule = Callable[[int, int, int, int], bool]
+SLOWLY = settings(
+    max_examples=150,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+
+
+@dataclass(frozen=True)
+class Known:
+    """A mask and what it means, as a Python function of one batch row, head, query position and key position."""
+
+    mask: Mask
+    rule: Rule
+
+
+def brute(rule: Rule, queries: int, keys: int, batch: int = B, heads: int = H) -> torch.Tensor:
+    """The rule at every pair; query i stands at keys - queries + i."""
+    table = [
+        [[[rule(b, h, keys - queries + i, j) for j in range(keys)] for i in range(queries)] for h in range(heads)]
+        for b in range(batch)
+    ]
+    return torch.tensor(table, dtype=torch.bool).reshape(batch, heads, queries, keys)
+
+
+def seen(mask: Mask, queries: int, keys: int, batch: int = B, heads: int = H) -> torch.Tensor:
+    found = mask.visible(batch, heads, queries, keys)
+    assert found.dtype == torch.bool
+    return found.expand(batch, heads, queries, keys)
+
+
+def seeded(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.rand(*shape, generator=torch.Generator().manual_seed(seed)) < 0.5
+
+
+def known_masks(queries: int, keys: int) -> dict[str, Known]:
+    """Every kind of mask at one shape, with its definition."""
+    lengths, starts = [keys, keys // 2, 0], [0, keys // 2, keys]
+    holes, ids = seeded(B, keys), seeded(B, keys, seed=1).long()
+    left = torch.arange(keys) >= torch.tensor(starts)[:, None]
+    height, width = (2, keys // 2) if keys % 2 == 0 else (keys, 1)
+    table, wide = seeded(queries, keys, seed=2), seeded(B, H, queries, keys, seed=3)
+    first = keys - queries
+    return {
+        "causal": Known(rg.causal, lambda b, h, q, k: k <= q),
+        "itself": Known(rg.window(), lambda b, h, q, k: k == q),
+        "before": Known(rg.window(before=2), lambda b, h, q, k: q - 2 <= k <= q),
+        "after": Known(rg.window(after=3), lambda b, h, q, k: q <= k <= q + 3),
+        "around": Known(rg.window(before=1, after=2), lambda b, h, q, k: q - 1 <= k <= q + 2),
+        "far": Known(rg.window(before=99, after=99), lambda b, h, q, k: q - 99 <= k <= q + 99),
+        "window2d": Known(
+            rg.window2d(grid=(height, width), radius=1),
+            lambda b, h, q, k: q >= 0 and abs(q // width - k // width) <= 1 and abs(q % width - k % width) <= 1,
+        ),
+        "global": Known(rg.global_tokens(2), lambda b, h, q, k: 0 <= q < 2 or k < 2),
+        "no global": Known(rg.global_tokens(0), lambda b, h, q, k: False),
+        "right padding": Known(rg.padding(lengths), lambda b, h, q, k: k < lengths[b]),
+        "left padding": Known(rg.padding(valid=left), lambda b, h, q, k: k >= starts[b]),
+        "holes": Known(rg.padding(valid=holes), lambda b, h, q, k: bool(holes[b, k])),
+        "segments": Known(rg.segments(ids), lambda b, h, q, k: q >= 0 and bool(ids[b, q] == ids[b, k])),
+        "shared segments": Known(rg.segments(ids[0]), lambda b, h, q, k: q >= 0 and bool(ids[0, q] == ids[0, k])),
+        "dense": Known(rg.dense(table), lambda b, h, q, k: bool(table[q - first, k])),
+        "dense by head": Known(rg.dense(wide), lambda b, h, q, k: bool(wide[b, h, q - first, k])),
+        "dense by row": Known(rg.dense(wide[:, 0]), lambda b, h, q, k: bool(wide[b, 0, q - first, k])),
+        "dense keys": Known(rg.dense(holes[:1]), lambda b, h, q, k: bool(holes[0, k])),
+        "function": Known(as_mask(lambda b, h, q, k: (q + h - k) % 3 != b), lambda b, h, q, k: (q + h - k) % 3 != b),
+        "function of keys": Known(as_mask(lambda b, h, q, k: k % 2 == 0), lambda b, h, q, k: k % 2 == 0),
+        "function of queries": Known(as_mask(lambda b, h, q, k: q % 2 == 0), lambda b, h, q, k: q % 2 == 0),
+    }
+
+
+KINDS = list(known_masks(2, 2))
+STRUCTURED = [name for name in KINDS if not name.startswith(("dense", "function"))]
+NAMED = [name for name in STRUCTURED if name not in ("left padding", "holes", "segments", "shared segments")]
+"""Masks whose text says all there is; the others abbreviate their table."""
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_mask_is_its_definition(kind: str, shape: tuple[int, int]) -> None:
+    known = known_masks(*shape)[kind]
+    assert torch.equal(seen(known.mask, *shape), brute(known.rule, *shape))
+
+
+def test_the_last_query_stands_at_the_last_key() -> None:
+    assert str(rg.causal.draw(2, 4)) == "■ ■ ■ ·\n■ ■ ■ ■"
+    assert str(rg.causal.draw(4, 2)) == "· ·\n· ·\n■ ·\n■ ■"
+    assert str(rg.window(before=1).draw(1, 3)) == "· ■ ■"
+
+
+def test_a_dense_table_of_all_positions_serves_a_later_chunk() -> None:
+    table = seeded(6, 6)
+    assert torch.equal(seen(rg.dense(table), 2, 6)[0, 0], table[4:])
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A random expression at a random shape, as names; built in the test, since drawing must not touch torch."""
+
+    expression: object
+    queries: int
+    keys: int
+
+    def build(self) -> Known:
+        leaves = known_masks(self.queries, self.keys)
+
+        def known(part: object) -> Known:
+            if isinstance(part, str):
+                return leaves[part]
+            how, one, two = part[0], known(part[1]), known(part[2])
+            if how == "&":
+                return Known(one.mask & two.mask, lambda b, h, q, k: one.rule(b, h, q, k) and two.rule(b, h, q, k))
+            if how == "|":
+                return Known(one.mask | two.mask, lambda b, h, q, k: one.rule(b, h, q, k) or two.rule(b, h, q, k))
+            return Known(~one.mask, lambda b, h, q, k: not one.rule(b, h, q, k))
+
+        return known(self.expression)
+
+
+def trees(names: list[str] = KINDS) -> st.SearchStrategy[Tree]:
+    expressions = st.recursive(
+        st.sampled_from(names), lambda inner: st.tuples(st.sampled_from("&&||~"), inner, inner), max_leaves=5
+    )
+    return st.builds(Tree, expressions, st.integers(0, 9), st.integers(1, 8))
+
+
+@SLOWLY
+@given(trees())
+def test_an_expression_is_its_definition(tree: Tree) -> None:
+    known, queries, keys = tree.build(), tree.queries, tree.keys
+    assert torch.equal(seen(known.mask, queries, keys), brute(known.rule, queries, keys))
+
+
+@SLOWLY
+@given(trees(), st.data())
+def test_spans_cover_every_visible_key(tree: Tree, data: st.DataObject) -> None:
+    known, queries, keys = tree.build(), tree.queries, tree.keys
+    start = data.draw(st.integers(0, queries))
+    stop = data.draw(st.integers(start, queries))
+    first = keys - queries
+    spans = known.mask.spans(start + first, stop + first, keys)
+    assert all(0 <= low <= high <= keys for low, high in spans)
+    assert all(one[1] <= two[0] for one, two in pairwise(spans)), "spans overlap or are unsorted"
+    covered = torch.zeros(keys, dtype=torch.bool)
+    covered[positions(spans)] = True
+    visible = brute(known.rule, queries, keys)[:, :, start:stop].any(0).any(0).any(0)
+    assert not (visible & ~covered).any()
+
+
+@SLOWLY
+@given(trees())
+def test_structure_loses_nothing(tree: Tree) -> None:
+    """Band and padding and rest, put together again, are the mask."""
+    known, queries, keys = tree.build(), tree.queries, tree.keys
+    parts = structure(known.mask, queries, keys)
+    again = seen(Band(parts.before, parts.after), queries, keys)
+    valid = parts.valid(keys)
+    if valid is not None:
+        again = again & valid[:, None, None]
+    if parts.rest is not None:
+        again = again & seen(parts.rest, queries, keys)
+    assert torch.equal(again, brute(known.rule, queries, keys))
+
+
+@SLOWLY
+@given(trees())
+def test_count_pairs_is_the_number_of_visible_pairs(tree: Tree) -> None:
+    known, queries, keys = tree.build(), tree.queries, tree.keys
+    visible = brute(known.rule, queries, keys)
+    expected = int(visible.sum()) if known.mask.structured else visible.numel()
+    assert count_pairs(known.mask, B, H, queries, keys) == expected
+
+
+@SLOWLY
+@given(trees(), st.integers(0, 2**16))
+def test_reached_says_who_sees_a_flagged_key(tree: Tree, seed: int) -> None:
+    known, queries, keys = tree.build(), tree.queries, tree.keys
+    flags = seeded(B, 1, keys, seed=seed) & seeded(B, 1, keys, seed=seed + 1)
+    expected = (brute(known.rule, queries, keys) & flags[:, :, None]).any(-1)
+    assert torch.equal(reached(known.mask, flags, H, queries), expected)
+
+
+@SLOWLY
+@given(trees(NAMED))
+def test_repr_reads_back_as_the_same_mask(tree: Tree) -> None:
+    """Precedence: Python itself, reading the text, must build the same mask."""
+    known, queries, keys = tree.build(), tree.queries, tree.keys
+    assert torch.equal(seen(eval(repr(known.mask), vars(rg)), queries, keys), brute(known.rule, queries, keys))
+
+
+@pytest.mark.parametrize("kind", STRUCTURED)
+def test_counts_and_reach_agree_beyond_one_block(kind: str) -> None:
+    """Longer than the blocks in which masks are walked, T ≠ S both ways."""
+    for queries, keys in ((300, 300), (150, 400), (400, 150)):
+        mask = known_masks(queries, keys)[kind].mask & ~rg.window(before=3)
+        visible = seen(mask, queries, keys)
+        assert count_pairs(mask, B, H, queries, keys) == int(visible.sum())
+        flags = seeded(B, 1, keys, seed=5)
+        assert torch.equal(reached(mask, flags, H, queries), (visible & flags[:, :, None]).any(-1))
+
+
+def test_blocks_walk_all_queries_once() -> None:
+    walked = list(blocks(rg.causal & rg.window(before=10), 300, 500))
+    assert [pair[:2] for pair in walked] == [(0, 128), (128, 256), (256, 300)]
+    assert walked[1][2] == [(128 + 200 - 10, 256 + 200)]
+
+
+@pytest.mark.parametrize(
+    ("mask", "text"),
+    [
+        (rg.causal, "causal"),
+        (rg.window(before=2, after=1), "window(before=2, after=1)"),
+        (rg.causal & rg.window(2) | rg.global_tokens(1), "(causal & window(before=2, after=0)) | global_tokens(1)"),
+        (rg.causal & (rg.window(2) | rg.global_tokens(1)), "causal & (window(before=2, after=0) | global_tokens(1))"),
+        (~(rg.causal | rg.global_tokens(1)), "~(causal | global_tokens(1))"),
+        (~rg.causal & rg.padding([1, 2]), "~causal & padding([1, 2])"),
+        (~~rg.causal, "~~causal"),
+        (rg.causal & rg.causal & rg.causal, "causal & causal & causal"),
+        (rg.window2d(grid=(2, 3), radius=1), "window2d(grid=(2, 3), radius=1)"),
+        (rg.padding([1] * 9), "padding([1, 1, 1, 1, … 9 rows])"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)  # fmt: skip
+def test_repr(mask: Mask, text: str) -> None:
+    assert repr(mask) == text
+
+
+def even_keys(batch: torch.Tensor, head: torch.Tensor, q_idx: torch.Tensor, kv_idx: torch.Tensor) -> torch.Tensor:
+    return kv_idx % 2 == 0
+
+
+@pytest.mark.parametrize("joined", [rg.causal & even_keys, even_keys & rg.causal], ids=["mask first", "function first"])
+def test_a_mask_mod_composes_from_either_side(joined: Mask) -> None:
+    expected = brute(lambda b, h, q, k: k <= q and k % 2 == 0, 3, 5)
+    assert torch.equal(seen(joined, 3, 5), expected)
+    assert not joined.structured
+    assert "function(even_keys)" in repr(joined)
+
+
+def test_a_mask_mod_composes_by_or() -> None:
+    expected = brute(lambda b, h, q, k: k == q or k % 2 == 0, 3, 5)
+    assert torch.equal(seen(rg.window() | even_keys, 3, 5), expected)
+    assert torch.equal(seen(even_keys | rg.window(), 3, 5), expected)
+
+
+def test_a_mask_mod_serves_attention() -> None:
+    """A bare function is as good as the mask it stands for, in attend and in weights."""
+    q, k, v = (
+        torch.randn(2, 2, 5, 4, generator=torch.Generator().manual_seed(i), dtype=torch.float64) for i in range(3)
+    )
+    by_name, by_rule = rg.attend(q, k, v, mask=rg.causal), rg.attend(q, k, v, mask=lambda b, h, q, k: q >= k)
+    assert (by_name - by_rule).abs().max() <= 1e-12
+    assert torch.equal(rg.weights(q, k, mask=lambda b, h, q, k: q >= k) > 0, seen(rg.causal, 5, 5, 2, 2))
+
+
+@pytest.mark.parametrize("narrow", ["keys", "queries", "heads", "batch", "constant"])
+def test_a_mask_mod_may_look_at_one_position_only(narrow: str) -> None:
+    """A rule's answer broadcasts: it need not have all four dimensions, on any path."""
+    rules: dict[str, tuple[Callable[..., torch.Tensor], Rule]] = {
+        "keys": (lambda b, h, q, k: k > 1, lambda b, h, q, k: k > 1),
+        "queries": (lambda b, h, q, k: q > 1, lambda b, h, q, k: q > 1),
+        "heads": (lambda b, h, q, k: h > 0, lambda b, h, q, k: h > 0),
+        "batch": (lambda b, h, q, k: b > 0, lambda b, h, q, k: b > 0),
+        "constant": (lambda b, h, q, k: torch.tensor(True), lambda b, h, q, k: True),
+    }
+    mask, rule = rules[narrow]
+    table = brute(rule, 5, 5, 2, 2)
+    q, k, v = (
+        torch.randn(2, 2, 5, 4, generator=torch.Generator().manual_seed(i), dtype=torch.float64) for i in range(3)
+    )
+    scores = (q @ k.transpose(-1, -2) / 2).masked_fill(~table, -math.inf)
+    expected = torch.softmax(scores, -1).nan_to_num(0) @ v
+    for path in (None, "blocks", "reference"):
+        assert (rg.attend(q, k, v, mask=mask, path=path) - expected).abs().max() <= 1e-12
+
+
+@pytest.mark.parametrize("shape", [(4, 4), (2, 6), (6, 2)], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_drawn_text_is_the_definition(kind: str, shape: tuple[int, int]) -> None:
+    known = known_masks(*shape)[kind]
+    table = brute(known.rule, *shape)[1, 1].tolist()
+    expected = "\n".join(" ".join("■" if cell else "·" for cell in row) for row in table)
+    assert str(known.mask.draw(*shape, batch=1, head=1)) == expected
+
+
+def test_a_drawing_is_saved_as_a_real_picture(tmp_path) -> None:
+    drawing = (rg.causal & rg.window(before=2)).draw(6, 9)
+    path = drawing.save(tmp_path / "mask.png")
+    assert path == tmp_path / "mask.png"
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert [file.name for file in tmp_path.iterdir()] == ["mask.png"], "a temporary file is left"
+    with Image.open(path) as picture:
+        picture.load()
+        colours = set(picture.convert("RGB").get_flattened_data())
+    assert {(0x2B, 0x5C, 0x8A), (0xEE, 0xF1, 0xF5)} <= colours
+
+
+def test_a_picture_shows_the_very_cells() -> None:
+    drawing = rg.causal.draw(3, 5)
+    (axes,) = drawing.figure().axes
+    assert torch.equal(torch.as_tensor(axes.images[0].get_array().data.copy()).bool(), seen(rg.causal, 3, 5)[0, 0])
+    assert axes.get_title() == "causal"
+
+
+@pytest.mark.parametrize(
+    ("name", "argument"), [("mask.txt", "path"), ("mask", "path"), ("nowhere/mask.png", "path")], ids=str
+)
+def test_a_drawing_refuses_a_bad_file_name(tmp_path, name: str, argument: str) -> None:
+    with pytest.raises(ValueError, match=rf"^{argument}: expected .* got "):
+        rg.causal.draw(3).save(tmp_path / name)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("mask", "queries", "keys", "expected"),
+    [
+        (None, 4, 4, dict(before=None, after=None, causal=False, windowed=False)),
+        (rg.causal, 4, 4, dict(before=None, after=0, causal=True, windowed=False)),
+        (rg.causal, 1, 4, dict(before=None, after=None, causal=False, windowed=False)),
+        (rg.causal, 6, 4, dict(before=None, after=0, causal=True, windowed=False)),
+        (rg.causal & rg.window(before=2, after=3), 5, 5, dict(before=2, after=0, causal=True, windowed=True)),
+        (rg.window(before=9, after=9), 5, 5, dict(before=None, after=None, causal=False, windowed=False)),
+        (rg.window(before=4, after=3), 5, 5, dict(before=None, after=3, causal=False, windowed=True)),
+    ],
+)  # fmt: skip
+def test_structure_of_bands(mask: Mask | None, queries: int, keys: int, expected: dict[str, object]) -> None:
+    found = structure(mask, queries, keys)
+    assert {name: getattr(found, name) for name in expected} == expected
+    assert found.rest is None
+    assert found.paddings == ()
+
+
+def test_structure_of_padding() -> None:
+    left = torch.arange(5) >= torch.tensor([[2], [0]])
+    assert structure(rg.padding(valid=left) & rg.padding([4, 5]), 5, 5).rows == ((2, 4), (0, 5))
+    assert structure(rg.padding([5, 5]), 5, 5).paddings == (), "padding that hides nothing is no padding"
+    holes = torch.tensor([[True, False, True]])
+    assert structure(rg.padding(valid=holes), 3, 3).rows is None
+    assert structure(rg.padding(valid=holes), 3, 3).valid(3).tolist() == holes.tolist()
+    assert structure(rg.causal | rg.padding([3]), 3, 3).rest is not None, "a union is not a conjunction"
+
+
+@pytest.mark.parametrize("batch", [0, 1, 4])
+@pytest.mark.parametrize("kind", ["causal", "padding", "segments", "global"])
+def test_masks_of_an_empty_batch(kind: str, batch: int) -> None:
+    mask = {
+        "causal": rg.causal,
+        "padding": rg.padding([2] * batch),
+        "segments": rg.segments(torch.zeros(batch, 3, dtype=torch.long)),
+        "global": rg.global_tokens(1) | rg.window(),
+    }[kind]
+    assert mask.visible(batch, 2, 3, 3).expand(batch, 2, 3, 3).shape == (batch, 2, 3, 3)
+    assert count_pairs(mask, batch, 2, 3, 3) == int(seen(mask, 3, 3, batch, 2).sum())
+    assert all(0 <= low <= high <= 3 for low, high in mask.spans(0, 3, 3))
+
+
+@pytest.fixture
+def own_errors() -> Iterator[None]:
+    """The annotations' own checks off, as they are for users: the library's words are under test."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+def fit(mask: Mask, batch: int = 2, heads: int = 2, queries: int = 4, keys: int = 4) -> None:
+    mask.fits(batch, heads, queries, keys)
+
+
+def table(*shape: int) -> torch.Tensor:
+    return torch.ones(*shape, dtype=torch.bool)
+
+
+@pytest.mark.parametrize(
+    ("make", "argument"),
+    [
+        (lambda: rg.window(before=-1), "before"),
+        (lambda: rg.window(after=-1), "after"),
+        (lambda: rg.window(before=1.5), "before"),
+        (lambda: rg.window(before=True), "before"),
+        (lambda: rg.window(before=None), "before"),
+        (lambda: rg.global_tokens(-1), "n"),
+        (lambda: rg.window2d(grid=(0, 3), radius=1), "grid"),
+        (lambda: rg.window2d(grid=(3,), radius=1), "grid"),
+        (lambda: rg.window2d(grid=3, radius=1), "grid"),
+        (lambda: rg.window2d(grid=(3, 3), radius=-1), "radius"),
+        (lambda: rg.padding([1, -1]), "lengths"),
+        (lambda: rg.padding([1.0]), "lengths"),
+        (lambda: rg.padding([True]), "lengths"),
+        (lambda: rg.padding(torch.tensor([1.0])), "lengths"),
+        (lambda: rg.padding(torch.tensor([[1]])), "lengths"),
+        (lambda: rg.padding(5), "lengths"),
+        (lambda: rg.padding(valid=torch.ones(2, 3)), "valid"),
+        (lambda: rg.padding(valid=table(3)), "valid"),
+        (lambda: rg.padding(valid=[[True, False]]), "valid"),
+        (lambda: rg.padding(), "padding"),
+        (lambda: rg.padding([1], valid=table(1, 1)), "padding"),
+        (lambda: rg.segments(torch.zeros(2, 3)), "ids"),
+        (lambda: rg.segments(torch.zeros(1, 2, 3, dtype=torch.long)), "ids"),
+        (lambda: rg.segments([[0], [0, 1]]), "ids"),
+        (lambda: rg.dense(torch.zeros(3, 3)), "mask"),
+        (lambda: rg.dense([[True]]), "mask"),
+        (lambda: rg.dense(table(3)), "mask"),
+        (lambda: rg.causal & None, "mask"),
+        (lambda: rg.causal | "causal", "mask"),
+        (lambda: fit(rg.padding([1, 2, 3])), "mask"),
+        (lambda: fit(rg.padding([1, 5])), "mask"),
+        (lambda: fit(rg.padding(valid=seeded(2, 5))), "mask"),
+        (lambda: fit(rg.segments(torch.zeros(2, 5, dtype=torch.long))), "mask"),
+        (lambda: fit(rg.segments(torch.zeros(3, 4, dtype=torch.long))), "mask"),
+        (lambda: fit(rg.window2d(grid=(2, 3), radius=1)), "mask"),
+        (lambda: fit(rg.dense(table(3, 4))), "mask"),
+        (lambda: fit(rg.dense(table(4, 3))), "mask"),
+        (lambda: fit(rg.dense(table(3, 1, 4, 4))), "mask"),
+        (lambda: fit(rg.dense(table(1, 3, 4, 4))), "mask"),
+        (lambda: fit(rg.causal & ~rg.padding([1])), "mask"),
+        (lambda: as_mask(lambda b, h, q, k: (q - k).float()).visible(1, 1, 2, 2), "mask"),
+        (lambda: as_mask(lambda b, h, q, k: True).visible(1, 1, 2, 2), "mask"),
+        (lambda: as_mask(lambda b, h, q, k: table(5)).visible(1, 1, 2, 2), "mask"),
+        (lambda: rg.padding([1, 2]).draw(3, batch=2), "batch"),
+        (lambda: rg.causal.draw(-1), "queries"),
+        (lambda: rg.segments([[0, 1]]).draw(3), "mask"),
+        (lambda: rg.dense(table(2, 2)).draw(3), "mask"),
+    ],
+)  # fmt: skip
+def test_bad_arguments(own_errors: None, make: Callable[[], object], argument: str) -> None:
+    with pytest.raises(ValueError, match=rf"(?s)^{argument}: expected .*got "):
+        make()
+
+
+def test_a_dense_table_gives_nothing_to_queries_it_has_no_row_for() -> None:
+    """S rows, T > S queries: the first queries stand before the table; they are refused or see nothing."""
+    mask = rg.dense(table(2, 2))
+    try:
+        mask.fits(1, 1, 4, 2)
+    except ValueError:
+        return
+    assert not mask.visible(1, 1, 4, 2).expand(1, 1, 4, 2)[:, :, :2].any()

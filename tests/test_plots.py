@@ -1,0 +1,110 @@
+"""Figures: what they show is what the library computes."""
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from matplotlib.text import Annotation
+
+import regard as rg
+from regard.files import save_figure
+from regard.plots import cost_figure, heads_label, masks_figure, mode_crossover, mode_work, weights_figure
+
+MECHANISMS = {"softmax": rg.Softmax(), "quadratic": rg.Quadratic()}
+TOKENS = ["to", "be", "or", "not", "to", "be"]
+
+
+def panel() -> torch.Tensor:
+    q = k = torch.randn(1, 1, len(TOKENS), 8, generator=torch.Generator().manual_seed(0))
+    return rg.weights(q, k, mask=rg.causal)[0, 0]
+
+
+def texts(axes: object) -> list[str]:
+    return [text.get_text() for text in axes.texts]  # type: ignore[attr-defined]
+
+
+def test_weights_are_drawn_as_they_are_and_hidden_pairs_are_not() -> None:
+    weights = panel()
+    figure = weights_figure({"softmax": weights}, TOKENS, mask=rg.causal)
+    image = figure.axes[0].images[0].get_array()
+    visible = rg.causal.draw(len(TOKENS)).visible
+    assert torch.equal(torch.from_numpy(~image.mask), visible)
+    assert torch.equal(torch.from_numpy(image.filled(0)), weights.masked_fill(~visible, 0))
+
+
+def test_weights_name_every_token() -> None:
+    axes = weights_figure({"softmax": panel()}, TOKENS).axes[0]
+    assert [label.get_text() for label in axes.get_xticklabels()] == TOKENS
+    assert [label.get_text() for label in axes.get_yticklabels()] == TOKENS
+
+
+def test_weights_of_another_size_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"panels: expected weights of shape \(2, 2\), got \(6, 6\) for 'softmax'"):
+        weights_figure({"softmax": panel()}, ["two", "tokens"])
+
+
+def test_masks_are_drawn_as_they_are() -> None:
+    masks = {"causal": rg.causal, "window": rg.window(before=2, after=1)}
+    figure = masks_figure(masks, 8)
+    for axes, mask in zip(figure.axes, masks.values(), strict=True):
+        assert torch.equal(torch.from_numpy(axes.images[0].get_array().filled()), mask.draw(8).visible)
+
+
+def test_cost_lines_are_the_cost_and_dots_the_crossover() -> None:
+    work = rg.Work(num_heads=8, num_kv_heads=8, mask=rg.causal)
+    figure = cost_figure(MECHANISMS, work, modes=["prefill"], shortest=512, longest=32768)
+    (axes,) = figure.axes
+    lines = [line for line in axes.lines if len(line.get_xdata()) > 2]
+    for line, mechanism in zip(lines, MECHANISMS.values(), strict=True):
+        assert line.get_ydata()[-1] == rg.cost(mechanism, mode_work(work, "prefill", 32768)).flops
+    crossover = rg.crossover(rg.Softmax(), rg.Quadratic(), mode_work(work, "prefill", 2))
+    assert [int(line.get_xdata()[0]) for line in axes.lines if line.get_marker() == "o"] == [crossover]
+    assert f"{crossover:,}" in texts(axes)
+
+
+def test_cost_lines_that_coincide_are_drawn_once_and_named_together() -> None:
+    figure = cost_figure(MECHANISMS, rg.Work(mask=rg.causal), kv_heads=(32, 8, 1), longest=8192)
+    prefill, decode = figure.axes
+    assert "softmax, any heads" in texts(prefill)
+    assert {"softmax, MHA", "softmax, GQA-8", "softmax, MQA"} <= set(texts(decode))
+
+
+def test_cost_names_at_the_lines_ends_do_not_touch() -> None:
+    figure = cost_figure(MECHANISMS, rg.Work(mask=rg.causal), kv_heads=(32, 16, 8, 4, 2, 1), longest=8192)
+    for axes in figure.axes:
+        heights = sorted(text.get_position()[1] for text in axes.texts if not isinstance(text, Annotation))
+        assert all(high - low > 0.04 for low, high in pairwise(heights))
+
+
+@pytest.mark.parametrize(("shortest", "longest"), [(0, 8), (8, 8), (9, 8)])
+def test_cost_over_no_range_is_refused(shortest: int, longest: int) -> None:
+    with pytest.raises(ValueError, match="shortest: expected"):
+        cost_figure(MECHANISMS, rg.Work(), shortest=shortest, longest=longest)
+
+
+def test_an_unknown_mode_is_refused() -> None:
+    with pytest.raises(ValueError, match="mode: expected one of prefill, decode, got 'train'"):
+        mode_work(rg.Work(), "train", 8)
+
+
+def test_decode_crossover_goes_by_bytes() -> None:
+    work = rg.Work(mask=rg.causal)
+    length = mode_crossover(rg.Softmax(), rg.Quadratic(), work, "decode")
+    assert length is not None
+    before, at = (
+        [rg.cost(mechanism, mode_work(work, "decode", one)).bytes for mechanism in MECHANISMS.values()]
+        for one in (length - 1, length)
+    )
+    assert before[1] >= before[0]
+    assert at[1] < at[0]
+
+
+def test_one_head_is_multi_head() -> None:
+    assert heads_label(1, 1) == "MHA"
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])
+def test_figures_save_in_the_usual_formats(tmp_path: Path, suffix: str) -> None:
+    figure = masks_figure({"causal": rg.causal}, 4, title="one")
+    assert save_figure(figure, tmp_path / f"mask.{suffix}").stat().st_size > 0
