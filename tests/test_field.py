@@ -296,10 +296,9 @@ def test_pytorch_141128_a_visible_nan_is_not_hidden(
 
 
 @every_mechanism
-@POISONS
-@pytest.mark.parametrize("where", ["k", "v"])
+@pytest.mark.parametrize(("where", "poison"), [("k", math.nan), ("v", math.nan), ("v", math.inf), ("v", -math.inf)])
 def test_pytorch_141128_a_visible_nan_is_not_hidden_without_a_mask(name: str, poison: float, where: str) -> None:
-    """What the last query sees is the same with causality and without: a bad number shows in both or in neither."""
+    """What the last query sees is the same with causality and without. An infinite key may rightly weigh nothing."""
     mechanism, tensors = PAIRS[name], inputs(9)
     tensors["qkv".index(where)][0, 1, 4, 0] = poison
     last = tensors[0][:, :, -1:], *tensors[1:]

@@ -24,8 +24,8 @@ def attend(
 ) -> Float[Tensor, "B H T V"]:
     """Attention of queries to keys and values, on the fastest path there is, or on the one named by `path`.
 
-    A query with no visible key gets exactly 0. A NaN or infinity in a key or value reaches the queries that see it, as
-    NaN, and no others.
+    A query with no visible key gets exactly 0. A NaN in a key or value reaches the queries that see it and no others;
+    an infinity does not reach the others either.
 
     >>> import regard as rg, torch
     >>> q, k, v = torch.randn(2, 8, 10, 16), torch.randn(2, 2, 12, 16), torch.randn(2, 2, 12, 4)
@@ -66,8 +66,8 @@ def weights(
     mask: Mask | MaskFunction | Tensor | None = None,
     *,
     bias: Float[Tensor, "..."] | None = None,
-    rows: Sequence[int] | None = None,
-    heads: Sequence[int] | None = None,
+    rows: Sequence[int] | Tensor | None = None,
+    heads: Sequence[int] | Tensor | None = None,
 ) -> Float[Tensor, "..."]:
     """The exact weights (B, H, T, S): `weights @ v` is the output of `attend`. Between channels for `Channel`.
 
@@ -90,7 +90,7 @@ def weights(
     chosen_rows, chosen_heads = _chosen("rows", rows, call.queries), _chosen("heads", heads, call.heads)
     if not mechanism.by_pairs:
         if rows is not None:
-            raise ValueError(f"rows: expected none, the weights of {mechanism!r} are between channels")
+            raise ValueError(f"rows: expected none, the weights of {mechanism!r} are between channels, got {rows}")
         found = mechanism.weigh(q, k, _visible(call, chosen_rows)).to(q.dtype)
         return found[:, chosen_heads]
     size = (call.batch, len(chosen_heads), len(chosen_rows), call.keys)
@@ -121,12 +121,12 @@ def _visible(call: Call, rows: list[int]) -> Tensor | None:
     return call.mask.at(call.batch, call.heads, place, torch.arange(call.keys), call.q.device)
 
 
-def _chosen(name: str, wanted: Sequence[int] | None, size: int) -> list[int]:
+def _chosen(name: str, wanted: Sequence[int] | Tensor | None, size: int) -> list[int]:
     if wanted is None:
         return list(range(size))
-    chosen = [int(i) for i in wanted]
-    if any(not -size <= i < size for i in chosen):
-        raise ValueError(f"{name}: expected numbers from {-size} to {size - 1}, got {chosen}")
+    chosen = wanted.tolist() if isinstance(wanted, Tensor) else wanted
+    if not isinstance(chosen, list | tuple | range) or not all(type(i) is int and -size <= i < size for i in chosen):
+        raise ValueError(f"{name}: expected whole numbers from {-size} to {size - 1}, got {wanted!r}")
     return [i % size for i in chosen]
 
 

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,6 +24,14 @@ class Call:
     v: Tensor
     mask: Mask | None = None
     bias: Tensor | None = None
+    structure: Structure = field(init=False)
+    """What is known of the mask at this shape."""
+
+    def __post_init__(self) -> None:
+        # A mistake in the shapes is for `check` to name; until then there is no structure to know.
+        known = self.q.ndim == 4 == self.k.ndim if isinstance(self.q, Tensor) and isinstance(self.k, Tensor) else False
+        found = structure(self.mask, self.q.shape[2], self.k.shape[2]) if known else Structure()
+        object.__setattr__(self, "structure", found)
 
     @property
     def batch(self) -> int:
@@ -59,10 +66,6 @@ class Call:
         """Nothing to compute: no queries, or no keys to look at."""
         return self.q.numel() == 0 or self.v.numel() == 0
 
-    @cached_property
-    def structure(self) -> Structure:
-        return structure(self.mask, self.queries, self.keys)
-
     def check(self) -> None:
         """Raise ValueError for what a user can get wrong, before any compute."""
         for name, tensor in (("q", self.q), ("k", self.k), ("v", self.v)):
@@ -85,6 +88,8 @@ class Call:
             )
         if self.k.shape[3] != self.qk_length:
             raise ValueError(f"k: expected q's qk_length of {self.qk_length}, got {self.k.shape[3]}")
+        if self.qk_length == 0:
+            raise ValueError("q: expected a qk_length of at least 1, got 0")
         if self.groups == 0 or self.heads % self.groups:
             raise ValueError(
                 f"k: expected a number of heads that divides q's {self.heads}, got {self.groups} key/value heads"
@@ -159,7 +164,7 @@ def choose(call: Call, name: str | None = None) -> Path:
     for path in paths:
         if path.name == name:
             if (why := path.cannot(call)) is not None:
-                raise ValueError(f"path: {name!r} cannot serve this call: {why}")
+                raise ValueError(f"path: expected one that can serve this call, got {name!r}: {why}")
             return path
     raise ValueError(f"path: expected one of {[path.name for path in paths]} for {call.mechanism!r}, got {name!r}")
 
@@ -215,8 +220,9 @@ def run_guarded(call: Call, path: Path) -> Tensor:
     if call.structure == Structure():
         return path.run(call)
     if path.last_sees_all and not torch.compiler.is_compiling() and not torch.is_grad_enabled():
+        # A bad value cannot but show in the last query's output; an infinite key could, by a weight of 0.
         out = path.run(call)
-        if math.isfinite(out[:, :, -1].sum().item()):
+        if math.isfinite(call.k.sum().item()) and math.isfinite(out[:, :, -1].sum().item()):
             return out
     tainted = taint(call.k, call.v)
     if tainted is None:

@@ -143,6 +143,10 @@ def cost(mechanism: "Mechanism", work: Work) -> Cost:
     >>> rg.cost(rg.Quadratic(), prefill).flops < rg.cost(rg.Softmax(), prefill).flops
     True
     """
+    if not hasattr(mechanism, "cost"):
+        raise ValueError(f"mechanism: expected a mechanism like rg.Softmax(), got {mechanism!r}")
+    if not isinstance(work, Work):
+        raise ValueError(f"work: expected rg.Work(…), got {work!r}")
     return mechanism.cost(work)
 
 

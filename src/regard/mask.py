@@ -10,8 +10,7 @@ at the last key: one cached step, a chunked prefill and the whole sequence all m
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -195,6 +194,8 @@ class Padding(Mask):
     rows: tuple[Span, ...] | None
     table: Tensor | None = None
     label: str = "padding(…)"
+    width: int | None = None
+    """Over how many keys a user's table spoke; None for lengths, which hold for any number of keys."""
 
     @property
     def sizes(self) -> tuple[int | None, int | None]:
@@ -220,8 +221,8 @@ class Padding(Mask):
     def fits(self, batch: int, heads: int, queries: int, keys: int) -> None:
         if self.batch != batch:
             raise ValueError(f"mask: expected padding for {batch} sequences (the batch), got {self.batch}")
-        if self.table is not None and self.table.shape[1] != keys:
-            raise ValueError(f"mask: expected padding(valid=…) over {keys} keys, got {self.table.shape[1]}")
+        if self.width not in (None, keys):
+            raise ValueError(f"mask: expected padding(valid=…) over {keys} keys, got {self.width}")
         if self.rows is not None and any(b > keys for _, b in self.rows):
             raise ValueError(
                 f"mask: expected padding lengths of at most {keys} keys, got {max(b for _, b in self.rows)}"
@@ -299,6 +300,8 @@ class Segments(Mask):
     """Packed sequences: a query sees the keys that carry its own id."""
 
     ids: Tensor
+    reach: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+    """For every sequence and position, the first and one past the last position that carries the same id."""
 
     @property
     def sizes(self) -> tuple[int | None, int | None]:
@@ -309,25 +312,12 @@ class Segments(Mask):
         row = torch.zeros_like(batch) if len(ids) == 1 else batch
         return (ids[row, query.clamp(min=0)] == ids[row, key]) & (query >= 0)
 
-    @cached_property
-    def _reach(self) -> list[tuple[list[int], list[int]]]:
-        """For every batch row and position, the first and one past the last position that carries the same id."""
-        reach = []
-        for row in self.ids.tolist():
-            first: dict[int, int] = {}
-            last: dict[int, int] = {}
-            for position, label in enumerate(row):
-                first.setdefault(label, position)
-                last[label] = position + 1
-            reach.append(([first[label] for label in row], [last[label] for label in row]))
-        return reach
-
     def spans(self, low: int, high: int, keys: int) -> list[Span]:
         low, high = max(low, 0), min(high, keys)
-        if low >= high or not self._reach:
+        if low >= high or not self.reach:
             return []
-        first = min(min(row[0][low:high]) for row in self._reach)
-        last = max(max(row[1][low:high]) for row in self._reach)
+        first = min(min(row[0][low:high]) for row in self.reach)
+        last = max(max(row[1][low:high]) for row in self.reach)
         return [(first, last)]
 
     def fits(self, batch: int, heads: int, queries: int, keys: int) -> None:
@@ -536,7 +526,16 @@ def segments(ids: Tensor | Sequence[Sequence[int]]) -> Mask:
         table = table[None]
     if table.ndim != 2 or table.dtype.is_floating_point:
         raise ValueError(f"ids: expected whole numbers of shape (B, S), got {table.dtype} {tuple(table.shape)}")
-    return Segments(table)
+    return Segments(table, tuple(_reach(row) for row in table.tolist()))
+
+
+def _reach(row: list[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for position, label in enumerate(row):
+        first.setdefault(label, position)
+        last[label] = position + 1
+    return tuple(first[label] for label in row), tuple(last[label] for label in row)
 
 
 def dense(table: Tensor) -> Mask:
@@ -588,7 +587,7 @@ def padding(lengths: Tensor | Sequence[int] | None = None, *, valid: Tensor | No
     if not isinstance(valid, Tensor) or valid.dtype != torch.bool or valid.ndim != 2:
         given = f"{valid.dtype} {tuple(valid.shape)}" if isinstance(valid, Tensor) else type(valid).__name__
         raise ValueError(f"valid: expected a bool tensor of shape (B, S), got {given}")
-    return padding_of(valid)
+    return replace(padding_of(valid), width=valid.shape[1])
 
 
 def padding_of(valid: Tensor) -> Padding:
@@ -613,6 +612,9 @@ def as_mask(mask: "Mask | MaskFunction | Tensor | None") -> Mask | None:
         return mask
     if isinstance(mask, Tensor):
         return dense(mask)
+    makers: tuple[object, ...] = (window, window2d, global_tokens, segments, dense, padding)
+    if mask in makers:
+        raise ValueError(f"mask: expected a mask like {mask.__name__}(…), got the function itself: call it")
     if callable(mask):
         return Function(mask)
     raise ValueError(f"mask: expected a mask, a bool tensor, a function or None, got {type(mask).__name__}")

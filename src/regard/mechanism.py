@@ -57,6 +57,9 @@ class Mechanism:
         bias: Float[Tensor, "..."] | None = None,
     ) -> Float[Tensor, "B H T S"]:
         """The exact weights: similarity over its sum among the visible keys, 0 where there is none to sum."""
+        if visible is not None:
+            # A query that sees nothing must not reach the keys' gradients either.
+            q = q.masked_fill(~visible.any(-1, keepdim=True), 0)
         similar = self.grouped(self.similarity, q, k)
         if visible is not None:
             similar = similar.masked_fill(~visible, 0)
@@ -82,7 +85,7 @@ class Mechanism:
 
     def refuses(self, call: Call) -> str | None:
         """Why this mechanism has no meaning for a call, as an error message; None if it has one."""
-        return None if call.bias is None else f"bias: {self!r} has no additive scores, so it takes none"
+        return None if call.bias is None else f"bias: expected none, {self!r} has no additive scores, got one"
 
     def streams(self, qk_length: int, known: Structure = Structure()) -> str | None:  # noqa: B008 - a frozen value
         """Why there is no token-by-token form under a mask of this structure, as an error message; None if there is."""
@@ -145,11 +148,13 @@ class Mechanism:
         True
         """
         rule = as_mask(mask)
+        if not isinstance(state, KeyValueState):
+            raise ValueError(f"state: expected one from {self!r}.start(…), got {type(state).__name__}")
         check_extend(self, q, k, v, state.buffer.keys, state.buffer.values, state.length, rule, bias)
         tainted = taint(k, v)
         total = state.length + k.shape[2]
         fresh = padding_between(rule, state.length, total, total)
-        longer = state.append(cleaned(k, tainted), cleaned(v, tainted), fresh, tainted)
+        longer = state.append(cleaned(k, tainted), cleaned(v, tainted), fresh, tainted, recorded=q.requires_grad)
         if longer.padding is not None:
             rule = longer.padding if rule is None else rule & longer.padding
         call = Call(self, q, longer.keys, longer.values, rule, bias)
@@ -192,8 +197,8 @@ def check_start(
         least = 0 if name in ("batch", "capacity") else 1
         if not isinstance(size, int) or size < least:
             raise ValueError(f"{name}: expected a whole number of at least {least}, got {size!r}")
-    if not dtype.is_floating_point:
-        raise ValueError(f"dtype: expected a floating-point dtype, got {dtype}")
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ValueError(f"dtype: expected a floating-point dtype, got {dtype!r}")
     if (reason := mechanism.streams(qk_length)) is not None:
         raise ValueError(reason)
 
@@ -221,6 +226,6 @@ def check_extend(
     if q.shape[2] != k.shape[2]:
         raise ValueError(f"q: expected as many new queries as new keys, {k.shape[2]}, got {q.shape[2]}")
     total = length + k.shape[2]
-    history = (k[:, :, :1].expand(-1, -1, total, -1), v[:, :, :1].expand(-1, -1, total, -1))
     if k.shape[2]:
+        history = (k[:, :, :1].expand(-1, -1, total, -1), v[:, :, :1].expand(-1, -1, total, -1))
         Call(mechanism, q, *history, mask, bias).check()

@@ -5,6 +5,7 @@ Okabe and Ito's, told apart by colour-blind readers; heat maps run over one hue,
 """
 
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
@@ -13,6 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, FixedLocator, FuncFormatter, LogLocator, NullLocator
 from torch import Tensor
 
@@ -196,7 +198,8 @@ def cost_figure(
     figure = Figure(figsize=(6.1 * len(modes), 4.7), dpi=DPI, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.08))
     for axes, mode in zip(figure.subplots(1, len(modes), squeeze=False).flat, modes, strict=True):
         _cost_panel(axes, mechanisms, works, mode, shortest, longest)
-    figure.suptitle(title or _described(work), fontsize=9, color=QUIET, x=0.01, ha="left")
+    heading = "\n".join(textwrap.wrap(title or _described(work), 85 * len(modes)))
+    figure.suptitle(heading, fontsize=9, color=QUIET, x=0.01, ha="left")
     return figure
 
 
@@ -207,6 +210,7 @@ def _cost_panel(
     price = mode_price(mode)
     lengths = _sampled(shortest, longest)
     ends: list[tuple[float, str, str]] = []
+    drawn: dict[tuple[float, ...], Line2D] = {}
     for colour, (name, mechanism) in zip(_cycle(COLOURS, len(mechanisms)), mechanisms.items(), strict=True):
         lines: dict[tuple[float, ...], list[int]] = {}
         for kv, work in works.items():
@@ -214,7 +218,9 @@ def _cost_panel(
             lines.setdefault(tuple(price(mechanism, with_length(at, length)) for length in lengths), []).append(kv)
         for line, grouped in lines.items():
             style = _dashes(works[grouped[0]].num_heads, grouped[0])
-            axes.plot(lengths, line, color=colour, linewidth=1.9, linestyle=style, solid_capstyle="round")
+            if line in drawn:  # another mechanism costs the same: its line shows on both sides of this one
+                drawn[line].set_linewidth(drawn[line].get_linewidth() + 3)
+            (drawn[line],) = axes.plot(lengths, line, color=colour, linewidth=1.9, linestyle=style)
             labels = "" if len(works) == 1 else ", " + _together([works[kv] for kv in grouped], len(works))
             ends.append((line[-1], name + labels, colour))
     axes.set_xscale("log")

@@ -20,6 +20,8 @@ class _Buffer:
     keys: Tensor
     values: Tensor
     used: int = 0
+    recorded: bool = False
+    """Whether autograd holds views of it, which writing would spoil."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,9 +85,18 @@ class KeyValueState:
         return sum(t.numel() * t.element_size() for t in held)
 
     def append(
-        self, k: Tensor, v: Tensor, padding: Padding | None = None, tainted: Tensor | None = None
+        self,
+        k: Tensor,
+        v: Tensor,
+        padding: Padding | None = None,
+        tainted: Tensor | None = None,
+        *,
+        recorded: bool = False,
     ) -> "KeyValueState":
-        """The state with T more keys and values. `padding` says which of the T are real, in positions 0…T."""
+        """The state with T more keys and values. `padding` says which of the T are real, in positions 0…T.
+
+        `recorded` says that autograd will hold views of the longer state for gradients of something else.
+        """
         new = k.shape[2]
         end = self.length + new
         if end > self.capacity:
@@ -98,11 +109,12 @@ class KeyValueState:
         if self.tainted is not None or tainted is not None:
             tainted = _join_tainted(self.tainted, self.length, tainted, k)
         buffer = self.buffer
-        if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad or buffer.keys.requires_grad):
-            # Autograd keeps what it saw; writing into it would spoil the backward pass.
+        recorded = recorded or any(t.requires_grad for t in (k, v, buffer.keys, buffer.values))
+        if torch.is_grad_enabled() and recorded:
             buffer = self._joined(k, v)
         else:
-            if self.length != buffer.used:
+            inference = buffer.keys.is_inference() and not torch.is_inference_mode_enabled()
+            if self.length != buffer.used or buffer.recorded or inference:
                 buffer = _Buffer(buffer.keys.clone(), buffer.values.clone(), self.length)
             buffer.keys.narrow(2, self.length, new).copy_(k)
             buffer.values.narrow(2, self.length, new).copy_(v)
@@ -113,7 +125,10 @@ class KeyValueState:
         end = self.length + k.shape[2]
         spare_keys, spare_values = self.buffer.keys[:, :, end:], self.buffer.values[:, :, end:]
         return _Buffer(
-            torch.cat([self.keys, k, spare_keys], dim=2), torch.cat([self.values, v, spare_values], dim=2), end
+            torch.cat([self.keys, k, spare_keys], dim=2),
+            torch.cat([self.values, v, spare_values], dim=2),
+            end,
+            recorded=True,
         )
 
     def reorder(self, index: Tensor) -> "KeyValueState":
@@ -177,6 +192,8 @@ class KernelState:
     which is exact, for short histories. Its size does not grow with the length.
     """
 
+    mechanism: object
+    """What the sums are sums of: no other mechanism can go on with them."""
     sums: Tensor
     normaliser: Tensor
     folded: int

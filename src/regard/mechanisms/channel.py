@@ -79,7 +79,7 @@ class Channel(Mechanism):
         return None
 
     def streams(self, qk_length: int, known: Structure = Structure()) -> str | None:  # noqa: B008 - a frozen value
-        return "mechanism: Channel weighs channels by all tokens at once, so it has no token-by-token form"
+        return "mechanism: expected one with a token-by-token form, got Channel, which looks at all tokens at once"
 
     def paths(self) -> tuple[Path, ...]:
         return (Path("reference", reference.cannot, _run),)

@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from regard.call import Call, Path, cleaned, poisoned, taint
+from regard.call import Call, Path, cleaned, taint
 from regard.cost import Cost, Work, accumulator
 from regard.mask import Mask, MaskFunction, Structure, as_mask, padding_between, structure
 from regard.mechanism import Mechanism, check_extend, check_start, key_value_bytes
@@ -27,6 +27,9 @@ from regard.state import KernelState, KeyValueState
 
 MOST_FEATURES = 16384
 """Features beyond which sums cost more than any history they would replace, and the score form is used instead."""
+
+FOREVER = 1 << 62
+"""A length no mask's limit reaches."""
 
 RECENT = 128
 """Tokens a stream keeps as they are; when they are full, the older half is folded into the sums."""
@@ -124,6 +127,7 @@ class FeatureMechanism(Mechanism):
             return KeyValueState.empty(*shape, qk_length, value_length, capacity, dtype, device)
         length, kind = self.summed_length(qk_length), accumulator(dtype)
         return KernelState(
+            mechanism=self,
             sums=torch.zeros(*shape, length, value_length, dtype=kind, device=device),
             normaliser=torch.zeros(*shape, self.normaliser_length(qk_length), dtype=kind, device=device),
             folded=0,
@@ -153,37 +157,22 @@ class FeatureMechanism(Mechanism):
         if isinstance(state, KeyValueState):
             return super().extend(q, k, v, state, mask, bias=bias)
         rule = as_mask(mask)
+        if not isinstance(state, KernelState) or state.mechanism != self:
+            given = repr(state.mechanism) if isinstance(state, KernelState) else type(state).__name__
+            raise ValueError(f"state: expected one from {self!r}.start(…), got one of {given}")
         held = state.recent.buffer
         check_extend(self, q, k, v, held.keys, held.values, state.length, rule, bias)
-        new = k.shape[2]
-        known = structure(rule, new, state.length + new)
-        if (reason := self.streams(k.shape[3], known)) is not None:
+        # A window that does not bind yet will: better refused at the first token than in the middle.
+        if (reason := self.streams(k.shape[3], structure(rule, FOREVER, FOREVER))) is not None:
             raise ValueError(reason)
-        total = state.length + new
+        new, total = k.shape[2], state.length + k.shape[2]
         state.check_folded(padding_between(rule, 0, state.folded, total))
         if new == 0:
             return q.new_zeros(*q.shape[:3], v.shape[3]) + q[..., :0].sum(), state
         tainted = taint(k, v)
         k, v = cleaned(k, tainted), cleaned(v, tainted)
-        out, longer = chunked.stream(
-            self, q, k, v, state, known.causal, padding_between(rule, state.folded, total, total), tainted, RECENT
-        )
-        return self._poisoned(out, rule, state, longer, tainted), longer
-
-    def _poisoned(
-        self, out: Tensor, rule: Mask | None, before: KernelState, after: KernelState, tainted: Tensor | None
-    ) -> Tensor:
-        if tainted is None and before.tainted is None and before.recent.tainted is None:
-            return out
-        groups, new = before.sums.shape[1], out.shape[2]
-        flags = torch.zeros(out.shape[0], groups, before.length + new, dtype=torch.bool, device=out.device)
-        if before.tainted is not None and before.folded:
-            flags[..., 0] = before.tainted
-        if before.recent.tainted is not None:
-            flags[..., before.folded : before.length] = before.recent.tainted
-        if tainted is not None:
-            flags[..., before.length :] = tainted
-        return poisoned(out, rule, flags)
+        hidden = padding_between(rule, state.folded, total, total)
+        return chunked.stream(self, q, k, v, state, structure(rule, new, total).causal, hidden, tainted, RECENT)
 
     def cost(self, work: Work) -> Cost:
         state_bytes = key_value_bytes(work)
@@ -276,6 +265,8 @@ class RandomFeatures(FeatureMechanism):
     def __post_init__(self) -> None:
         if not isinstance(self.n, int) or self.n < 1:
             raise ValueError(f"n: expected a whole number of at least 1, got {self.n!r}")
+        if not isinstance(self.seed, int):
+            raise ValueError(f"seed: expected a whole number, got {self.seed!r}")
 
     def features(self, x: Float[Tensor, "*b T K"]) -> Float[Tensor, "*b T C"]:
         length = x.shape[-1]

@@ -178,7 +178,6 @@ def _check_constant(c: float) -> None:
         raise ValueError(f"c: expected a finite number of at least 0, got {c!r}")
 
 
-@lru_cache(maxsize=32)
 def _blocks(length: int) -> tuple[tuple[int, int, int, int], ...]:
     """Blocks (start, stop) × (begin, end) of the upper triangle: on the diagonal, and all that is right of it."""
     size = 16 if length <= 48 else 8

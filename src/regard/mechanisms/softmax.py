@@ -39,7 +39,7 @@ class Softmax(Mechanism):
         if self.softcap is not None and not (isinstance(self.softcap, int | float) and 0 < self.softcap < math.inf):
             raise ValueError(f"softcap: expected a finite number above 0, or None, got {self.softcap!r}")
         if self.hard and self.softcap is not None:
-            raise ValueError("softcap: expected None with beta=inf, whose scores have no size to bend")
+            raise ValueError(f"softcap: expected None with beta=inf, whose scores have no size, got {self.softcap!r}")
 
     @property
     def hard(self) -> bool:
@@ -61,12 +61,13 @@ class Softmax(Mechanism):
         bias: Float[Tensor, "..."] | None = None,
     ) -> Float[Tensor, "B H T S"]:
         if bias is not None:
-            reachable = bias > -math.inf
+            reachable = bias != -math.inf
             visible = reachable if visible is None else visible & reachable
         empty = hidden = None
         if visible is not None:
             empty = ~visible.any(-1, keepdim=True)
             hidden = ~(visible | empty)
+            q = q.masked_fill(empty, 0)  # a query that sees nothing must not reach the keys' gradients either
 
         def shown(scores: Tensor) -> Tensor:
             return scores if hidden is None else scores.masked_fill(hidden, -math.inf)
@@ -90,7 +91,7 @@ class Softmax(Mechanism):
 
     def refuses(self, call: Call) -> str | None:
         if call.bias is not None and self.hard:
-            return "bias: expected none with beta=inf, where no finite term can change the choice"
+            return "bias: expected none with beta=inf, where no finite term changes the choice, got one"
         return None
 
     def sdpa_scale(self, qk_length: int) -> float | None:

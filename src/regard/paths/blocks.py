@@ -38,7 +38,7 @@ class _Views:
 
     def __init__(self, call: Call) -> None:
         self.call, self.known = call, call.structure
-        self.alike = self.known.rest is None and not self.known.paddings
+        self.alike = self.known.rest is None and len(self.known.paddings) == 0
         self.seen: dict[tuple[int, int, int], tuple[Tensor, Tensor | None]] = {}
 
     def __call__(self, start: int, stop: int, spans: list[Span]) -> tuple[Tensor, Tensor | None]:
@@ -68,6 +68,7 @@ def _block(call: Call, start: int, stop: int, spans: list[Span], views: _Views) 
         return call.mechanism.mix(weights, v).to(q.dtype)
     if visible is None or blind is None:
         return sdpa.plain(q, k, v, scale=sdpa.scale(call), attn_mask=visible)
+    q = q.masked_fill(blind, 0)
     return sdpa.plain(q, k, v, scale=sdpa.scale(call), attn_mask=visible | blind).masked_fill(blind, 0)
 
 

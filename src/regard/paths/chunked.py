@@ -23,9 +23,10 @@ from einops import rearrange
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from regard.call import Call, Path, nothing
+from regard.call import Call, Path, nothing, poisoned
 from regard.cost import Cost, Work, accumulator
-from regard.mask import Padding, Structure, both, structure
+from regard.mask import Padding, Structure, both, reached, structure
+from regard.mask import causal as causal_mask
 from regard.paths.rows import by_interval
 from regard.state import KernelState
 
@@ -107,7 +108,11 @@ def run(call: Call) -> Tensor:
             for q, k, v, real in zip(call.q, call.k, call.v, valid, strict=True)
         ]
         return torch.cat(each)
-    return _whole(call.mechanism, call.q, call.k, call.v, offset if known.causal else None, valid)
+    q = call.q
+    if valid is not None:  # a query that sees nothing must not reach the keys' gradients either
+        sees = reached(call.mask, torch.ones_like(call.k[..., 0], dtype=torch.bool), call.heads, call.queries)
+        q = q.masked_fill(~sees[..., None], 0)
+    return _whole(call.mechanism, q, call.k, call.v, offset if known.causal else None, valid)
 
 
 def _whole(mechanism: Any, q: Tensor, k: Tensor, v: Tensor, offset: int | None, valid: Tensor | None) -> Tensor:
@@ -160,7 +165,7 @@ def sweep(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Walk the steps. Gives the output (M, R, T, V) and the sums after the last fold."""
     kind, keep = sums.dtype, torch.is_grad_enabled() or torch.compiler.is_compiling()
-    first = min((step.start for step in plan if not step.folds), default=q.shape[2])
+    first = min([step.start for step in plan if not step.folds] or [q.shape[2]])
     parts = [q.new_zeros(*q.shape[:2], first, v.shape[-1])]  # queries before the first key
     room = None if keep else _room(mechanism, plan, q, k, kind, history)
     whole = None if keep else q.new_empty(*q.shape[:3], v.shape[-1])
@@ -413,7 +418,7 @@ def stream(
     new, length = k.shape[2], state.length + k.shape[2]
     fold_to = folded(length, recent) - state.folded
     held = state.recent if state.recent.length + new <= recent else state.recent.resized(state.recent.length + new)
-    held = held.append(k, v, None, tainted)
+    held = held.append(k, v, None, tainted, recorded=q.requires_grad)
     held = replace(held, padding=both(held.padding, padding, held.length))
     valid = None if held.padding is None else held.padding.valid(held.length, k.device)
     tiled, keys, values, real = _tiled(q, held.keys, held.values, valid)
@@ -440,17 +445,30 @@ def stream(
         tainted=_folded_taint(state, held.tainted, valid, fold_to),
         real=state.real_after(held.padding, fold_to, held.length),
     )
-    return rearrange(out, "(b g) r t v -> b (g r) t v", g=shape[1]), longer
+    out = rearrange(out, "(b g) r t v -> b (g r) t v", g=shape[1])
+    return poisoned(out, causal_mask if causal else None, _taint(state, held.tainted, valid, held.length)), longer
+
+
+def _taint(state: KernelState, tainted: Tensor | None, valid: Tensor | None, keys: int) -> Tensor | None:
+    """Real keys that came with a NaN or infinity: the sums, as if they were one key, and those not folded before."""
+    if tainted is None and state.tainted is None:
+        return None
+    batch, groups = state.sums.shape[:2]
+    before = state.tainted if state.tainted is not None else state.sums.new_zeros(batch, groups, dtype=torch.bool)
+    if tainted is None:
+        tainted = state.sums.new_zeros(batch, groups, keys, dtype=torch.bool)
+    elif valid is not None:
+        tainted = tainted & valid[:, None]
+    return torch.cat([before[..., None], tainted], dim=-1)
 
 
 def _folded_taint(state: KernelState, tainted: Tensor | None, valid: Tensor | None, fold_to: int) -> Tensor | None:
-    if tainted is None or not fold_to:
+    if not fold_to or tainted is None:
         return state.tainted
-    seen = tainted if valid is None else tainted & valid[:, None]
-    more = seen[..., :fold_to].any(-1)
-    if state.tainted is not None:
-        return state.tainted | more
-    return more if bool(more.any()) else None
+    found = _taint(state, tainted, valid, tainted.shape[-1])
+    assert found is not None
+    more = found[..., : fold_to + 1].any(-1)
+    return more if state.tainted is not None or bool(more.any()) else None
 
 
 def sums_bytes(mechanism: Any, work: Work) -> int:

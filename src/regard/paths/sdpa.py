@@ -16,9 +16,7 @@ from regard.paths.rows import by_interval
 
 def unfit(call: Call) -> str | None:
     """Why SDPA cannot compute this mechanism under any mask; None if it can."""
-    return (
-        None if call.mechanism.sdpa_scale(call.qk_length) is not None else f"SDPA does not compute {call.mechanism!r}"
-    )
+    return "SDPA does not compute this mechanism" if call.mechanism.sdpa_scale(call.qk_length) is None else None
 
 
 def cannot(call: Call) -> str | None:
@@ -67,7 +65,7 @@ def plain(q: Tensor, k: Tensor, v: Tensor, *, scale: float, **options: Any) -> T
     """SDPA where its fused kernel applies: equal head lengths, unit stride, grouped heads left as they are."""
     kind = q.dtype
     if scale == 0:  # the kernel hides a future key by -inf, and 0 · -inf is NaN: 0 scores from 0 queries instead
-        q, scale = torch.zeros_like(q), 1.0
+        q, scale = q * 0, 1.0
     if q.device.type == "cpu" and q.dtype.itemsize == 2 and torch.is_grad_enabled():
         # The CPU kernel rounds its gradients to half inside the sums: 3 and more times the plain formula's error.
         q, k, v = q.float(), k.float(), v.float()
