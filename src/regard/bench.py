@@ -50,8 +50,10 @@ class Bench:
     title: str
     peer: str
     goal: float | None
-    make: Callable[[], Pair]
+    make: "Callable[[], Pair] | None" = None
     rounds: int = 15
+    special: "Callable[[Bench], Result] | None" = None
+    """Where there is no pair to time, how to measure instead."""
 
 
 @dataclass(frozen=True)
@@ -101,8 +103,9 @@ def run(name: str, quick: bool = False) -> Result:
         raise ValueError(f"name: expected one of {', '.join(SUITE)}, got {name!r}")
     bench = SUITE[name]
     torch.manual_seed(0)
-    if bench.name in SPECIAL:
-        return SPECIAL[bench.name](bench)
+    if bench.special is not None:
+        return bench.special(bench)
+    assert bench.make is not None
     pair = bench.make()
     if pair.tolerance is not None:
         apart = (pair.ours() - pair.peer()).abs().max().item()
@@ -189,20 +192,14 @@ def _decode(kv_heads: int, size: int) -> Pair:
     mechanism, room = Softmax(), 4096 + 256
     state = mechanism.start(batch=1, num_kv_heads=kv_heads, qk_length=size, value_length=size, capacity=room)
     state = state.append(past_k, past_v)
-    cache_k, cache_v = (torch.zeros(1, kv_heads, room, size) for _ in range(2))
-    cache_k[:, :, :4095], cache_v[:, :, :4095] = past_k, past_v
-    at = 4095
 
     def ours() -> Tensor:
         nonlocal state
         out, state = mechanism.extend(q, k, v, state, mask=causal)
         return out
 
-    def peer() -> Tensor:
-        nonlocal at
-        cache_k[:, :, at : at + 1], cache_v[:, :, at : at + 1] = k, v
-        at += 1
-        return F.scaled_dot_product_attention(q, cache_k[:, :, :at], cache_v[:, :, :at], enable_gqa=True)
+    def peer() -> Tensor:  # the same cache, which ours has just appended to
+        return F.scaled_dot_product_attention(q, state.keys, state.values, enable_gqa=True)
 
     return Pair(ours, peer)
 
@@ -303,20 +300,15 @@ SUITE: dict[str, Bench] = {
                   goal, partial(_quadratic, size), 7)
             for size, goal in ((16, 6.0), (32, 3.5), (64, 2.0))
         ),
-        Bench("quadratic-memory", "quadratic, N=16384, 4 heads, D=32: peak extra memory", "64 MB", 1.0, _padded),
+        Bench("quadratic-memory", "quadratic, N=16384, 4 heads, D=32: peak extra memory", "64 MB", 1.0, special=_peak),
         Bench("window", "softmax, causal & window(before=127), N=8192, D=64", "SDPA is_causal", 5.0, _window, 9),
         *(
             Bench(f"crossover-{size}", f"softmax to quadratic, D={size}: predicted length against measured",
-                  "measured", 0.75, _padded)
+                  "measured", 0.75, special=_crossing)
             for size in (16, 32, 64)
         ),
     )
 }  # fmt: skip
-
-SPECIAL: dict[str, Callable[[Bench], Result]] = {
-    "quadratic-memory": _peak,
-    **{name: _crossing for name in SUITE if name.startswith("crossover")},
-}
 
 
 @dataclass(frozen=True)
@@ -366,21 +358,19 @@ def measure(
 def measured_crossover(first: Mechanism, second: Mechanism, work: Work, *, near: int, rounds: int = 7) -> int | None:
     """The length from which `second` really is faster, looked for from half to twice `near`; None if not there.
 
-    The ratio of times is measured at lengths around, and the length where a straight line through the logarithms
-    crosses 1 is given.
+    Both are timed at lengths a quarter of an octave apart; the last change of sides is read between two of them.
     """
     lengths = sorted({max(2, round(near * 2 ** (step / 4))) for step in range(-4, 5)})
-    slopes = []
+    gains: list[tuple[float, float]] = []  # logarithms of length and of how many times faster the second is
     with torch.no_grad():
         for length in lengths:
             at = with_length(work, length)
             one, two = interleaved(_attending(first, at), _attending(second, at), rounds)
-            slopes.append((math.log(length), math.log(one / two)))
-    line = statistics.linear_regression([x for x, _ in slopes], [y for _, y in slopes])
-    if line.slope <= 0:
-        return None
-    found = math.exp(-line.intercept / line.slope)
-    return round(found) if lengths[0] / 2 <= found <= lengths[-1] * 2 else None
+            gains.append((math.log(length), math.log(one / two)))
+    for (x, slower), (y, faster) in reversed(list(pairwise(gains))):
+        if slower <= 0 < faster:
+            return round(math.exp(x + (y - x) * -slower / (faster - slower)))
+    return None
 
 
 def _attending(mechanism: Mechanism, work: Work) -> Callable[[], Tensor]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from regard.mask import Mask, Structure, reached, structure
+from regard.mask import EVERYTHING, Mask, Structure, reached, structure
 
 if TYPE_CHECKING:
     from regard.mechanism import Mechanism
@@ -30,7 +30,7 @@ class Call:
     def __post_init__(self) -> None:
         # A mistake in the shapes is for `check` to name; until then there is no structure to know.
         known = self.q.ndim == 4 == self.k.ndim if isinstance(self.q, Tensor) and isinstance(self.k, Tensor) else False
-        found = structure(self.mask, self.q.shape[2], self.k.shape[2]) if known else Structure()
+        found = structure(self.mask, self.q.shape[2], self.k.shape[2]) if known else EVERYTHING
         object.__setattr__(self, "structure", found)
 
     @property
@@ -217,12 +217,12 @@ def run_guarded(call: Call, path: Path) -> Tensor:
     """Run a path so that NaN and infinity in masked places reach nothing, forward or backward."""
     if call.empty:
         return nothing(call, call.queries)
-    if call.structure == Structure():
+    if call.structure == EVERYTHING:
         return path.run(call)
     if path.last_sees_all and not torch.compiler.is_compiling() and not torch.is_grad_enabled():
-        # A bad value cannot but show in the last query's output; an infinite key could, by a weight of 0.
+        # A bad number that anyone sees shows in the last query's output, unless it rightly weighs nothing there.
         out = path.run(call)
-        if math.isfinite(call.k.sum().item()) and math.isfinite(out[:, :, -1].sum().item()):
+        if math.isfinite(out.select(2, -1).sum().item()):
             return out
     tainted = taint(call.k, call.v)
     if tainted is None:

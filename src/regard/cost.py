@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from regard.mask import Mask, MaskFunction, as_mask, count_pairs
+from regard.mask import Mask, MaskFunction, as_mask, count_keys, count_pairs
 
 if TYPE_CHECKING:
     from regard.mechanism import Mechanism
@@ -69,10 +69,15 @@ class Work:
 
     @property
     def io_bytes(self) -> int:
-        """Queries, keys and values read once, the output written once."""
+        """Queries, visible keys and their values read once, the output written once."""
         per_query = self.num_heads * (self.qk_length + self.value_length) * self.query_length
-        per_key = self.num_kv_heads * (self.qk_length + self.value_length) * self.key_length
-        return self.batch * (per_query + per_key) * self.itemsize
+        per_key = self.num_kv_heads * (self.qk_length + self.value_length)
+        return (self.batch * per_query + self.keys_read * per_key) * self.itemsize
+
+    @property
+    def keys_read(self) -> int:
+        """Keys that some query may see, over the batch: a structured mask's others need not be read."""
+        return count_keys(self.rule, self.batch, self.query_length, self.key_length)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,7 +200,7 @@ def crossover(
     """The length from which `second` is cheaper than `first`, or None if it is not up to `limit`.
 
     The work's `key_length` is varied; where `query_length` equals it (prefill), both are, else queries stay (decode).
-    By FLOPs, or by `seconds(mechanism, work)` for a machine's measured rates (`regard.bench.measure_rates`).
+    By FLOPs, or by `seconds(mechanism, work)` for a machine's measured rates (`regard.bench.measure`).
 
     >>> import regard as rg
     >>> work = rg.Work(query_length=1024, key_length=1024, num_heads=4, num_kv_heads=4, mask=rg.causal)
@@ -240,5 +245,7 @@ def human(value: float, unit: str = "") -> str:
     """
     if value == 0 or not math.isfinite(value):
         return f"{value:g} {unit}".strip()
-    step = max(0, min(5, int(math.log10(abs(value)) // 3)))
-    return f"{value / 1000**step:.3g} {' kMGTP'[step].strip()}{unit}" if step else f"{value:.3g} {unit}".strip()
+    step = 0
+    while step < 5 and abs(value) >= 999.5:
+        value, step = value / 1000, step + 1
+    return f"{value:.3g} {' kMGTP'[step].strip()}{unit}".strip()

@@ -651,8 +651,14 @@ class Structure:
         return torch.stack(tables).all(0) if tables else None
 
 
+EVERYTHING = Structure()
+"""The structure of a mask that hides nothing."""
+
+
 def structure(mask: Mask | None, queries: int, keys: int) -> Structure:
     """Take a mask apart into its band, its padding and the rest, dropping limits that exclude nothing at this shape."""
+    if mask is None:
+        return EVERYTHING
     before: int | None = None
     after: int | None = None
     paddings: list[Padding] = []
@@ -742,12 +748,35 @@ def count_pairs(mask: Mask | None, batch: int, heads: int, queries: int, keys: i
 
 
 def _band_pairs(known: Structure, queries: int, keys: int, low: int, high: int) -> int:
-    if known.before is None and known.after is None:
-        return queries * max(0, min(high, keys) - low)
-    place = torch.arange(keys - queries, keys)
-    first = (place - known.before).clamp(min=low) if known.before is not None else torch.full_like(place, low)
-    last = (place + known.after + 1).clamp(max=high) if known.after is not None else torch.full_like(place, high)
-    return int((last.clamp(max=keys) - first.clamp(min=0)).clamp(min=0).sum())
+    """Pairs of queries at the last positions and keys at [low, high), within the band."""
+    place = range(keys - queries, keys)
+    # Keys below a limit, minus keys below the other: each is a sum of a clamped ramp.
+    last = queries * high if known.after is None else _ramp(place, known.after + 1, low, high)
+    first = queries * low if known.before is None else _ramp(place, -known.before, low, high)
+    return last - first if high > low else 0
+
+
+def _ramp(place: range, shift: int, low: int, high: int) -> int:
+    """The sum of place + shift, clamped to [low, high], over a range of places."""
+    start, stop = place.start + shift, place.stop + shift
+    below, above = min(max(low - start, 0), len(place)), min(max(stop - high, 0), len(place))
+    inside = range(start + below, stop - above)
+    return (
+        below * low + above * high + (inside[0] + inside[-1]) * len(inside) // 2
+        if inside
+        else below * low + above * high
+    )
+
+
+def count_keys(mask: Mask | None, batch: int, queries: int, keys: int) -> int:
+    """Keys, over the batch, within the spans that the queries may see."""
+    if mask is None or not queries:
+        return batch * keys
+    known = structure(mask, queries, keys)
+    spans = mask.spans(keys - queries, keys, keys)
+    if known.rows is None:
+        return batch * sum(b - a for a, b in spans)
+    return sum(max(0, min(b, d) - max(a, c)) for a, b in spans for c, d in known.rows)
 
 
 def reached(mask: Mask | None, flags: Tensor, heads: int, queries: int) -> Tensor:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from regard.call import Call, Path, choose, cleaned, poisoned, run_guarded, taint
 from regard.cost import Cost, Work, accumulator
-from regard.mask import Mask, MaskFunction, Structure, as_mask, padding_between
+from regard.mask import EVERYTHING, Mask, MaskFunction, Structure, as_mask, padding_between
 from regard.paths import blocks, reference
 from regard.state import KeyValueState
 
@@ -87,7 +87,7 @@ class Mechanism:
         """Why this mechanism has no meaning for a call, as an error message; None if it has one."""
         return None if call.bias is None else f"bias: expected none, {self!r} has no additive scores, got one"
 
-    def streams(self, qk_length: int, known: Structure = Structure()) -> str | None:  # noqa: B008 - a frozen value
+    def streams(self, qk_length: int, known: Structure = EVERYTHING) -> str | None:
         """Why there is no token-by-token form under a mask of this structure, as an error message; None if there is."""
         return None
 
@@ -226,6 +226,8 @@ def check_extend(
     if q.shape[2] != k.shape[2]:
         raise ValueError(f"q: expected as many new queries as new keys, {k.shape[2]}, got {q.shape[2]}")
     total = length + k.shape[2]
-    if k.shape[2]:
-        history = (k[:, :, :1].expand(-1, -1, total, -1), v[:, :, :1].expand(-1, -1, total, -1))
-        Call(mechanism, q, *history, mask, bias).check()
+    if mask is not None:
+        mask.fits(q.shape[0], q.shape[1], q.shape[2], total)
+    if bias is not None:
+        keys, values = (t.new_empty(1).expand(*t.shape[:2], total, t.shape[3]) for t in (k, v))
+        Call(mechanism, q, keys, values, None, bias).check()

@@ -109,8 +109,7 @@ class KeyValueState:
         if self.tainted is not None or tainted is not None:
             tainted = _join_tainted(self.tainted, self.length, tainted, k)
         buffer = self.buffer
-        recorded = recorded or any(t.requires_grad for t in (k, v, buffer.keys, buffer.values))
-        if torch.is_grad_enabled() and recorded:
+        if torch.is_grad_enabled() and (recorded or any(t.requires_grad for t in (k, v, buffer.keys, buffer.values))):
             buffer = self._joined(k, v)
         else:
             inference = buffer.keys.is_inference() and not torch.is_inference_mode_enabled()

@@ -24,7 +24,7 @@ from regard.laws.case import (
     plain_output,
     within_budget,
 )
-from regard.mask import Mask, Structure, causal, dense, global_tokens, padding, structure, window
+from regard.mask import EVERYTHING, Mask, causal, dense, global_tokens, padding, structure, window
 from regard.mechanism import Mechanism
 from regard.mechanisms.kernel import FeatureMechanism, Kernel
 from regard.paths import reference
@@ -171,7 +171,7 @@ def _batched(mechanism: Mechanism, case: Case) -> None:
 def _row(rule: Mask | None, case: Case, row: int) -> Mask | None:
     """One row's own mask: its padding as intervals where there is nothing else, else the row as it is."""
     known = structure(rule, case.queries, case.keys)
-    if known == Structure():
+    if known == EVERYTHING:
         return None
     assert rule is not None
     if known.rest is None and known.rows is not None and not known.windowed:

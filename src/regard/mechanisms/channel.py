@@ -20,7 +20,7 @@ from torch import Tensor
 
 from regard.call import Call, Path
 from regard.cost import Cost, Work, accumulator
-from regard.mask import Structure, structure
+from regard.mask import EVERYTHING, Structure, structure
 from regard.mechanism import Mechanism
 from regard.paths import reference
 
@@ -78,7 +78,7 @@ class Channel(Mechanism):
             return f"v: expected value_length = qk_length = {call.qk_length} for Channel, got {call.value_length}"
         return None
 
-    def streams(self, qk_length: int, known: Structure = Structure()) -> str | None:  # noqa: B008 - a frozen value
+    def streams(self, qk_length: int, known: Structure = EVERYTHING) -> str | None:
         return "mechanism: expected one with a token-by-token form, got Channel, which looks at all tokens at once"
 
     def paths(self) -> tuple[Path, ...]:
@@ -88,6 +88,10 @@ class Channel(Mechanism):
         known = structure(work.rule, work.query_length, work.key_length)
         if known.causal or known.windowed or known.rest is not None:
             raise ValueError(f"mask: expected padding or none for Channel, got {work.mask!r}")
+        if work.query_length != work.key_length:
+            raise ValueError(
+                f"query_length: expected key_length={work.key_length} for Channel, got {work.query_length}"
+            )
         pairs = work.batch * work.num_heads * work.qk_length**2
         return Cost(
             flops=2 * pairs * (work.query_length + work.key_length),

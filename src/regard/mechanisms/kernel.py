@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from regard.call import Call, Path, cleaned, taint
 from regard.cost import Cost, Work, accumulator
-from regard.mask import Mask, MaskFunction, Structure, as_mask, padding_between, structure
+from regard.mask import EVERYTHING, Mask, MaskFunction, Structure, as_mask, padding_between, structure
 from regard.mechanism import Mechanism, check_extend, check_start, key_value_bytes
 from regard.paths import blocks, chunked, reference
 from regard.state import KernelState, KeyValueState
@@ -96,7 +96,7 @@ class FeatureMechanism(Mechanism):
         why = chunked.cannot(call)
         return () if why is None else (f"quadratic in the length: {why}",)
 
-    def streams(self, qk_length: int, known: Structure = Structure()) -> str | None:  # noqa: B008 - a frozen value
+    def streams(self, qk_length: int, known: Structure = EVERYTHING) -> str | None:
         if self.linear(qk_length) and (known.rest is not None or known.windowed):
             given = f"{known.rest!r}" if known.rest is not None else "a window"
             return (

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from regard.call import Call, Path
 from regard.paths.rows import by_interval
@@ -69,12 +70,35 @@ def plain(q: Tensor, k: Tensor, v: Tensor, *, scale: float, **options: Any) -> T
     if q.device.type == "cpu" and q.dtype.itemsize == 2 and torch.is_grad_enabled():
         # The CPU kernel rounds its gradients to half inside the sums: 3 and more times the plain formula's error.
         q, k, v = q.float(), k.float(), v.float()
-    length = max(q.shape[-1], v.shape[-1])
-    fitted = [t if t.shape[-1] == length else F.pad(t, (0, length - t.shape[-1])) for t in (q, k, v)]
-    fitted = [t if t.stride(-1) == 1 else t.contiguous() for t in fitted]
-    grouped = q.shape[1] != k.shape[1]
-    out = F.scaled_dot_product_attention(fitted[0], fitted[1], fitted[2], scale=scale, enable_gqa=grouped, **options)
-    return out[..., : v.shape[-1]].to(kind)
+    size = v.shape[-1]
+    if size != q.shape[-1]:
+        longest = max(size, q.shape[-1])
+        q, k, v = (F.pad(t, (0, longest - t.shape[-1])) for t in (q, k, v))
+    if q.stride(-1) != 1 or k.stride(-1) != 1 or v.stride(-1) != 1:
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    out = F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=q.shape[1] != k.shape[1], **options)
+    out = out if size == v.shape[-1] else out[..., :size]
+    return out if out.dtype == kind else out.to(kind)
 
+
+def _count_flops(q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> int:
+    """FLOPs of the CPU kernel, every pair counted, as torch's own formulas for the GPU kernels do."""
+    batch, heads, queries, length = q
+    return int(2 * batch * heads * queries * k[2] * (length + v[3]))
+
+
+def _count_backward_flops(grad: Any, q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> int:
+    """Five products: the scores again, and the gradients of weights, values, queries and keys."""
+    batch, heads, queries, length = q
+    return int(2 * batch * heads * queries * k[2] * (3 * length + 2 * v[3]))
+
+
+# Torch's counter has no formula for its own CPU kernel and counts 0 (pytorch#195460).
+for _kernel, _formula in (
+    (torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, _count_flops),
+    (torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward, _count_backward_flops),
+):
+    if _kernel not in flop_registry:
+        register_flop_formula(_kernel)(_formula)
 
 PATH = Path("sdpa", cannot, run, last_sees_all=True)
