@@ -222,7 +222,7 @@ PATHS: dict[str, Mistake] = {
     "chunked with a window": (
         lambda: attend(rg.Elu(), rg.window(before=1), path="chunked"), "path", "", "'chunked'"),
     "grouped in half": (
-        lambda: rg.attend(query().half(), key().half(), value().half(), path="grouped"),
+        lambda: rg.attend(key().half(), key().half(), value().half(), path="grouped"),
         "path", "", "'grouped'"),
 }  # fmt: skip
 

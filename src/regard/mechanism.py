@@ -20,11 +20,14 @@ from einops import rearrange
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from regard.call import Call, Path, choose, cleaned, poisoned, run_guarded, taint
+from regard.call import Call, Path, choose, cleaned, nothing, poisoned, taint
 from regard.cost import Cost, Work, accumulator
-from regard.mask import EVERYTHING, Mask, MaskFunction, Structure, as_mask, padding_between
+from regard.mask import EVERYTHING, Mask, MaskFunction, Structure, as_mask, padding_between, structure
 from regard.paths import blocks, reference
-from regard.state import KeyValueState
+from regard.state import KernelState, KeyValueState
+
+FOREVER = 1 << 62
+"""A length no mask's limit reaches."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,14 +117,21 @@ class Mechanism:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> Any:
-        """An empty state, with room for `capacity` tokens.
+        """An empty state. `capacity` limits states that keep every key; a kernel's sums have room for any length.
 
         >>> import regard as rg
-        >>> rg.Softmax().start(batch=1, num_kv_heads=1, qk_length=8, value_length=8, capacity=16).length
-        0
+        >>> sizes = {"batch": 1, "num_kv_heads": 1, "qk_length": 8, "value_length": 8}
+        >>> rg.Softmax().start(**sizes, capacity=16).nbytes, rg.Elu().start(**sizes).nbytes
+        (1024, 8480)
         """
         check_start(self, batch, num_kv_heads, qk_length, value_length, capacity, dtype)
-        return KeyValueState.empty(batch, num_kv_heads, qk_length, value_length, capacity, dtype, device)
+        return self.empty_state(
+            KeyValueState.empty(batch, num_kv_heads, qk_length, value_length, capacity, dtype, device)
+        )
+
+    def empty_state(self, tokens: KeyValueState) -> Any:
+        """The state to start from, given one that keeps every token."""
+        return tokens
 
     def extend(
         self,
@@ -148,18 +158,33 @@ class Mechanism:
         True
         """
         rule = as_mask(mask)
-        if not isinstance(state, KeyValueState):
-            raise ValueError(f"state: expected one from {self!r}.start(…), got {type(state).__name__}")
-        check_extend(self, q, k, v, state.buffer.keys, state.buffer.values, state.length, rule, bias)
+        if not isinstance(state, KeyValueState | KernelState) or state.mechanism not in (None, self):
+            owner = getattr(state, "mechanism", None)
+            given = type(state).__name__ if owner is None else f"a {type(state).__name__} of {owner!r}"
+            raise ValueError(f"state: expected one from {self!r}.start(…), got {given}")
+        check_extend(self, q, k, v, state, rule, bias)
         tainted = taint(k, v)
+        return self.advance(q, cleaned(k, tainted), cleaned(v, tainted), state, rule, bias, tainted)
+
+    def advance(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        state: Any,
+        rule: Mask | None,
+        bias: Tensor | None,
+        tainted: Tensor | None,
+    ) -> tuple[Tensor, Any]:
+        """`extend`, once everything is checked and new keys and values are free of NaN."""
         total = state.length + k.shape[2]
         fresh = padding_between(rule, state.length, total, total)
-        longer = state.append(cleaned(k, tainted), cleaned(v, tainted), fresh, tainted, recorded=q.requires_grad)
+        longer = state.append(k, v, fresh, tainted, recorded=q.requires_grad)
         if longer.padding is not None:
             rule = longer.padding if rule is None else rule & longer.padding
         call = Call(self, q, longer.keys, longer.values, rule, bias)
         # The history was cleaned when it came, so there is nothing left to look for.
-        out = run_guarded(call, reference.PATH) if call.empty else choose(call).run(call)
+        out = nothing(call, call.queries) if call.empty else choose(call).run(call)
         return poisoned(out, rule, longer.tainted), longer
 
     def cost(self, work: Work) -> Cost:
@@ -208,15 +233,14 @@ def check_extend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    length: int,
+    state: KeyValueState | KernelState,
     mask: Mask | None,
     bias: Tensor | None,
 ) -> None:
-    """Raise ValueError for tokens that do not belong to a state of these keys and values (B, G, …, K or V)."""
+    """Raise ValueError for tokens that do not belong to a state, or a mask under which it cannot go on."""
     Call(mechanism, q, k, v).check()
-    for name, given, held in (("k", k, keys), ("v", v, values)):
+    tokens = state if isinstance(state, KeyValueState) else state.recent
+    for name, given, held in (("k", k, tokens.buffer.keys), ("v", v, tokens.buffer.values)):
         expected = (held.shape[0], held.shape[1], given.shape[2], held.shape[3])
         if tuple(given.shape) != expected or given.dtype != held.dtype or given.device != held.device:
             raise ValueError(
@@ -225,9 +249,13 @@ def check_extend(
             )
     if q.shape[2] != k.shape[2]:
         raise ValueError(f"q: expected as many new queries as new keys, {k.shape[2]}, got {q.shape[2]}")
-    total = length + k.shape[2]
+    total = state.length + k.shape[2]
     if mask is not None:
         mask.fits(q.shape[0], q.shape[1], q.shape[2], total)
+        # A window that does not bind yet will: better refused at the first token than in the middle.
+        reason = mechanism.streams(k.shape[3], structure(mask, FOREVER, FOREVER))
+        if reason is not None:
+            raise ValueError(reason)
     if bias is not None:
         keys, values = (t.new_empty(1).expand(*t.shape[:2], total, t.shape[3]) for t in (k, v))
         Call(mechanism, q, keys, values, None, bias).check()

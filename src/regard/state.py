@@ -6,6 +6,7 @@ own length. Appending at the buffer's end writes in place; appending anywhere el
 """
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -35,6 +36,9 @@ class KeyValueState:
     >>> state.length, longer.length, longer.nbytes
     (0, 3, 512)
     """
+
+    mechanism: ClassVar[None] = None
+    """Keys and values are alike for every mechanism that keeps them."""
 
     buffer: _Buffer
     length: int = 0

@@ -18,18 +18,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from regard.call import Call, Path, cleaned, taint
+from regard.call import Call, Path
 from regard.cost import Cost, Work, accumulator
-from regard.mask import EVERYTHING, Mask, MaskFunction, Structure, as_mask, padding_between, structure
-from regard.mechanism import Mechanism, check_extend, check_start, key_value_bytes
+from regard.mask import EVERYTHING, Mask, Structure, padding_between, structure
+from regard.mechanism import Mechanism, key_value_bytes
 from regard.paths import blocks, chunked, reference
 from regard.state import KernelState, KeyValueState
 
 MOST_FEATURES = 16384
 """Features beyond which sums cost more than any history they would replace, and the score form is used instead."""
-
-FOREVER = 1 << 62
-"""A length no mask's limit reaches."""
 
 RECENT = 128
 """Tokens a stream keeps as they are; when they are full, the older half is folded into the sums."""
@@ -104,73 +101,35 @@ class FeatureMechanism(Mechanism):
             )
         return None
 
-    def start(
-        self,
-        *,
-        batch: int,
-        num_kv_heads: int,
-        qk_length: int,
-        value_length: int,
-        capacity: int = 4096,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-    ) -> Any:
-        """An empty state: sums of a fixed size, whatever the length. `capacity` limits only a score-form state.
-
-        >>> import regard as rg
-        >>> rg.Elu().start(batch=1, num_kv_heads=1, qk_length=8, value_length=8).nbytes
-        8480
-        """
-        check_start(self, batch, num_kv_heads, qk_length, value_length, capacity, dtype)
-        shape = (batch, num_kv_heads)
-        if not self.linear(qk_length):
-            return KeyValueState.empty(*shape, qk_length, value_length, capacity, dtype, device)
-        length, kind = self.summed_length(qk_length), accumulator(dtype)
+    def empty_state(self, tokens: KeyValueState, capacity: int) -> Any:
+        keys, values = tokens.buffer.keys, tokens.buffer.values
+        if not self.linear(keys.shape[3]):
+            return tokens.resized(capacity)
+        kind, shape = accumulator(keys.dtype), keys.shape[:2]
         return KernelState(
             mechanism=self,
-            sums=torch.zeros(*shape, length, value_length, dtype=kind, device=device),
-            normaliser=torch.zeros(*shape, self.normaliser_length(qk_length), dtype=kind, device=device),
+            sums=keys.new_zeros(*shape, self.summed_length(keys.shape[3]), values.shape[3], dtype=kind),
+            normaliser=keys.new_zeros(*shape, self.normaliser_length(keys.shape[3]), dtype=kind),
             folded=0,
-            recent=KeyValueState.empty(*shape, qk_length, value_length, RECENT, dtype, device),
+            recent=tokens.resized(RECENT),
         )
 
-    def extend(
+    def advance(
         self,
-        q: Float[Tensor, "B H T K"],
-        k: Float[Tensor, "B G T K"],
-        v: Float[Tensor, "B G T V"],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
         state: Any,
-        mask: Mask | MaskFunction | None = None,
-        *,
-        bias: Float[Tensor, "..."] | None = None,
-    ) -> tuple[Float[Tensor, "B H T V"], Any]:
-        """Append T tokens and attend from them to the whole history, by the running sums; see `Mechanism.extend`.
-
-        >>> import regard as rg, torch
-        >>> q = k = v = torch.randn(1, 2, 6, 4)
-        >>> m = rg.Quadratic()
-        >>> state = m.start(batch=1, num_kv_heads=2, qk_length=4, value_length=4)
-        >>> out, state = m.extend(q, k, v, state, mask=rg.causal)
-        >>> torch.allclose(out, rg.attend(q, k, v, m, mask=rg.causal), atol=1e-5)
-        True
-        """
+        rule: Mask | None,
+        bias: Tensor | None,
+        tainted: Tensor | None,
+    ) -> tuple[Tensor, Any]:
         if isinstance(state, KeyValueState):
-            return super().extend(q, k, v, state, mask, bias=bias)
-        rule = as_mask(mask)
-        if not isinstance(state, KernelState) or state.mechanism != self:
-            given = repr(state.mechanism) if isinstance(state, KernelState) else type(state).__name__
-            raise ValueError(f"state: expected one from {self!r}.start(…), got one of {given}")
-        held = state.recent.buffer
-        check_extend(self, q, k, v, held.keys, held.values, state.length, rule, bias)
-        # A window that does not bind yet will: better refused at the first token than in the middle.
-        if (reason := self.streams(k.shape[3], structure(rule, FOREVER, FOREVER))) is not None:
-            raise ValueError(reason)
+            return super().advance(q, k, v, state, rule, bias, tainted)
         new, total = k.shape[2], state.length + k.shape[2]
         state.check_folded(padding_between(rule, 0, state.folded, total))
         if new == 0:
             return q.new_zeros(*q.shape[:3], v.shape[3]) + q[..., :0].sum(), state
-        tainted = taint(k, v)
-        k, v = cleaned(k, tainted), cleaned(v, tainted)
         hidden = padding_between(rule, state.folded, total, total)
         return chunked.stream(self, q, k, v, state, structure(rule, new, total).causal, hidden, tainted, RECENT)
 
