@@ -125,13 +125,12 @@ class Mechanism:
         (1024, 8480)
         """
         check_start(self, batch, num_kv_heads, qk_length, value_length, capacity, dtype)
-        return self.empty_state(
-            KeyValueState.empty(batch, num_kv_heads, qk_length, value_length, capacity, dtype, device)
-        )
+        none = KeyValueState.empty(batch, num_kv_heads, qk_length, value_length, 0, dtype, device)
+        return self.empty_state(none, capacity)
 
-    def empty_state(self, tokens: KeyValueState) -> Any:
-        """The state to start from, given one that keeps every token."""
-        return tokens
+    def empty_state(self, tokens: KeyValueState, capacity: int) -> Any:
+        """The state to start from, given one with no tokens and no room for any."""
+        return tokens.resized(capacity)
 
     def extend(
         self,
