@@ -17,7 +17,7 @@ lint: $(READY) ## formatting, lint, types
 	$(BIN)/mypy
 
 bench: $(READY) ## speed against named peers; results go to benchmarks/results/
-	$(BIN)/python benchmarks/run.py
+	$(BIN)/regard bench --out benchmarks/results
 
 check: $(READY) ## every law on every mechanism
 	$(BIN)/regard check
