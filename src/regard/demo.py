@@ -28,7 +28,7 @@ SOFTMAX, QUADRATIC = rg.Softmax(), rg.Quadratic()
 MECHANISMS: dict[str, rg.Mechanism] = {"softmax": SOFTMAX, "quadratic": QUADRATIC}
 HEAD_NAMES = ("same word", "previous word")
 WORD_LENGTH, POSITION_LENGTH = 24, 8
-PROOF_MASKS, PROOF_DTYPES = ("causal", "padding right"), ("float32",)
+PROOF_MASKS, PROOF_DTYPES = ("causal", "padding right"), ("float64", "float32")
 
 
 @dataclass(frozen=True)
