@@ -139,6 +139,20 @@ def test_kernel_activation_memory_is_what_the_chunked_path_allocates():
     assert stated <= taken <= 1.5 * stated
 
 
+def test_a_decode_steps_activation_memory_is_what_it_allocates_at_most():
+    q, k, v = make(400, 4, size=32)
+    state = rg.Quadratic().start(batch=2, num_kv_heads=4, qk_length=32, value_length=32)
+    with torch.no_grad():
+        _, state = rg.Quadratic().extend(q, k, v, state, mask=rg.causal)
+    stated = rg.cost(rg.Quadratic(), replace(work_of(q, k, v), query_length=1)).activation_bytes
+    peaks = []
+    for _ in range(RECENT):  # a fold is among them
+        with Allocations() as allocations, torch.no_grad():
+            _, state = rg.Quadratic().extend(q[:, :, :1], k[:, :, :1], v[:, :, :1], state, mask=rg.causal)
+        peaks.append(allocations.peak)
+    assert 0.5 * stated <= max(peaks) <= 1.5 * stated
+
+
 @pytest.mark.parametrize("mechanism", [rg.Softmax(), rg.Quadratic(), rg.Elu()], ids=repr)
 @pytest.mark.parametrize("length", [1, 100, 300])
 def test_state_bytes_are_the_held_ones_at_any_length(mechanism, length):

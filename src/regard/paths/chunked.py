@@ -490,17 +490,19 @@ def cost(mechanism: Any, work: Work, recent: int, state_bytes: int) -> Cost:
         moved = replace(work, key_length=work.query_length, mask=None).io_bytes + state_bytes
     else:
         known = structure(work.rule, work.query_length, length)
-        rows = known.rows or ((0, length),) * work.batch
+        spans = known.rows or ((0, length),) * work.batch
         offset = length - work.query_length
-        plans = [(steps(work.query_length, b - a, offset - a if known.causal else None), b - a) for a, b in rows]
+        plans = [(steps(work.query_length, b - a, offset - a if known.causal else None), b - a) for a, b in spans]
         flops = sum(_flops(mechanism, work, plan, False) for plan, keys in plans if keys > 0 < work.query_length)
         moved = work.io_bytes
-    rows_at_once = max(work.num_heads // work.num_kv_heads * min(CHUNK, work.query_length), min(CHUNK, length))
+    # A whole sequence folds chunk by chunk; a stream folds half of the newest keys, which its queries meet one by one.
+    fold, keys = (recent // 2, recent) if streamed else (min(CHUNK, length), min(CHUNK, length))
+    rows = max(work.num_heads // work.num_kv_heads * min(CHUNK, work.query_length), fold)
     return Cost(
         flops=work.num_kv_heads * flops,
         bytes=moved,
         state_bytes=state_bytes,
-        activation_bytes=sums_bytes(mechanism, work) + groups * rows_at_once * (size + min(CHUNK, length)) * kind,
+        activation_bytes=sums_bytes(mechanism, work) + groups * rows * (size + keys) * kind,
         form="linear",
     )
 
