@@ -231,3 +231,23 @@ def test_multi_query_decode_moves_fewer_bytes_for_the_same_flops():
 
 def test_hard_attention_computes_its_choice_in_float64():
     assert rg.cost(rg.Argmax(), rg.Work(dtype=torch.float32)).activation_bytes == 32 * 4096 * 8
+
+
+def test_cross_attention_pays_for_all_its_keys():
+    q, _, _ = make(10, 2)
+    _, k, v = make(1000, 2)
+    work = replace(work_of(q, k, v), cached=False)
+    assert counted(lambda: rg.attend(q, k, v, rg.Quadratic())) == rg.cost(rg.Quadratic(), work).flops
+    assert rg.cost(rg.Quadratic(), replace(work, cached=True)).flops < rg.cost(rg.Quadratic(), work).flops / 10
+    whole, step = (rg.layer_cost(replace(work, cached=cached), embedding_dim=32) for cached in (False, True))
+    assert whole.projections.flops > 10 * step.projections.flops
+
+
+@pytest.mark.parametrize(("size", "groups"), [(32, 4), (64, 1), (16, 4)])
+def test_beyond_the_crossover_there_is_no_way_back(size, groups):
+    work = rg.Work(query_length=9, key_length=9, num_heads=4, num_kv_heads=groups, qk_length=size, value_length=size,
+                   mask=rg.causal)  # fmt: skip
+    found = rg.crossover(rg.Softmax(), rg.Quadratic(), work)
+    for length in range(found, found + 600):
+        at = replace(work, query_length=length, key_length=length)
+        assert rg.cost(rg.Softmax(), at).flops > rg.cost(rg.Quadratic(), at).flops

@@ -7,6 +7,7 @@ import torch
 
 import regard as rg
 from regard.laws.case import within_budget
+from regard.mechanisms import REGISTRY
 from regard.paths import sdpa
 
 
@@ -259,3 +260,66 @@ def test_whole_and_streamed_agree_at_the_edges_of_chunks(mechanism, length):
             piece = slice(start, start + size)
             out, state = mechanism.extend(q[:, :, piece], k[:, :, piece], v[:, :, piece], state, mask=rg.causal)
             torch.testing.assert_close(out, exact[:, :, piece], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("length", [100, 600])
+@pytest.mark.parametrize("name", REGISTRY)
+def test_autocast_changes_nothing(name, length):
+    mechanism, mask = REGISTRY[name], None if name.startswith("channel") else rg.causal
+    tensors = [t.requires_grad_() for t in make(length, dtype=torch.float32)]
+
+    def gradients(out):
+        return torch.autograd.grad(out.sum(), tensors, allow_unused=True, materialize_grads=True)
+
+    expected = rg.attend(*tensors, mechanism, mask)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = rg.attend(*tensors, mechanism, mask)
+        weights = rg.weights(*tensors[:2], mechanism, mask)
+    assert torch.equal(found, expected)
+    assert all(torch.equal(one, two) for one, two in zip(gradients(found), gradients(expected), strict=True))
+    assert torch.equal(weights, rg.weights(*tensors[:2], mechanism, mask))
+
+
+def test_a_stream_under_autocast_is_the_stream():
+    q, k, v = make(300, dtype=torch.float32)
+    for mechanism in (rg.Softmax(), rg.Quadratic()):
+        start = dict(batch=2, num_kv_heads=2, qk_length=8, value_length=8, capacity=300)
+        expected, _ = mechanism.extend(q, k, v, mechanism.start(**start), mask=rg.causal)
+        with torch.autocast("cpu", torch.bfloat16):
+            found, _ = mechanism.extend(q, k, v, mechanism.start(**start), mask=rg.causal)
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_a_learned_feature_map_computes_in_its_own_dtype(dtype):
+    mechanism = rg.Kernel(feature_map=torch.nn.Sequential(torch.nn.Linear(8, 6), torch.nn.Softplus()).to(dtype))
+    q, k, v = make(300, dtype=torch.float32)
+    out = rg.attend(q, k, v, mechanism, rg.causal)
+    assert out.dtype == torch.float32
+    assert (out - rg.attend(q, k, v, mechanism, rg.causal, path="reference")).abs().max() < 0.02
+    assert rg.attend(q.bfloat16(), k.bfloat16(), v.bfloat16(), mechanism, rg.causal).isfinite().all()
+
+
+def test_a_feature_map_on_another_device_is_measured_there():
+    module = torch.nn.Linear(8, 6, device="meta")
+    assert rg.Kernel(feature_map=module).feature_length(8) == 6
+
+
+def test_a_nan_bias_in_a_row_that_sees_nothing_spoils_no_gradient():
+    q, k, v = (t.requires_grad_() for t in make())
+    bias = torch.zeros(20, 20, dtype=torch.float64)
+    bias[3] = math.nan
+    hidden = torch.ones(20, 20, dtype=torch.bool)
+    hidden[3] = False
+    out = rg.attend(q, k, v, mask=rg.dense(hidden), bias=bias)
+    assert out.isfinite().all()
+    assert all(g.isfinite().all() for g in torch.autograd.grad(out.sum(), (q, k, v)))
+
+
+def test_channel_weights_show_a_nan_that_attend_shows():
+    q, k, v = make()
+    k[0, 0, 3] = math.nan
+    for mask in (None, rg.padding([20, 10])):
+        assert rg.weights(q, k, rg.Channel(), mask)[0, :2].isnan().all()
+        assert rg.attend(q, k, v, rg.Channel(), mask)[0, :2].isnan().all()
+    assert rg.weights(q, k, rg.Channel(), rg.padding([3, 10])).isfinite().all()

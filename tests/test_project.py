@@ -39,9 +39,15 @@ def layer(module):
 
 
 def imports(tree):
-    """Modules imported when the file is loaded; those for type checkers only are left out."""
-    for node in tree.body:
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("regard."):
+    """Modules imported anywhere in the file; those for type checkers only are left out."""
+    typing_only = {
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and getattr(node.test, "id", None) == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if node not in typing_only and isinstance(node, ast.ImportFrom) and (node.module or "").startswith("regard."):
             yield node.module
 
 

@@ -558,3 +558,27 @@ def test_which_state_a_mechanism_keeps() -> None:
     large = rg.Polynomial(degree=8)
     state = large.start(batch=1, num_kv_heads=G, qk_length=12, value_length=V, capacity=8, dtype=torch.float64)
     assert isinstance(state, KeyValueState)
+
+
+def test_a_later_padding_of_equal_count_elsewhere_is_refused() -> None:
+    tensors = tokens(LONG)
+    mechanism = STREAMS["quadratic"]
+    first, second = torch.ones(B, LONG - 1, dtype=torch.bool), torch.ones(B, LONG, dtype=torch.bool)
+    first[:, :10] = False
+    second[:, 50:60] = False
+    _, state = mechanism.extend(
+        *piece(tensors, 0, LONG - 1), start(mechanism), mask=rg.causal & rg.padding(valid=first)
+    )
+    with pytest.raises(ValueError, match=r"^mask: expected padding that leaves .* got one that hides a token of"):
+        mechanism.extend(*piece(tensors, LONG - 1, LONG), state, mask=rg.causal & rg.padding(valid=second))
+
+
+def test_a_kernel_refuses_a_state_of_keys_and_values() -> None:
+    tensors = tokens(5)
+    with pytest.raises(ValueError, match=r"^state: expected one from Quadratic\(c=1.0\).start\(…\), .* got a KeyVal"):
+        STREAMS["quadratic"].extend(*tensors, start(STREAMS["softmax"]), mask=rg.causal)
+
+
+def test_a_state_prints_on_one_line() -> None:
+    assert repr(start(STREAMS["softmax"])).startswith("KeyValueState(length=0, capacity=")
+    assert repr(start(STREAMS["quadratic"])).startswith("KernelState(Quadratic(c=1.0), length=0, nbytes=")

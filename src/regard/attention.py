@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from regard.call import Call, Plan, choose, cleaned, plan, run_guarded, taint
+from regard.call import Call, Plan, choose, cleaned, in_own_dtype, plan, run_guarded, taint
 from regard.mask import Mask, MaskFunction, as_mask
 from regard.mechanism import Mechanism
 from regard.mechanisms.softmax import Softmax
@@ -34,7 +34,8 @@ def attend(
     """
     call = Call(_mechanism(mechanism), q, k, v, as_mask(mask), bias)
     call.check()
-    return run_guarded(call, choose(call, path))
+    with in_own_dtype(q.device):
+        return run_guarded(call, choose(call, path))
 
 
 def explain(
@@ -91,7 +92,12 @@ def weights(
     if not mechanism.by_pairs:
         if rows is not None:
             raise ValueError(f"rows: expected none, the weights of {mechanism!r} are between channels, got {rows}")
-        found = mechanism.weigh(q, k, _visible(call, chosen_rows)).to(q.dtype)
+        with in_own_dtype(q.device):
+            found = mechanism.weigh(q, k, _visible(call, chosen_rows)).to(q.dtype)
+        if tainted is not None:
+            valid = call.structure.valid(call.keys, q.device)
+            bad = (tainted if valid is None else tainted & valid[:, None]).any(-1)
+            found = found.masked_fill(bad.repeat_interleave(call.heads // call.groups, 1)[..., None, None], torch.nan)
         return found[:, chosen_heads]
     size = (call.batch, len(chosen_heads), len(chosen_rows), call.keys)
     if 0 in size:
@@ -106,7 +112,8 @@ def weights(
         k = k[:, [head // (call.heads // call.groups) for head in chosen_heads]]
     queries = q if heads is None else q[:, chosen_heads]
     queries = queries if rows is None else queries[:, :, chosen_rows]
-    found = mechanism.weigh(queries, k, visible, bias).to(q.dtype)
+    with in_own_dtype(q.device):
+        found = mechanism.weigh(queries, k, visible, bias).to(q.dtype)
     if tainted is None:
         return found
     flags = tainted.repeat_interleave(call.heads // call.groups, dim=1)[:, chosen_heads, None]

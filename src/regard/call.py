@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -211,6 +212,13 @@ def nothing(call: Call, queries: int) -> Tensor:
     """The output of queries that see no key: exactly 0 whatever the inputs hold, and still part of the graph."""
     zeros = call.q.new_zeros(call.batch, call.heads, queries, call.value_length)
     return zeros + sum(t[..., :0].sum() for t in (call.q, call.k, call.v))
+
+
+def in_own_dtype(device: torch.device) -> AbstractContextManager[object]:
+    """A context in which autocast is off: attention computes in its inputs' dtype, or better, and in no other."""
+    if torch.compiler.is_compiling() or not torch.is_autocast_enabled(device.type):
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
 
 
 def run_guarded(call: Call, path: Path) -> Tensor:

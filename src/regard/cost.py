@@ -37,6 +37,8 @@ class Work:
     qk_length: int = 64
     value_length: int = 64
     dtype: torch.dtype = torch.bfloat16
+    cached: bool = True
+    """Whether keys before the last `query_length` are in a state already (a decode step); cross-attention's are not."""
     mask: Mask | MaskFunction | None = None
 
     def __post_init__(self) -> None:
@@ -148,17 +150,41 @@ def cost(mechanism: "Mechanism", work: Work) -> Cost:
     >>> rg.cost(rg.Quadratic(), prefill).flops < rg.cost(rg.Softmax(), prefill).flops
     True
     """
-    if not hasattr(mechanism, "cost"):
+    if isinstance(mechanism, type) or not hasattr(mechanism, "cost"):
         raise ValueError(f"mechanism: expected a mechanism like rg.Softmax(), got {mechanism!r}")
+    return mechanism.cost(_checked(work))
+
+
+def _checked(work: Work) -> Work:
     if not isinstance(work, Work):
         raise ValueError(f"work: expected rg.Work(…), got {work!r}")
-    return mechanism.cost(work)
+    return work
+
+
+def score_cost(work: Work, precision: torch.dtype) -> Cost:
+    """The cost of a mechanism that compares every visible pair and keeps every key; its weights are in `precision`."""
+    weights = work.batch * work.num_heads * work.query_length * work.key_length
+    unknown = work.rule is not None and not work.rule.structured
+    return Cost(
+        flops=2 * work.pairs * (work.qk_length + work.value_length),
+        bytes=work.io_bytes,
+        state_bytes=key_value_bytes(work),
+        activation_bytes=weights * precision.itemsize,
+        note="the mask has no known structure: all pairs count" if unknown else "",
+    )
+
+
+def key_value_bytes(work: Work) -> int:
+    """Bytes of the keys and values of `key_length` tokens."""
+    per_token = work.batch * work.num_kv_heads * (work.qk_length + work.value_length)
+    return per_token * work.key_length * work.itemsize
 
 
 def layer_cost(work: Work, embedding_dim: int, mechanism: "Mechanism | None" = None) -> LayerCost:
-    """What a multi-head attention layer costs on `work`: W_q, W_k, W_v, W_o, and the mechanism between them.
+    """What a multi-head attention layer costs on `work`: W_q, W_k, W_v, W_o, and the mechanism, softmax by default.
 
-    Keys and values of `query_length` new tokens are projected; those of a cache are there already.
+    Keys and values of `query_length` new tokens are projected, those of a cache are there already; all are projected
+    where the work is not cached (cross-attention).
 
     >>> import regard as rg
     >>> short = rg.Work(query_length=64, key_length=64, num_heads=8, num_kv_heads=8)
@@ -168,25 +194,23 @@ def layer_cost(work: Work, embedding_dim: int, mechanism: "Mechanism | None" = N
     """
     if not isinstance(embedding_dim, int) or embedding_dim < 1:
         raise ValueError(f"embedding_dim: expected a whole number of at least 1, got {embedding_dim!r}")
-    if mechanism is None:
-        from regard.mechanisms.softmax import Softmax
-
-        mechanism = Softmax()
-    heads_in = work.num_heads * work.qk_length + work.num_kv_heads * (work.qk_length + work.value_length)
-    heads_out = work.num_heads * work.value_length
-    tokens = work.batch * work.query_length
-    parameters = embedding_dim * (heads_in + heads_out)
-    touched = parameters + tokens * (4 * embedding_dim + heads_in + heads_out)
+    of_queries = work.num_heads * (work.qk_length + work.value_length)  # W_q and W_o
+    of_keys = work.num_kv_heads * (work.qk_length + work.value_length)  # W_k and W_v
+    queries = _checked(work).batch * work.query_length
+    keys = queries if work.cached else work.batch * work.key_length
+    projected = queries * of_queries + keys * of_keys
+    parameters = embedding_dim * (of_queries + of_keys)
+    touched = parameters + 2 * embedding_dim * (queries + keys) + projected
     return LayerCost(
         projections=Cost(
-            flops=2 * tokens * parameters,
+            flops=2 * embedding_dim * projected,
             bytes=touched * work.itemsize,
             state_bytes=0,
-            activation_bytes=tokens * (heads_in + heads_out) * work.itemsize,
+            activation_bytes=projected * work.itemsize,
             parameters=parameters,
             form="linear",
         ),
-        attention=cost(mechanism, work),
+        attention=score_cost(work, accumulator(work.dtype)) if mechanism is None else cost(mechanism, work),
     )
 
 
@@ -207,6 +231,7 @@ def crossover(
     >>> rg.crossover(rg.Softmax(), rg.Quadratic(), work)  # by FLOPs, at D = 64
     5213
     """
+    _checked(work)
     price: Rate = seconds or (lambda mechanism, at: float(cost(mechanism, at).flops))
 
     def gain(length: int) -> float:
@@ -220,6 +245,15 @@ def crossover(
     while high > 1 and gain(high // 2) > 0:
         high //= 2
     low = high // 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if gain(middle) > 0 else (middle, high)
+    # A new chunk costs a little at once, so the gain can dip below 0 again not far on.
+    stride = max(1, high // (512 if high < 1 << 16 else 16))
+    dips = [length for length in range(high, 2 * high, stride) if gain(length) <= 0]
+    if not dips:
+        return high
+    low, high = dips[-1], dips[-1] + stride
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if gain(middle) > 0 else (middle, high)

@@ -370,7 +370,10 @@ class Function(Mask):
     structured = False
 
     def __call__(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        found = self.rule(batch, head, query, key)
+        try:
+            found = self.rule(batch, head, query, key)
+        except TypeError as wrong:
+            raise ValueError(f"mask: expected a function of (batch, head, query, key), got {self!r}: {wrong}") from None
         if not isinstance(found, Tensor) or found.dtype != torch.bool:
             given = found.dtype if isinstance(found, Tensor) else type(found).__name__
             raise ValueError(f"mask: expected {self!r} to return a bool tensor, got {given}")
@@ -539,7 +542,7 @@ def _reach(row: list[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def dense(table: Tensor) -> Mask:
-    """A bool tensor, broadcastable to (B, H, T, S), True = may attend.
+    """A bool tensor, (T, S) or (B, H, T, S) with 1 for all alike, True = may attend.
 
     >>> import regard as rg, torch
     >>> print(rg.dense(torch.tensor([[True, False], [True, True]])).draw(2))
@@ -551,10 +554,9 @@ def dense(table: Tensor) -> Mask:
         raise ValueError(
             f"mask: expected a bool tensor (True = may attend), got {given}; an additive score term belongs in `bias`"
         )
-    if not 2 <= table.ndim <= 4:
-        raise ValueError(f"mask: expected (T, S), (B, T, S) or (B, H, T, S), got shape {tuple(table.shape)}")
-    if table.ndim == 3:
-        table = table[:, None]
+    if table.ndim not in (2, 4):
+        # Of three dimensions the first could be the batch or the heads, and guessing is how masks go wrong.
+        raise ValueError(f"mask: expected (T, S) or (B, H, T, S), with 1 for all alike, got shape {tuple(table.shape)}")
     return Dense(table if table.ndim == 4 else table[None, None])
 
 

@@ -20,8 +20,8 @@ from einops import rearrange
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from regard.call import Call, Path, choose, cleaned, nothing, poisoned, taint
-from regard.cost import Cost, Work, accumulator
+from regard.call import Call, Path, choose, cleaned, in_own_dtype, nothing, poisoned, taint
+from regard.cost import Cost, Work, accumulator, score_cost
 from regard.mask import EVERYTHING, Mask, MaskFunction, Structure, as_mask, padding_between, structure
 from regard.paths import blocks, reference
 from regard.state import KernelState, KeyValueState
@@ -37,11 +37,11 @@ class Mechanism:
     >>> import regard as rg, torch
     >>> from dataclasses import dataclass
     >>> @dataclass(frozen=True, kw_only=True)
-    ... class Cauchy(rg.Mechanism):
+    ... class Sigmoid(rg.Mechanism):
     ...     def similarity(self, q, k):
-    ...         return 1 / (1 + torch.cdist(q, k) ** 2)
+    ...         return torch.sigmoid(q @ k.transpose(-1, -2))
     >>> q = k = v = torch.randn(1, 2, 5, 4)
-    >>> rg.attend(q, k, v, Cauchy(), mask=rg.causal).shape
+    >>> rg.attend(q, k, v, Sigmoid(), mask=rg.causal).shape
     torch.Size([1, 2, 5, 4])
     """
 
@@ -138,7 +138,7 @@ class Mechanism:
         k: Float[Tensor, "B G T K"],
         v: Float[Tensor, "B G T V"],
         state: Any,
-        mask: Mask | MaskFunction | None = None,
+        mask: Mask | MaskFunction | Tensor | None = None,
         *,
         bias: Float[Tensor, "..."] | None = None,
     ) -> tuple[Float[Tensor, "B H T V"], Any]:
@@ -163,7 +163,8 @@ class Mechanism:
             raise ValueError(f"state: expected one from {self!r}.start(…), got {given}")
         check_extend(self, q, k, v, state, rule, bias)
         tainted = taint(k, v)
-        return self.advance(q, cleaned(k, tainted), cleaned(v, tainted), state, rule, bias, tainted)
+        with in_own_dtype(q.device):
+            return self.advance(q, cleaned(k, tainted), cleaned(v, tainted), state, rule, bias, tainted)
 
     def advance(
         self,
@@ -188,22 +189,7 @@ class Mechanism:
 
     def cost(self, work: Work) -> Cost:
         """What this mechanism costs on some work; see `regard.cost`."""
-        score_bytes = work.batch * work.num_heads * work.query_length * work.key_length
-        return Cost(
-            flops=2 * work.pairs * (work.qk_length + work.value_length),
-            bytes=work.io_bytes,
-            state_bytes=key_value_bytes(work),
-            activation_bytes=score_bytes * self.precision(work.dtype).itemsize,
-            note=""
-            if work.rule is None or work.rule.structured
-            else "the mask has no known structure: all pairs count",
-        )
-
-
-def key_value_bytes(work: Work) -> int:
-    """Bytes of the keys and values of `key_length` tokens."""
-    per_token = work.batch * work.num_kv_heads * (work.qk_length + work.value_length)
-    return per_token * work.key_length * work.itemsize
+        return score_cost(work, self.precision(work.dtype))
 
 
 def check_start(

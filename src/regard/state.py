@@ -138,15 +138,11 @@ class KeyValueState:
         """The state of other batch rows: row i becomes row `index[i]`. Rows may repeat (beam search)."""
         index = _row_index(index, self.buffer.keys.shape[0], self.buffer.keys.device)
         buffer = _Buffer(self.buffer.keys[index], self.buffer.values[index], self.length)
-        padding = self.padding
-        if padding is not None:
-            padding = (
-                Padding(tuple(padding.rows[i] for i in index.tolist()), label=padding.label)
-                if padding.rows is not None
-                else padding_of(padding.valid(self.length)[index.cpu()])
-            )
         return replace(
-            self, buffer=buffer, padding=padding, tainted=None if self.tainted is None else self.tainted[index]
+            self,
+            buffer=buffer,
+            padding=_reordered(self.padding, index, self.length),
+            tainted=None if self.tainted is None else self.tainted[index],
         )
 
     def crop(self, length: int) -> "KeyValueState":
@@ -162,6 +158,9 @@ class KeyValueState:
             padding=padding,
             tainted=None if self.tainted is None else self.tainted[..., :length],
         )
+
+    def __repr__(self) -> str:
+        return f"KeyValueState(length={self.length}, capacity={self.capacity}, nbytes={self.nbytes})"
 
     def resized(self, capacity: int, drop: int = 0) -> "KeyValueState":
         """The state in a buffer of its own with another capacity, without its first `drop` tokens."""
@@ -203,8 +202,8 @@ class KernelState:
     recent: KeyValueState
     tainted: Tensor | None = None
     """Rows and heads (B, G) whose sums took in a NaN or infinity; None while none did."""
-    real: tuple[int, ...] | None = None
-    """How many of the folded tokens of each sequence were real; None while all were."""
+    padding: Padding | None = None
+    """Which of the folded tokens are real; None while all are."""
 
     @property
     def length(self) -> int:
@@ -212,28 +211,39 @@ class KernelState:
 
     @property
     def nbytes(self) -> int:
-        held = [self.sums, self.normaliser] + ([] if self.tainted is None else [self.tainted])
+        table = None if self.padding is None else self.padding.table
+        held = [t for t in (self.sums, self.normaliser, self.tainted, table) if t is not None]
         return self.recent.nbytes + sum(t.numel() * t.element_size() for t in held)
 
     def check_folded(self, padding: Padding | None) -> None:
         """Raise ValueError if a mask's padding hides a token that is already in the sums."""
         if padding is None:
             return
-        held = self.real or (self.folded,) * self.sums.shape[0]
-        if any(now < then for now, then in zip(padding.counts(), held, strict=True)):
+        hidden = self._hidden_again(padding)
+        if hidden is not None:
             raise ValueError(
-                f"mask: expected padding that leaves the first {self.folded} tokens as they came, "
-                f"got {padding.counts()} of them real where the sums hold {list(held)}"
+                f"mask: expected padding that leaves the first {self.folded} tokens, which are summed, as they came, "
+                f"got one that hides a token of sequence {hidden}"
             )
 
-    def real_after(self, padding: Padding | None, fold_to: int, keys: int) -> tuple[int, ...] | None:
-        """How many folded tokens of each sequence are real once `fold_to` more are in."""
-        hidden = None if padding is None else padding.between(0, fold_to, keys)
-        if hidden is None and self.real is None:
+    def _hidden_again(self, padding: Padding) -> int | None:
+        """The first sequence of which a padding hides a folded token that was real."""
+        held = Padding(((0, self.folded),) * self.sums.shape[0]) if self.padding is None else self.padding
+        if padding.rows is not None and held.rows is not None:  # no tensors: a step must not cost by its history
+            rows = zip(held.rows, padding.rows, strict=True)
+            return next((row for row, ((a, b), (c, d)) in enumerate(rows) if a < b and not c <= a <= b <= d), None)
+        hides = (held.valid(self.folded, "cpu") & ~padding.valid(self.folded, "cpu")).any(-1)
+        return int(hides.nonzero()[0]) if bool(hides.any()) else None
+
+    def padding_after(self, padding: Padding | None, fold_to: int, keys: int) -> Padding | None:
+        """Which folded tokens are real once `fold_to` more are in."""
+        more = None if padding is None else padding.between(0, fold_to, keys)
+        if self.padding is None and more is None:
             return None
-        batch = self.sums.shape[0]
-        more = (fold_to,) * batch if hidden is None else hidden.counts()
-        return tuple(a + b for a, b in zip(self.real or (self.folded,) * batch, more, strict=True))
+        return _join_padding(self.padding, self.folded, more, fold_to, self.sums.shape[0], self.sums.device)
+
+    def __repr__(self) -> str:
+        return f"KernelState({self.mechanism!r}, length={self.length}, nbytes={self.nbytes})"
 
     def reorder(self, index: Tensor) -> "KernelState":
         """The state of other batch rows: row i becomes row `index[i]`. Rows may repeat (beam search)."""
@@ -244,7 +254,7 @@ class KernelState:
             normaliser=self.normaliser[index],
             recent=self.recent.reorder(index),
             tainted=None if self.tainted is None else self.tainted[index],
-            real=None if self.real is None else tuple(self.real[row] for row in index.tolist()),
+            padding=_reordered(self.padding, index, self.folded),
         )
 
     def crop(self, length: int) -> "KernelState":
@@ -258,6 +268,12 @@ class KernelState:
 
 
 State = KeyValueState | KernelState
+
+
+def _reordered(padding: Padding | None, index: Tensor, length: int) -> Padding | None:
+    if padding is None or padding.rows is None:
+        return None if padding is None else padding_of(padding.valid(length)[index.cpu()])
+    return Padding(tuple(padding.rows[row] for row in index.tolist()), label=padding.label)
 
 
 def _row_index(index: Tensor, rows: int, device: torch.device) -> Tensor:

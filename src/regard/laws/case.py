@@ -14,7 +14,8 @@ from regard.mechanisms.kernel import RECENT
 from regard.paths import chunked
 
 LENGTHS = (1, 2, 3, 5, 17, 0, 63, RECENT, RECENT + 1, chunked.CHUNK - 1, chunked.CHUNK, chunked.CHUNK + 1)
-SHORT = (1, 2, 3, 5, 17, 0)
+SHORT = (1, 2, 3, 5, 17, 0, chunked.CHUNK + 1)
+"""For laws that take long: few lengths, one of them beyond a chunk."""
 HEADS = {"MHA": (4, 4), "GQA": (4, 2), "MQA": (4, 1)}
 DTYPES = {
     str(kind).removeprefix("torch."): kind for kind in (torch.float64, torch.float32, torch.bfloat16, torch.float16)

@@ -19,9 +19,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from regard.call import Call, Path
-from regard.cost import Cost, Work, accumulator
+from regard.cost import Cost, Work, accumulator, key_value_bytes
 from regard.mask import EVERYTHING, Mask, Structure, padding_between, structure
-from regard.mechanism import Mechanism, key_value_bytes
+from regard.mechanism import Mechanism
 from regard.paths import blocks, chunked, reference
 from regard.state import KernelState, KeyValueState
 
@@ -125,6 +125,10 @@ class FeatureMechanism(Mechanism):
         tainted: Tensor | None,
     ) -> tuple[Tensor, Any]:
         if isinstance(state, KeyValueState):
+            if self.linear(k.shape[3]):
+                raise ValueError(
+                    f"state: expected one from {self!r}.start(…), whose sums it needs, got a KeyValueState"
+                )
             return super().advance(q, k, v, state, rule, bias, tainted)
         new, total = k.shape[2], state.length + k.shape[2]
         state.check_folded(padding_between(rule, 0, state.folded, total))
@@ -172,16 +176,25 @@ class Kernel(FeatureMechanism):
             )
 
     def features(self, x: Float[Tensor, "*b T K"]) -> Float[Tensor, "*b T C"]:
-        found = self.feature_map(x)
+        like = self._like()
+        found = self.feature_map(x if like is None else x.to(like.dtype))
         if not isinstance(found, Tensor) or found.shape[:-1] != x.shape[:-1]:
             given = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
             raise ValueError(f"feature_map: expected {(*x.shape[:-1], 'C')} from {tuple(x.shape)}, got {given}")
-        return found
+        return found.to(x.dtype)
 
     def feature_length(self, qk_length: int) -> int:
-        kind = next((p.dtype for p in self.parameters()), torch.float32)
+        like = self._like()
+        probe = torch.zeros(1, qk_length) if like is None else like.new_zeros(1, qk_length)
         with torch.no_grad():
-            return self.features(torch.zeros(1, qk_length, dtype=kind)).shape[-1]
+            return self.features(probe).shape[-1]
+
+    def _like(self) -> Tensor | None:
+        """A tensor of the map's own dtype and device, where it has one: it computes in no other."""
+        if not isinstance(self.feature_map, nn.Module):
+            return None
+        held = [*self.feature_map.parameters(), *self.feature_map.buffers()]
+        return next((t for t in held if t.is_floating_point()), None)
 
     def parameters(self) -> tuple[Tensor, ...]:
         return tuple(self.feature_map.parameters()) if isinstance(self.feature_map, nn.Module) else ()
@@ -208,6 +221,9 @@ class RandomFeatures(FeatureMechanism):
     """Positive random features: n draws whose mean product approaches exp(q·k / sqrt(K)), softmax's own kernel.
 
         phi(x) = exp(w·x' - |x'|²/2) / sqrt(n),    x' = x / K^(1/4),    w ~ N(0, I) from `seed`
+
+    Long queries and keys underflow: where |x'|² passes about 80 in float32, phi is 0, and a query all of whose
+    similarities are 0 gets 0.
 
     Choromanski et al. 2021, "Rethinking attention with Performers".
 

@@ -85,7 +85,8 @@ class Softmax(Mechanism):
                 # The shift changes no weight; it keeps beta·score within range for any beta.
                 scores = beta * (scores - best)
             if bias is not None:
-                scores = scores + bias.masked_fill(bias == -math.inf, 0)
+                bias = bias.masked_fill(bias == -math.inf, 0)
+                scores = scores + (bias if empty is None else bias.masked_fill(empty, 0))
             weights = torch.softmax(shown(scores), dim=-1)
         return weights if empty is None else weights.masked_fill(empty, 0)
 

@@ -23,7 +23,7 @@ from einops import rearrange
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from regard.call import Call, Path, nothing, poisoned
+from regard.call import Call, Path, in_own_dtype, nothing, poisoned
 from regard.cost import Cost, Work, accumulator
 from regard.mask import Padding, Structure, both, reached, structure
 from regard.mask import causal as causal_mask
@@ -290,8 +290,9 @@ class _Sweep(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, *learned = ctx.saved_tensors
         back = _Backward(ctx.mechanism, ctx.plan, ctx.offset, ctx.valid, q, k, v, learned, grad)
-        back.queries_forward()
-        back.keys_backward()
+        with in_own_dtype(q.device):
+            back.queries_forward()
+            back.keys_backward()
         grads = (back.q_grad.to(q.dtype), back.k_grad.to(k.dtype), back.v_grad.to(v.dtype))
         return (None, None, None, None, *grads, *back.learned_grads)
 
@@ -443,7 +444,7 @@ def stream(
         folded=state.folded + fold_to,
         recent=held.resized(recent, fold_to) if fold_to else held,
         tainted=_folded_taint(state, held.tainted, valid, fold_to),
-        real=state.real_after(held.padding, fold_to, held.length),
+        padding=state.padding_after(held.padding, fold_to, held.length),
     )
     out = rearrange(out, "(b g) r t v -> b (g r) t v", g=shape[1])
     return poisoned(out, causal_mask if causal else None, _taint(state, held.tainted, valid, held.length)), longer
@@ -480,9 +481,10 @@ def sums_bytes(mechanism: Any, work: Work) -> int:
 def cost(mechanism: Any, work: Work, recent: int, state_bytes: int) -> Cost:
     """The cost of the linear form, from the very steps that are walked.
 
-    Fewer queries than keys are a step of a stream: what came before is in the sums. Folding is spread over the tokens.
+    Fewer queries than keys are a step of a stream, unless the work says its keys are not cached: what came before is in
+    the sums. Folding is spread over the tokens.
     """
-    length, streamed = work.key_length, work.query_length < work.key_length
+    length, streamed = work.key_length, work.cached and work.query_length < work.key_length
     groups, kind = work.batch * work.num_kv_heads, accumulator(work.dtype).itemsize
     size = mechanism.summed_length(work.qk_length)
     if streamed:
