@@ -303,7 +303,7 @@ SUITE: dict[str, Bench] = {
             for size in (64, 128)
             for kv, goal in ((32, 1.0), (8, 1.8), (1, 2.0))
         ),
-        Bench("append", "1,024 appends of one token, 32 heads, D=128", "torch.cat", 20.0, _append, 3),
+        Bench("append", "1,024 appends of one token, 32 heads, D=128", "torch.cat", 20.0, _append, 9),
         *(
             Bench(f"quadratic-{size}", f"quadratic, causal, N=16384, 4 heads, D={size}", "SDPA softmax, is_causal",
                   goal, partial(_quadratic, size), 7)
