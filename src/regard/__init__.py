@@ -6,8 +6,11 @@ guard()  # before anything can run on oneDNN
 
 from regard.attention import attend, explain, weights
 from regard.call import Plan
+from regard.checkpoints import CheckpointError, load, save
 from regard.cost import Cost, LayerCost, Work, cost, crossover, layer_cost
 from regard.laws import Report, check
+from regard.layers.attention import MultiHeadAttention
+from regard.layers.positions import RotaryScaling
 from regard.mask import Mask, causal, dense, global_tokens, padding, segments, window, window2d
 from regard.mechanism import Mechanism
 from regard.mechanisms import (
@@ -22,24 +25,44 @@ from regard.mechanisms import (
     Taylor,
     Uniform,
 )
+from regard.models.davit import DaViT, DaViTConfig
+from regard.models.decoder import Decoder, DecoderConfig
+from regard.models.encoder import Encoder, EncoderConfig
+from regard.models.transformer import Transformer, TransformerConfig
+from regard.models.vision import VisionConfig, VisionTransformer
+from regard.trace import Trace, trace
 
 __all__ = [
     "Argmax",
     "Channel",
+    "CheckpointError",
     "Cost",
+    "DaViT",
+    "DaViTConfig",
+    "Decoder",
+    "DecoderConfig",
     "Elu",
+    "Encoder",
+    "EncoderConfig",
     "Kernel",
     "LayerCost",
     "Mask",
     "Mechanism",
+    "MultiHeadAttention",
     "Plan",
     "Polynomial",
     "Quadratic",
     "RandomFeatures",
     "Report",
+    "RotaryScaling",
     "Softmax",
     "Taylor",
+    "Trace",
+    "Transformer",
+    "TransformerConfig",
     "Uniform",
+    "VisionConfig",
+    "VisionTransformer",
     "Work",
     "attend",
     "causal",
@@ -50,8 +73,11 @@ __all__ = [
     "explain",
     "global_tokens",
     "layer_cost",
+    "load",
     "padding",
+    "save",
     "segments",
+    "trace",
     "weights",
     "window",
     "window2d",

@@ -48,6 +48,11 @@ class Mechanism:
     by_pairs: ClassVar[bool] = True
     """Whether the weights are between queries and keys, (B, H, T, S)."""
 
+    @property
+    def takes_bias(self) -> bool:
+        """Whether the scores are additive, so that a bias has a meaning."""
+        return False
+
     def similarity(self, q: Float[Tensor, "*b T K"], k: Float[Tensor, "*b S K"]) -> Float[Tensor, "*b T S"]:
         """How alike each query and key are: at least 0, in whatever scale. The one method a new mechanism writes."""
         raise NotImplementedError(f"{type(self).__name__} states no similarity(q, k)")

@@ -108,8 +108,7 @@ class KeyValueState:
                 f"state: expected at most {self.capacity} tokens (its capacity), got {self.length} + {new}; "
                 f"start it with capacity={end} or more"
             )
-        if self.padding is not None or padding is not None:
-            padding = _join_padding(self.padding, self.length, padding, new, k.shape[0], k.device)
+        padding = join_padding(self.padding, self.length, padding, new, k.shape[0], k.device)
         if self.tainted is not None or tainted is not None:
             tainted = _join_tainted(self.tainted, self.length, tainted, k)
         buffer = self.buffer
@@ -141,7 +140,7 @@ class KeyValueState:
         return replace(
             self,
             buffer=buffer,
-            padding=_reordered(self.padding, index, self.length),
+            padding=reorder_padding(self.padding, index, self.length),
             tainted=None if self.tainted is None else self.tainted[index],
         )
 
@@ -238,9 +237,7 @@ class KernelState:
     def padding_after(self, padding: Padding | None, fold_to: int, keys: int) -> Padding | None:
         """Which folded tokens are real once `fold_to` more are in."""
         more = None if padding is None else padding.between(0, fold_to, keys)
-        if self.padding is None and more is None:
-            return None
-        return _join_padding(self.padding, self.folded, more, fold_to, self.sums.shape[0], self.sums.device)
+        return join_padding(self.padding, self.folded, more, fold_to, self.sums.shape[0], self.sums.device)
 
     def __repr__(self) -> str:
         return f"KernelState({self.mechanism!r}, length={self.length}, nbytes={self.nbytes})"
@@ -254,7 +251,7 @@ class KernelState:
             normaliser=self.normaliser[index],
             recent=self.recent.reorder(index),
             tainted=None if self.tainted is None else self.tainted[index],
-            padding=_reordered(self.padding, index, self.folded),
+            padding=reorder_padding(self.padding, index, self.folded),
         )
 
     def crop(self, length: int) -> "KernelState":
@@ -270,7 +267,8 @@ class KernelState:
 State = KeyValueState | KernelState
 
 
-def _reordered(padding: Padding | None, index: Tensor, length: int) -> Padding | None:
+def reorder_padding(padding: Padding | None, index: Tensor, length: int) -> Padding | None:
+    """The padding of other batch rows."""
     if padding is None or padding.rows is None:
         return None if padding is None else padding_of(padding.valid(length)[index.cpu()])
     return Padding(tuple(padding.rows[row] for row in index.tolist()), label=padding.label)
@@ -285,9 +283,12 @@ def _row_index(index: Tensor, rows: int, device: torch.device) -> Tensor:
     return index
 
 
-def _join_padding(
+def join_padding(
     old: Padding | None, length: int, new: Padding | None, count: int, batch: int, device: torch.device
-) -> Padding:
+) -> Padding | None:
+    """Which of `length` tokens and `count` more are real; None if all are."""
+    if old is None and new is None:
+        return None
     old_rows, new_rows = old.rows if old else ((0, length),) * batch, new.rows if new else ((0, count),) * batch
     if old_rows is not None and new_rows is not None:
         spans = _join_spans(old_rows, length, new_rows, count)

@@ -45,6 +45,10 @@ class Softmax(Mechanism):
     def hard(self) -> bool:
         return self.beta == math.inf
 
+    @property
+    def takes_bias(self) -> bool:
+        return not self.hard
+
     def precision(self, dtype: torch.dtype) -> torch.dtype:
         # A choice is discontinuous: in float64 only true ties tie, whatever order the products are summed in.
         return torch.float64 if self.hard else super().precision(dtype)

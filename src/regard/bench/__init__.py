@@ -1,0 +1,35 @@
+"""Speed as ratios: ours and a named peer on the same numbers, interleaved in one run.
+
+Each benchmark first checks that both give the same result and refuses to report a speed otherwise. Then it times peer
+and ours in turn, round after round, and reports the ratio of the medians: above 1, ours is faster. Absolute times
+belong to the machine; ratios travel better.
+"""
+
+import torch
+
+from regard.bench import attention, models
+from regard.bench.harness import Bench, Result, environment, interleaved, save
+from regard.bench.rates import measure, measured_crossover
+
+__all__ = ["SUITE", "Bench", "Result", "environment", "measure", "measured_crossover", "run", "save"]
+
+SUITE: dict[str, Bench] = {bench.name: bench for bench in (*attention.BENCHES, *models.BENCHES)}
+
+
+@torch.no_grad()
+def run(name: str, quick: bool = False) -> Result:
+    """Run one benchmark of the suite: check that both agree, then time them in turn."""
+    if name not in SUITE:
+        raise ValueError(f"name: expected one of {', '.join(SUITE)}, got {name!r}")
+    bench = SUITE[name]
+    torch.manual_seed(0)
+    if bench.special is not None:
+        return bench.special(bench)
+    assert bench.make is not None
+    pair = bench.make()
+    one, two = (pair.ours(), pair.peer()) if pair.check is None else pair.check()
+    apart = (one - two).abs().max().item()
+    if not apart <= pair.tolerance:
+        raise ValueError(f"{name}: expected results within {pair.tolerance}, got {apart:.3g}: no speed to report")
+    ours, peer = interleaved(pair.ours, pair.peer, 3 if quick else bench.rounds)
+    return Result(bench.name, bench.title, bench.peer, bench.goal, peer / ours, ours * 1e3, peer * 1e3)

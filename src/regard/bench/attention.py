@@ -1,0 +1,177 @@
+"""Attention against PyTorch's own."""
+
+import subprocess
+import sys
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from regard.attention import attend
+from regard.bench.harness import Bench, Pair, Result
+from regard.bench.rates import measure, measured_crossover
+from regard.cost import Work, crossover
+from regard.mask import causal, padding, window
+from regard.mechanisms import Quadratic, Softmax
+
+
+def _qkv(batch: int, heads: int, length: int, size: int, kv_heads: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    groups = heads if kv_heads is None else kv_heads
+    return (
+        torch.randn(batch, heads, length, size),
+        torch.randn(batch, groups, length, size),
+        torch.randn(batch, groups, length, size),
+    )
+
+
+def _causal(length: int) -> Pair:
+    q, k, v = _qkv(1, 8, length, 64)
+    return Pair(
+        lambda: attend(q, k, v, mask=causal),
+        lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+    )
+
+
+def _padded() -> Pair:
+    length = 1024
+    q, k, v = _qkv(8, 8, length, 64)
+    lengths = torch.linspace(64, length - 64, 8).long()  # half of all positions are padding
+    keep = (torch.arange(length) < lengths[:, None])[:, None, None]
+    rule = padding(lengths)
+    return Pair(
+        lambda: attend(q, k, v, mask=rule),
+        lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=keep),
+    )
+
+
+def _decode(kv_heads: int, size: int) -> Pair:
+    """One step over a cache of 4096, appending included; the cache grows a little over the rounds."""
+    q, k, v = torch.randn(1, 32, 1, size), torch.randn(1, kv_heads, 1, size), torch.randn(1, kv_heads, 1, size)
+    past_k, past_v = torch.randn(1, kv_heads, 4095, size), torch.randn(1, kv_heads, 4095, size)
+    mechanism, room = Softmax(), 4096 + 256
+    state = mechanism.start(batch=1, num_kv_heads=kv_heads, qk_length=size, value_length=size, capacity=room)
+    state = state.append(past_k, past_v)
+
+    def ours() -> Tensor:
+        nonlocal state
+        out, state = mechanism.extend(q, k, v, state, mask=causal)
+        return out
+
+    def peer() -> Tensor:  # the same cache, which ours has just appended to
+        return F.scaled_dot_product_attention(q, state.keys, state.values, enable_gqa=True)
+
+    return Pair(ours, peer)
+
+
+def _append() -> Pair:
+    tokens = torch.randn(1, 32, 1024, 128)
+
+    def ours() -> Tensor:
+        state = Softmax().start(batch=1, num_kv_heads=32, qk_length=128, value_length=128, capacity=1024)
+        for i in range(1024):
+            state = state.append(tokens[:, :, i : i + 1], tokens[:, :, i : i + 1])
+        return state.keys
+
+    def peer() -> Tensor:
+        keys = values = tokens[:, :, :0]
+        for i in range(1024):
+            keys, values = (torch.cat([t, tokens[:, :, i : i + 1]], dim=2) for t in (keys, values))
+        return keys
+
+    return Pair(ours, peer, tolerance=0.0)
+
+
+def _quadratic(size: int) -> Pair:
+    q, k, v = _qkv(1, 4, 16384, size)
+
+    def short() -> tuple[Tensor, Tensor]:
+        few = slice(0, 1024)
+        one, two, three = q[:, :, few], k[:, :, few], v[:, :, few]
+        plain = attend(one, two, three, Quadratic(), causal, path="reference")
+        return attend(one, two, three, Quadratic(), causal), plain
+
+    return Pair(
+        lambda: attend(q, k, v, Quadratic(), causal),
+        lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+        short,
+    )
+
+
+def _window() -> Pair:
+    q, k, v = _qkv(1, 4, 8192, 64)
+    rule = causal & window(before=127)
+    dense = rule.visible(1, 1, 8192, 8192)
+    return Pair(
+        lambda: attend(q, k, v, mask=rule),
+        lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+        lambda: (attend(q, k, v, mask=rule), F.scaled_dot_product_attention(q, k, v, attn_mask=dense)),
+    )
+
+
+def _peak(bench: Bench) -> Result:
+    """Peak extra memory of the quadratic forward pass in a process of its own: 64 MB over what it took."""
+    code = (
+        "import re, torch, regard as rg\n"
+        "from pathlib import Path\n"
+        "kb = lambda name: int(re.search(name + r':\\s+(\\d+)', Path('/proc/self/status').read_text())[1])\n"
+        "make = lambda n: [torch.randn(1, 4, n, 32) for _ in range(3)]\n"
+        "torch.set_grad_enabled(False)\n"
+        "rg.attend(*make(512), rg.Quadratic(), rg.causal)\n"  # libraries and thread pools are loaded now
+        "q, k, v = make(16384)\n"
+        "Path('/proc/self/clear_refs').write_text('5')\n"  # the peak starts anew
+        "before = kb('VmRSS')\n"
+        "rg.attend(q, k, v, rg.Quadratic(), rg.causal)\n"
+        "print((kb('VmHWM') - before) / 1024)\n"
+    )
+    taken = float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+    ratio = 64 / max(taken, 1e-9)
+    return Result(
+        bench.name, bench.title, bench.peer, bench.goal, ratio, 0.0, 0.0, note=f"{taken:.1f} MB, output included"
+    )
+
+
+def _crossing(bench: Bench) -> Result:
+    """Predicted against measured crossover of softmax and quadratic attention: the smaller over the larger."""
+    size = int(bench.name.rsplit("-", 1)[1])
+    work = Work(
+        query_length=4096, key_length=4096, num_heads=4, num_kv_heads=4, qk_length=size, value_length=size,
+        dtype=torch.float32, mask=causal,
+    )  # fmt: skip
+    first, second = Softmax(), Quadratic()
+    predicted = crossover(first, second, work, seconds=measure([first, second], work).seconds)
+    measured = None if predicted is None else measured_crossover(first, second, work, near=predicted)
+    if predicted is None or measured is None:
+        raise ValueError(f"{bench.name}: expected a crossover, got {predicted} predicted and {measured} measured")
+    ratio = min(predicted, measured) / max(predicted, measured)
+    note = f"predicted {predicted}, measured {measured}"
+    return Result(bench.name, bench.title, bench.peer, bench.goal, ratio, 0.0, 0.0, note=note)
+
+
+BENCHES: tuple[Bench, ...] = (
+    *(
+        Bench(f"causal-{n}", f"softmax, causal, N={n}, 8 heads, D=64", "SDPA is_causal", 0.97,
+              partial(_causal, n), max(9, 32768 // n))
+        for n in (512, 1024, 2048, 4096, 8192)
+    ),
+    Bench("padded", "softmax, batch 8 of 1024, half of it padding", "SDPA with the same mask", 1.3, _padded),
+    *(
+        Bench(f"decode-{kv}-{size}", f"decode step, cache 4096, 32 heads over {kv}, D={size}", "SDPA enable_gqa",
+              goal, partial(_decode, kv, size), 101)
+        for size in (64, 128)
+        for kv, goal in ((32, 1.0), (8, 1.8), (1, 2.0))
+    ),
+    Bench("append", "1,024 appends of one token, 32 heads, D=128", "torch.cat", 20.0, _append, 9),
+    *(
+        Bench(f"quadratic-{size}", f"quadratic, causal, N=16384, 4 heads, D={size}", "SDPA softmax, is_causal",
+              goal, partial(_quadratic, size), 7)
+        for size, goal in ((16, 6.0), (32, 3.5), (64, 2.0))
+    ),
+    Bench("quadratic-memory", "quadratic, N=16384, 4 heads, D=32: peak extra memory", "64 MB", 1.0, special=_peak),
+    Bench("window", "softmax, causal & window(before=127), N=8192, D=64", "SDPA is_causal", 5.0, _window, 9),
+    *(
+        Bench(f"crossover-{size}", f"softmax to quadratic, D={size}: predicted length against measured",
+              "measured", 0.75, special=_crossing)
+        for size in (16, 32, 64)
+    ),
+)  # fmt: skip

@@ -1,0 +1,131 @@
+"""Pairs of computations, timed in turn, and what they gave; the machine a result belongs to."""
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from regard.files import write_text
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two computations of the same thing, and how far apart their results may be."""
+
+    ours: Callable[[], Tensor]
+    peer: Callable[[], Tensor]
+    check: Callable[[], tuple[Tensor, Tensor]] | None = None
+    """Two results that must agree, where the pair computes different things on purpose: a kernel against softmax."""
+    tolerance: float = 1e-4
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A named comparison with its goal, the least ratio we mean to reach."""
+
+    name: str
+    title: str
+    peer: str
+    goal: float | None
+    make: "Callable[[], Pair] | None" = None
+    rounds: int = 15
+    special: "Callable[[Bench], Result] | None" = None
+    """Where there is no pair to time, how to measure instead."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a benchmark measured."""
+
+    name: str
+    title: str
+    peer: str
+    goal: float | None
+    ratio: float
+    ours_ms: float
+    peer_ms: float
+    note: str = ""
+
+    @property
+    def passed(self) -> bool | None:
+        """Whether the goal is reached; None if there is none."""
+        return None if self.goal is None else self.ratio >= self.goal
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "passed": self.passed}
+
+
+def interleaved(ours: Callable[[], Any], peer: Callable[[], Any], rounds: int) -> tuple[float, float]:
+    """Median seconds of both, timed in turn.
+
+    >>> a, b = interleaved(lambda: None, lambda: None, rounds=3)
+    >>> a >= 0 and b >= 0
+    True
+    """
+    times: tuple[list[float], list[float]] = ([], [])
+    for one in (ours, peer):
+        one()
+    for _ in range(rounds):
+        for slot, one in zip(times, (ours, peer), strict=True):
+            begin = time.perf_counter()
+            one()
+            slot.append(time.perf_counter() - begin)
+    return statistics.median(times[0]), statistics.median(times[1])
+
+
+def environment() -> dict[str, Any]:
+    """The machine, versions and commit a result belongs to.
+
+    >>> sorted(environment())
+    ['commit', 'cores', 'cpu', 'date', 'python', 'threads', 'torch', 'transformers']
+    """
+    return {
+        "cpu": _cpu(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "transformers": _transformers(),
+        "python": platform.python_version(),
+        "commit": _commit(),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def save(results: Sequence[Result], folder: str | Path) -> Path:
+    """Write results and their environment to `cpu.json` in a folder, whole or not at all."""
+    target = Path(folder)
+    target.mkdir(parents=True, exist_ok=True)
+    content = {"environment": environment(), "results": [result.to_dict() for result in results]}
+    return write_text(target / "cpu.json", json.dumps(content, indent=1) + "\n")
+
+
+def _transformers() -> str | None:
+    try:
+        return version("transformers")
+    except PackageNotFoundError:
+        return None
+
+
+def _cpu() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def _commit() -> str | None:
+    here = Path(__file__).parent
+    found = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=here, capture_output=True, text=True)
+    return found.stdout.strip() or None

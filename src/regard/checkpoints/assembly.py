@@ -1,0 +1,93 @@
+"""A model from tensors: everything is compared before anything is read, and nothing is left half-loaded."""
+
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from regard.checkpoints.errors import CheckpointError
+from regard.checkpoints.form import Link, Shapes
+from regard.models.base import Model
+from regard.models.config import Config
+
+MOST_LAYERS = 4096
+"""More is not a model but a mistake, and building it would take forever."""
+
+
+def assemble(
+    build: Callable[[Any], Model],
+    config: Config,
+    links: Callable[[Any], Iterable[Link]] | None,
+    shapes: Shapes,
+    read: Callable[[str], Tensor],
+    *,
+    path: object,
+    ignored: str = r"$^",
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+) -> Model:
+    """Build a model and fill it. `shapes` and `read` are the file's names, shapes and tensors; without `links` the
+    file's names are ours."""
+    model = _empty(build, config, path)
+    wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    pairs = [Link(name, (name,)) for name in wanted] if links is None else list(links(config))
+    _compare(pairs, wanted, shapes, ignored, path)
+    state: dict[str, Tensor] = {}
+    for pair in pairs:
+        for name, part in pair.split(read(pair.theirs), wanted).items():
+            if not part.is_floating_point():
+                raise CheckpointError(f"{path}: expected {pair.theirs} to hold real numbers, got {part.dtype}")
+            state[name] = part.to(device=device, dtype=dtype or part.dtype).contiguous()
+    model.load_state_dict(state, assign=True)
+    return model.eval()
+
+
+def _empty(build: Callable[[Any], Model], config: Config, path: object) -> Model:
+    """The model without memory for its weights."""
+    for name, value in vars(config).items():
+        if name.startswith("num_") and name.endswith("layers"):
+            layers = sum(value) if isinstance(value, tuple) else value or 0
+            if layers > MOST_LAYERS:
+                raise CheckpointError(f"{path}: expected at most {MOST_LAYERS} layers, got {name} = {value}")
+    try:
+        with torch.device("meta"), _Unfilled():
+            return build(config)
+    except (ValueError, TypeError, RuntimeError, OverflowError, ZeroDivisionError) as error:
+        raise CheckpointError(f"{path}: expected a config that a model can be built from, got {error!s:.200}") from None
+
+
+class _Unfilled(TorchFunctionMode):
+    """Random numbers are not drawn: what is built is filled from a file. (On the meta device torch would load its
+    compiler to draw none, which takes a second.)"""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return args[0] if args else given["tensor"]
+        return func(*args, **given)
+
+
+def _compare(pairs: list[Link], wanted: Shapes, shapes: Shapes, ignored: str, path: object) -> None:
+    """Raise CheckpointError that lists every tensor that is missing, unexpected or of another shape."""
+    filled = {name for pair in pairs for name in pair.ours}
+    assert filled == set(wanted), f"links and model differ: {sorted(filled ^ set(wanted))}"
+    theirs = {pair.theirs: pair.shape(wanted) for pair in pairs}
+    missing = [name for name in theirs if name not in shapes]
+    unexpected = [name for name in shapes if name not in theirs and not re.fullmatch(ignored, name)]
+    other = [
+        f"{name} is {shapes[name]}, not {shape}"
+        for name, shape in theirs.items()
+        if name in shapes and tuple(shapes[name]) != shape
+    ]
+    faults = [
+        f"{len(names)} {what}: {', '.join(names[:8])}{', …' if len(names) > 8 else ''}"
+        for what, names in (("missing", missing), ("unexpected", unexpected), ("of another shape", other))
+        if names
+    ]
+    if faults:
+        raise CheckpointError(
+            f"{path}: expected the {len(theirs)} tensors its config asks for, got " + "; ".join(faults)
+        )

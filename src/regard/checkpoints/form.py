@@ -1,0 +1,104 @@
+"""How a published architecture corresponds to one of our models: its config, and tensor by tensor.
+
+A form is stated once and read both ways: loading and exporting walk the same list of links.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from regard.checkpoints.errors import CheckpointError
+from regard.models.base import Model
+from regard.models.config import Config
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Link:
+    """One of their tensors and ours: theirs is ours one below the other, transposed if `transposed`."""
+
+    theirs: str
+    ours: tuple[str, ...]
+    transposed: bool = False
+
+    def split(self, tensor: Tensor, shapes: Shapes) -> dict[str, Tensor]:
+        """Ours from theirs."""
+        tensor = tensor.T if self.transposed else tensor
+        parts = tensor.split([shapes[name][0] for name in self.ours])
+        return dict(zip(self.ours, parts, strict=True))
+
+    def join(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Theirs from ours."""
+        parts = [tensors[name] for name in self.ours]
+        tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return (tensor.T if self.transposed else tensor).contiguous()
+
+    def shape(self, shapes: Shapes) -> tuple[int, ...]:
+        """The shape theirs must have."""
+        first = shapes[self.ours[0]]
+        whole = (sum(shapes[name][0] for name in self.ours), *first[1:])
+        return whole[::-1] if self.transposed else whole
+
+
+def link(theirs: str, *ours: str, transposed: bool = False) -> Link:
+    """A link, briefly."""
+    return Link(theirs, ours, transposed)
+
+
+def linear(theirs: str, *ours: str, bias: bool = True, transposed: bool = False) -> list[Link]:
+    """Weight and, if there is one, bias of a projection, or of a norm."""
+    found = [Link(f"{theirs}.weight", tuple(f"{name}.weight" for name in ours), transposed)]
+    return [*found, Link(f"{theirs}.bias", tuple(f"{name}.bias" for name in ours))] if bias else found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """A published architecture. `model_types` is what its config.json calls it."""
+
+    model_types: tuple[str, ...]
+    model: Callable[[Any], Model]
+    config: type[Config]
+    read_config: Callable[[dict[str, Any], Shapes], Config]
+    """Our config from theirs and from the names that are there, which say what heads the model has."""
+    write_config: Callable[[Any], dict[str, Any] | None]
+    """Their config from ours; None if ours is not of this form."""
+    links: Callable[[Any], Iterable[Link]]
+    prefix: str = ""
+    """What stands before the base model's names, unless it was saved alone."""
+    ignored: str = r"$^"
+    """A pattern of names that hold nothing to load: buffers, and copies of tied weights."""
+
+
+def need(values: Mapping[str, Any], name: str, kind: type | tuple[type, ...] = int) -> Any:
+    """A field of their config that must be there, of a kind; whole numbers are at least 0 and below 2³¹."""
+    found = values.get(name)
+    if not isinstance(found, kind) or (isinstance(found, bool) and kind is not bool):
+        raise CheckpointError(f"config.json: expected {name} to be {_kind(kind)}, got {found!r:.80}")
+    if isinstance(found, int) and not 0 <= found < 2**31:
+        raise CheckpointError(f"config.json: expected {name} of 0 to {2**31 - 1}, got {found!r:.80}")
+    return found
+
+
+def _kind(kind: type | tuple[type, ...]) -> str:
+    return " or ".join(one.__name__ for one in (kind if isinstance(kind, tuple) else (kind,)))
+
+
+def choice(values: Mapping[str, Any], name: str, known: Mapping[str, str], default: str | None = None) -> str:
+    """Our word for one of theirs."""
+    found = values.get(name, default)
+    if found not in known:
+        raise CheckpointError(f"config.json: expected {name} to be one of {', '.join(known)}, got {found!r:.80}")
+    return known[found]
+
+
+def unsupported(values: Mapping[str, Any], **expected: Any) -> None:
+    """Raise for fields whose other values mean a computation we do not do."""
+    for name, value in expected.items():
+        if values.get(name, value) != value:
+            raise CheckpointError(
+                f"config.json: expected {name} = {value!r}, other values are not supported, got {values[name]!r:.80}"
+            )

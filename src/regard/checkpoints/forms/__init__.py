@@ -1,0 +1,1 @@
+"""The published architectures, one file each."""

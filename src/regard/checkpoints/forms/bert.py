@@ -1,0 +1,193 @@
+"""BERT and ALBERT: encoders with heads for words under masks, for the next sentence and for classes."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from regard.checkpoints.form import Form, Link, Shapes, choice, linear, link, need, unsupported
+from regard.mechanisms import Softmax
+from regard.models.encoder import Encoder, EncoderConfig
+
+ACTIVATIONS = {
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+    "silu": "silu",
+}
+NAMES = {"gelu": "gelu", "gelu_tanh": "gelu_new", "relu": "relu", "silu": "silu"}
+
+
+def _shared(values: dict[str, Any], shapes: Shapes) -> dict[str, Any]:
+    """What both configs have in common."""
+    unsupported(values, position_embedding_type="absolute", is_decoder=False, add_cross_attention=False)
+    return {
+        "vocabulary_size": need(values, "vocab_size"),
+        "embedding_dim": need(values, "hidden_size"),
+        "num_layers": need(values, "num_hidden_layers"),
+        "num_heads": need(values, "num_attention_heads"),
+        "hidden_dim": need(values, "intermediate_size"),
+        "context_length": need(values, "max_position_embeddings"),
+        "num_segments": values.get("type_vocab_size", 2),
+        "norm_epsilon": float(values.get("layer_norm_eps", 1e-12)),
+        "num_classes": shapes["classifier.weight"][0] if "classifier.weight" in shapes else 0,
+        "tied": bool(values.get("tie_word_embeddings", True)),
+        "dropout": float(values.get("hidden_dropout_prob") or 0.0),
+        "attention_dropout": float(values.get("attention_probs_dropout_prob") or 0.0),
+    }
+
+
+def _written(config: EncoderConfig) -> dict[str, Any] | None:
+    if (config.norm, config.pre_norm, config.mechanism) != ("layer", False, Softmax()):
+        return None
+    if config.activation not in NAMES or not config.num_segments:
+        return None
+    return {
+        "vocab_size": config.vocabulary_size,
+        "hidden_size": config.embedding_dim,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "intermediate_size": config.hidden_dim or 4 * config.embedding_dim,
+        "max_position_embeddings": config.context_length,
+        "type_vocab_size": config.num_segments,
+        "layer_norm_eps": config.norm_epsilon,
+        "hidden_act": NAMES[config.activation],
+        "tie_word_embeddings": config.tied,
+        "hidden_dropout_prob": config.dropout,
+        "attention_probs_dropout_prob": config.attention_dropout,
+        **({"num_labels": config.num_classes} if config.num_classes else {}),
+    }
+
+
+def _head(config: EncoderConfig, name: str) -> str:
+    """The class of transformers whose heads are ours."""
+    if config.num_classes:
+        return f"{name}ForSequenceClassification"
+    if config.next_sentence:
+        return f"{name}ForPreTraining" if config.masked_words else f"{name}ForNextSentencePrediction"
+    return f"{name}ForMaskedLM" if config.masked_words else f"{name}Model"
+
+
+def read_bert(values: dict[str, Any], shapes: Shapes) -> EncoderConfig:
+    """Our config from Hugging Face's."""
+    return EncoderConfig(
+        **_shared(values, shapes),
+        activation=choice(values, "hidden_act", ACTIVATIONS, "gelu"),
+        pooler="bert.pooler.dense.weight" in shapes,
+        masked_words="cls.predictions.bias" in shapes,
+        next_sentence="cls.seq_relationship.weight" in shapes,
+    )
+
+
+def write_bert(config: EncoderConfig) -> dict[str, Any] | None:
+    """Hugging Face's config of ours; None if ours is not BERT's form."""
+    values = _written(config)
+    if values is None or config.factor_dim is not None or config.num_shared not in (None, config.num_layers):
+        return None
+    return {"architectures": [_head(config, "Bert")], "model_type": "bert", **values}
+
+
+def bert_links(config: EncoderConfig) -> Iterator[Link]:
+    """Tensor by tensor."""
+    yield link("bert.embeddings.word_embeddings.weight", "embedding.weight")
+    yield link("bert.embeddings.position_embeddings.weight", "positions.weight")
+    yield link("bert.embeddings.token_type_embeddings.weight", "segments.weight")
+    yield from linear("bert.embeddings.LayerNorm", "embedding_norm")
+    for index in range(config.num_layers):
+        theirs, ours = f"bert.encoder.layer.{index}", f"stack.blocks.{index}"
+        for name, word in (("q", "query"), ("k", "key"), ("v", "value")):
+            yield from linear(f"{theirs}.attention.self.{word}", f"{ours}.attention.W_{name}")
+        yield from linear(f"{theirs}.attention.output.dense", f"{ours}.attention.W_o")
+        yield from linear(f"{theirs}.attention.output.LayerNorm", f"{ours}.attention_norm")
+        yield from linear(f"{theirs}.intermediate.dense", f"{ours}.network.up")
+        yield from linear(f"{theirs}.output.dense", f"{ours}.network.down")
+        yield from linear(f"{theirs}.output.LayerNorm", f"{ours}.network_norm")
+    if config.pooler:
+        yield from linear("bert.pooler.dense", "pooler")
+    if config.masked_words:
+        yield link("cls.predictions.bias", "words.bias")
+        yield from linear("cls.predictions.transform.dense", "words.dense")
+        yield from linear("cls.predictions.transform.LayerNorm", "words.norm")
+        if not config.tied:
+            yield link("cls.predictions.decoder.weight", "words.table.weight")
+            yield link("cls.predictions.decoder.bias", "words.bias")  # the one that counts, so it is read last
+    if config.next_sentence:
+        yield from linear("cls.seq_relationship", "order")
+    if config.num_classes:
+        yield from linear("classifier", "classes")
+
+
+def read_albert(values: dict[str, Any], shapes: Shapes) -> EncoderConfig:
+    """Our config from Hugging Face's."""
+    unsupported(values, inner_group_num=1)
+    return EncoderConfig(
+        **_shared(values, shapes),
+        activation=choice(values, "hidden_act", ACTIVATIONS, "gelu_new"),
+        factor_dim=need(values, "embedding_size"),
+        num_shared=values.get("num_hidden_groups", 1),
+        pooler="albert.pooler.weight" in shapes,
+        masked_words="predictions.bias" in shapes,
+        next_sentence="sop_classifier.classifier.weight" in shapes,
+    )
+
+
+def write_albert(config: EncoderConfig) -> dict[str, Any] | None:
+    """Hugging Face's config of ours; None if ours is not ALBERT's form."""
+    values = _written(config)
+    if values is None or config.factor_dim is None or (config.next_sentence and not config.masked_words):
+        return None
+    sizes = {"embedding_size": config.factor_dim, "num_hidden_groups": config.num_shared or config.num_layers}
+    return {"architectures": [_head(config, "Albert")], "model_type": "albert", **values, **sizes, "inner_group_num": 1}
+
+
+def albert_links(config: EncoderConfig) -> Iterator[Link]:
+    """Tensor by tensor."""
+    yield link("albert.embeddings.word_embeddings.weight", "embedding.weight")
+    yield link("albert.embeddings.position_embeddings.weight", "positions.weight")
+    yield link("albert.embeddings.token_type_embeddings.weight", "segments.weight")
+    yield from linear("albert.embeddings.LayerNorm", "embedding_norm")
+    yield from linear("albert.encoder.embedding_hidden_mapping_in", "widen")
+    for index in range(config.num_shared or config.num_layers):
+        theirs = f"albert.encoder.albert_layer_groups.{index}.albert_layers.0"
+        ours = f"stack.blocks.{index}"
+        for name, word in (("q", "query"), ("k", "key"), ("v", "value"), ("o", "dense")):
+            yield from linear(f"{theirs}.attention.{word}", f"{ours}.attention.W_{name}")
+        yield from linear(f"{theirs}.attention.LayerNorm", f"{ours}.attention_norm")
+        yield from linear(f"{theirs}.ffn", f"{ours}.network.up")
+        yield from linear(f"{theirs}.ffn_output", f"{ours}.network.down")
+        yield from linear(f"{theirs}.full_layer_layer_norm", f"{ours}.network_norm")
+    if config.pooler:
+        yield from linear("albert.pooler", "pooler")
+    if config.masked_words:
+        yield link("predictions.bias", "words.bias")
+        yield from linear("predictions.dense", "words.dense")
+        yield from linear("predictions.LayerNorm", "words.norm")
+        if not config.tied:
+            yield link("predictions.decoder.weight", "words.table.weight")
+            yield link("predictions.decoder.bias", "words.bias")  # the one that counts, so it is read last
+    if config.next_sentence:
+        yield from linear("sop_classifier.classifier", "order")
+    if config.num_classes:
+        yield from linear("classifier", "classes")
+
+
+BERT = Form(
+    model_types=("bert",),
+    model=Encoder,
+    config=EncoderConfig,
+    read_config=read_bert,
+    write_config=write_bert,
+    links=bert_links,
+    prefix="bert.",
+    # Buffers, copies of tied tensors, and three heads that only AntiBERTy has.
+    ignored=r".*embeddings\.position_ids$|cls\.predictions\.decoder\.(weight|bias)$|cls\.(species|chain|graft)\..*",
+)
+ALBERT = Form(
+    model_types=("albert",),
+    model=Encoder,
+    config=EncoderConfig,
+    read_config=read_albert,
+    write_config=write_albert,
+    links=albert_links,
+    prefix="albert.",
+    ignored=r".*embeddings\.position_ids$|predictions\.decoder\.(weight|bias)$",
+)

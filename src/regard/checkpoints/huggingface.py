@@ -1,0 +1,135 @@
+"""Hugging Face folders: config.json, safetensors or .bin, tokenizer files; read, and written back."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from regard.checkpoints.assembly import assemble
+from regard.checkpoints.errors import CheckpointError
+from regard.checkpoints.form import Form
+from regard.checkpoints.forms import bert, gpt2, llama, t5, vit
+from regard.checkpoints.sources import open_folder
+from regard.mechanism import Mechanism
+from regard.models.base import Model
+from regard.models.transformer import TransformerConfig
+
+FORMS: tuple[Form, ...] = (gpt2.FORM, llama.FORM, bert.BERT, bert.ALBERT, t5.FORM, vit.FORM)
+
+
+def load(
+    folder: Path,
+    values: dict[str, Any],
+    *,
+    mechanism: Mechanism | str | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+) -> Model:
+    """The model of a folder whose config.json holds `values`."""
+    form = _form(folder, values)
+    source = open_folder(folder)
+    names = _their_names(source.shapes, form)
+    shapes = {ours: source.shapes[theirs] for ours, theirs in names.items()}
+    try:
+        config = replace(form.read_config(values, shapes), **_tokens(values))
+    except CheckpointError:
+        raise
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, ZeroDivisionError) as error:
+        raise CheckpointError(
+            f"{folder / 'config.json'}: expected a {form.model_types[0]} config, got {error!r:.200}"
+        ) from None
+    if mechanism is not None:
+        config = config.with_mechanism(mechanism)
+    return assemble(
+        form.model,
+        config,
+        form.links,
+        shapes,
+        # A mapped tensor would change with its file, and die with it.
+        lambda name: source.read(names[name]).clone(),
+        path=folder,
+        ignored=form.ignored,
+        dtype=dtype,
+        device=device,
+    )
+
+
+def _form(folder: Path, values: dict[str, Any]) -> Form:
+    kind = values.get("model_type")
+    for form in FORMS:
+        if kind in form.model_types:
+            return form
+    known = ", ".join(name for form in FORMS for name in form.model_types)
+    raise CheckpointError(f"{folder / 'config.json'}: expected model_type to be one of {known}, got {kind!r:.80}")
+
+
+def _their_names(shapes: dict[str, tuple[int, ...]], form: Form) -> dict[str, str]:
+    """The file's names by those the form knows: with its prefix, and with today's words for norms."""
+    bare = not any(name.startswith(form.prefix) for name in shapes)
+    found = {}
+    for name in shapes:
+        modern = re.sub(r"LayerNorm\.gamma$", "LayerNorm.weight", re.sub(r"LayerNorm\.beta$", "LayerNorm.bias", name))
+        found[form.prefix + modern if bare else modern] = name
+    return found
+
+
+def export(model: Model) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The config.json and the tensors that make a model one of Hugging Face's.
+
+    >>> import regard as rg
+    >>> from regard.checkpoints.huggingface import export
+    >>> config = rg.DecoderConfig.gpt2(vocabulary_size=9, embedding_dim=4, num_layers=1, num_heads=2)
+    >>> values, tensors = export(rg.Decoder(config))
+    >>> values["model_type"], tuple(tensors["transformer.h.0.attn.c_attn.weight"].shape)
+    ('gpt2', (4, 12))
+    """
+    for form in FORMS:
+        if type(model.config) is form.config and (values := form.write_config(model.config)) is not None:
+            state = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
+            dtype = str(model.dtype).removeprefix("torch.")
+            # transformers before 5 reads torch_dtype
+            values |= {"dtype": dtype, "torch_dtype": dtype}
+            tensors: dict[str, Tensor] = {}
+            written: set[str] = set()
+            for one in form.links(model.config):
+                joined = one.join(state)  # a copy where the same tensor goes out twice: files hold no aliases
+                tensors[one.theirs] = joined.clone() if written & set(one.ours) else joined
+                written |= set(one.ours)
+            return values | _special(model), tensors
+    known = ", ".join(name for form in FORMS if form.config is type(model.config) for name in form.model_types)
+    raise ValueError(
+        f"model: expected the form of a Hugging Face model ({known or 'none is of this kind'}), got {model.config}"
+    )
+
+
+def _tokens(values: dict[str, Any]) -> dict[str, Any]:
+    """The special tokens that config.json names."""
+    ends = values.get("eos_token_id")
+    found = {
+        "start_token": values.get("decoder_start_token_id", values.get("bos_token_id")),
+        "end_tokens": tuple(ends) if isinstance(ends, list) else None if ends is None else (ends,),
+        "padding_token": values.get("pad_token_id"),
+    }
+    for name, given in found.items():
+        if any(one is not None and type(one) is not int for one in (given if isinstance(given, tuple) else (given,))):
+            raise CheckpointError(f"config.json: expected whole numbers for {name}, got {given!r:.80}")
+    return {name: given for name, given in found.items() if given is not None}
+
+
+def _special(model: Model) -> dict[str, Any]:
+    """The special tokens as config.json names them, where engines look for them."""
+    config, tokenizer = model.config, model.tokenizer
+    start, ends, padding = config.start_token, config.end_tokens, config.padding_token
+    if tokenizer is not None:
+        start = tokenizer.bos if start is None else start
+        ends = ends or (() if tokenizer.eos is None else (tokenizer.eos,))
+        padding = tokenizer.pad if padding is None else padding
+    found = {
+        "bos_token_id": start,
+        "eos_token_id": ends[0] if len(ends) == 1 else list(ends) or None,
+        "pad_token_id": padding,
+    }
+    return found | ({"decoder_start_token_id": start} if isinstance(config, TransformerConfig) else {})

@@ -1,0 +1,51 @@
+"""Our own folders: config.json says the model and its config, model.safetensors holds its tensors by our names."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from regard.checkpoints.assembly import assemble
+from regard.checkpoints.errors import CheckpointError
+from regard.checkpoints.sources import open_folder
+from regard.mechanism import Mechanism
+from regard.models.base import Model
+from regard.models.registry import MODELS
+
+VERSION = 1
+
+
+def load(
+    folder: Path,
+    values: dict[str, Any],
+    *,
+    mechanism: Mechanism | str | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+) -> Model:
+    """The model of a folder whose config.json holds `values`."""
+    path = folder / "config.json"
+    name, own = values.get("model"), values.get("config")
+    if values.get("regard") != VERSION or name not in MODELS or not isinstance(own, dict):
+        raise CheckpointError(
+            f"{path}: expected regard = {VERSION}, a model of {', '.join(MODELS)} and its config, "
+            f"got regard = {values.get('regard')!r:.40}, model = {name!r:.80}"
+        )
+    build, config_class = MODELS[name]
+    try:
+        config = config_class.from_json(own)
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(f"{path}: expected the config of a {name}, got {error!s:.200}") from None
+    if mechanism is not None:
+        config = config.with_mechanism(mechanism)
+    source = open_folder(folder)
+    return assemble(
+        build,
+        config,
+        None,
+        source.shapes,
+        lambda one: source.read(one).clone(),
+        path=folder,
+        dtype=dtype,
+        device=device,
+    )

@@ -1,0 +1,70 @@
+"""`regard bench`: speed against named peers."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from regard.cli.common import digits, one_of, print_table, progress
+
+if TYPE_CHECKING:
+    from regard.bench import Result
+
+
+def bench(
+    only: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="A benchmark of the suite (see --list). May repeat.", show_default=False),
+    ] = None,
+    listed: Annotated[bool, typer.Option("--list", help="List the suite and exit.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="End with one line of JSON.")] = False,
+    out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Folder to save the results in.")] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A few rounds only: a look, not a result, and no goal is missed.")
+    ] = False,
+) -> None:
+    """Speed against named peers, as ratios measured in one run; above 1, ours is faster. Exit 1 if a goal is missed."""
+    from regard.bench import SUITE, environment, run, save
+
+    names = list(dict.fromkeys(only or SUITE))
+    for name in names:
+        one_of("only", name, SUITE)
+    if listed:
+        suite = [SUITE[name] for name in names]
+        rows = [{"name": one.name, "title": one.title, "peer": one.peer, "goal": one.goal} for one in suite]
+        print_table([{**row, "goal": _goal(one.goal)} for row, one in zip(rows, suite, strict=True)], right=("goal",))
+        if as_json:
+            print(json.dumps({"suite": rows}))
+        return
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+    results = []
+    with progress(len(names), "timing") as advance:
+        for name in names:
+            advance(name)
+            results.append(run(name, quick))
+    print_table([_bench_row(result) for result in results], right=("ours", "peer's", "ratio", "goal"))
+    if out is not None:
+        print(f"-> {save(results, out)}")
+    if as_json:
+        print(json.dumps({"environment": environment(), "results": [result.to_dict() for result in results]}))
+    if not quick and any(result.passed is False for result in results):
+        raise typer.Exit(1)
+
+
+def _goal(goal: float | None) -> str:
+    return "" if goal is None else f"{goal:g}×"
+
+
+def _bench_row(result: "Result") -> dict[str, str]:
+    return {
+        "benchmark": result.title,
+        "peer": result.peer,
+        "ours": f"{digits(result.ours_ms)} ms" if result.ours_ms else "",
+        "peer's": f"{digits(result.peer_ms)} ms" if result.peer_ms else "",
+        "ratio": f"{result.ratio:.2f}×",
+        "goal": _goal(result.goal),
+        "": {True: "reached", False: "missed", None: ""}[result.passed],
+        "note": result.note,
+    }

@@ -1,0 +1,1 @@
+"""Layers: attention with projections, positions, norms, blocks."""

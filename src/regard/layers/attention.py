@@ -1,0 +1,237 @@
+"""Multi-head attention: projections around a mechanism.
+
+    q, k, v = split(W_q x_q), split(W_k x_k), split(W_v x_v)
+    out     = W_o combine(attend(q, k, v))
+
+`num_kv_heads` gives the grouped (GQA) and multi-query (MQA, one) forms. Any mechanism serves; the layer adds nothing to
+it but projections, rotations and, in training, dropout of the weights.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from regard.attention import attend, weights
+from regard.layers.linear import Linear
+from regard.layers.positions import Rotary, Tables
+from regard.layers.ragged import Ragged
+from regard.mask import Mask, MaskFunction
+from regard.mechanism import Mechanism
+from regard.mechanisms import Softmax, named
+
+AnyMask = Mask | MaskFunction | Tensor | None
+
+
+def as_mechanism(mechanism: Mechanism | str) -> Mechanism:
+    """A mechanism, or the shipped one of a name.
+
+    >>> from regard.layers.attention import as_mechanism
+    >>> as_mechanism("quadratic")
+    Quadratic(c=1.0)
+    """
+    if isinstance(mechanism, str):
+        return named(mechanism)
+    if not isinstance(mechanism, Mechanism):
+        raise ValueError(f"mechanism: expected a mechanism like rg.Softmax() or a name, got {mechanism!r}")
+    return mechanism
+
+
+class Attend(nn.Module):
+    """A mechanism as a module: the one place in a model where attention happens, so that a trace can stand at it.
+
+    >>> import regard as rg, torch
+    >>> from regard.layers.attention import Attend
+    >>> q = k = v = torch.randn(1, 2, 5, 4)
+    >>> out, _ = Attend(rg.Quadratic())(q, k, v, rg.causal)
+    >>> torch.equal(out, rg.attend(q, k, v, rg.Quadratic(), rg.causal))
+    True
+    """
+
+    def __init__(self, mechanism: Mechanism, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.mechanism, self.dropout = mechanism, dropout
+
+    def forward(
+        self,
+        q: Float[Tensor, "B H T K"],
+        k: Float[Tensor, "B G S K"],
+        v: Float[Tensor, "B G S V"],
+        mask: AnyMask = None,
+        bias: Float[Tensor, "..."] | None = None,
+        state: Any = None,
+    ) -> tuple[Float[Tensor, "B H T V"], Any]:
+        """The output, and the longer state if one was given: then k and v are those of the new tokens alone."""
+        if state is not None:
+            return self.mechanism.extend(q, k, v, state, mask, bias=bias)
+        if self.training and self.dropout > 0 and self.mechanism.by_pairs:
+            # Dropping weights needs the weights: the plain form, in training only.
+            kept = F.dropout(weights(q, k, self.mechanism, mask, bias=bias), self.dropout)
+            return self.mechanism.mix(kept, v).to(q.dtype), None
+        return attend(q, k, v, self.mechanism, mask, bias=bias), None
+
+    def extra_repr(self) -> str:
+        return repr(self.mechanism)
+
+
+class MultiHeadAttention(nn.Module):
+    """Attention with projections, (B, T, E) to (B, T, E); self-attention, or cross-attention over inputs of any width.
+
+    >>> import regard as rg, torch
+    >>> layer = rg.MultiHeadAttention(embedding_dim=32, num_heads=4, num_kv_heads=2, mechanism="quadratic")
+    >>> x = torch.randn(2, 10, 32)
+    >>> y = layer(x, mask=rg.causal & rg.padding([10, 7]))
+    >>> state = layer.start(batch=2, capacity=16)
+    >>> first, state = layer.extend(x[:, :6], state, mask=rg.causal)
+    >>> torch.allclose(first, y[:, :6], atol=1e-5)
+    True
+    """
+
+    def __init__(
+        self,
+        embedding_dim: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        qk_length: int | None = None,
+        value_length: int | None = None,
+        mechanism: Mechanism | str = Softmax(),  # noqa: B008 - a frozen value
+        bias: bool = True,
+        dropout: float = 0.0,
+        *,
+        output_bias: bool | None = None,
+        key_dim: int | None = None,
+        value_dim: int | None = None,
+        rotary: Rotary | None = None,
+    ) -> None:
+        """`bias` is that of all projections, `output_bias` of W_o if it differs. `key_dim` and `value_dim` are the
+        widths of the inputs that keys and values are made of, the queries' if not given."""
+        super().__init__()
+        groups = num_heads if num_kv_heads is None else num_kv_heads
+        _check_heads(embedding_dim, num_heads, groups, qk_length, value_length, dropout)
+        self.embedding_dim, self.num_heads, self.num_kv_heads = embedding_dim, num_heads, groups
+        self.qk_length = qk_length or embedding_dim // num_heads
+        self.value_length = value_length or self.qk_length
+        if rotary is not None and rotary.length != self.qk_length:
+            raise ValueError(f"rotary: expected one of length {self.qk_length} (qk_length), got {rotary.length}")
+        self.rotary = rotary
+        self.W_q = Linear(embedding_dim, num_heads * self.qk_length, bias=bias)
+        self.W_k = Linear(key_dim or embedding_dim, groups * self.qk_length, bias=bias)
+        self.W_v = Linear(value_dim or key_dim or embedding_dim, groups * self.value_length, bias=bias)
+        out_bias = bias if output_bias is None else output_bias
+        self.W_o = Linear(num_heads * self.value_length, embedding_dim, bias=out_bias)
+        self.attend = Attend(as_mechanism(mechanism), dropout)
+
+    @property
+    def mechanism(self) -> Mechanism:
+        return self.attend.mechanism
+
+    def split_heads(self, x: Float[Tensor, "B T D"], length: int) -> Float[Tensor, "B H T K"]:
+        """(B, T, H·K) to (B, H, T, K), for heads of `length`."""
+        return rearrange(x, "b t (h k) -> b h t k", k=length)
+
+    def combine_heads(self, x: Float[Tensor, "B H T V"]) -> Float[Tensor, "B T D"]:
+        """(B, H, T, V) to (B, T, H·V)."""
+        return rearrange(x, "b h t v -> b t (h v)")
+
+    def forward(
+        self,
+        query: Float[Tensor, "*b E"],
+        key: Float[Tensor, "B S D"] | None = None,
+        value: Float[Tensor, "B S W"] | None = None,
+        mask: AnyMask = None,
+        *,
+        bias: Float[Tensor, "..."] | None = None,
+        positions: Int[Tensor, "..."] | Tables | None = None,
+        ragged: Ragged | None = None,
+    ) -> Float[Tensor, "*b E"]:
+        """Attention of `query` to itself, or to `key` and `value` (which is `key` if not given).
+
+        `positions`, (T,) or (B, T), is where the tokens stand, for rotary heads, or the rotary's tables of them, for
+        layers that share them; 0, 1, … if not given. With `ragged`, `query` is the packed (N, E) of a padded batch,
+        and so is the result.
+        """
+        if key is not None:
+            return self.cross(query, *self.remember(key, value), mask, bias=bias)
+        q, k, v = self.project(query, positions, ragged)
+        out, _ = self.attend(q, k, v, mask, bias)
+        return self._finish(out, ragged)
+
+    def project(
+        self, x: Tensor, positions: Tensor | Tables | None = None, ragged: Ragged | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of self-attention, in heads and turned to their positions."""
+        q, k, v = self.W_q(x), self.W_k(x), self.W_v(x)
+        if ragged is not None:
+            q, k, v = ragged.pad(q), ragged.pad(k), ragged.pad(v)
+        q, k = self.split_heads(q, self.qk_length), self.split_heads(k, self.qk_length)
+        if self.rotary is not None:
+            if positions is None:
+                positions = torch.arange(q.shape[2], device=q.device)
+            tables = self.rotary.tables(positions) if isinstance(positions, Tensor) else positions
+            q, k = self.rotary.turn(q, tables), self.rotary.turn(k, tables)
+        return q, k, self.split_heads(v, self.value_length)
+
+    def remember(self, key: Tensor, value: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The keys and values of cross-attention, in heads: computed once, used at every step."""
+        k, v = self.W_k(key), self.W_v(key if value is None else value)
+        return self.split_heads(k, self.qk_length), self.split_heads(v, self.value_length)
+
+    def cross(
+        self, query: Tensor, k: Tensor, v: Tensor, mask: AnyMask = None, *, bias: Tensor | None = None
+    ) -> Float[Tensor, "B T E"]:
+        """Attention of `query` to what `remember` gave."""
+        out, _ = self.attend(self.split_heads(self.W_q(query), self.qk_length), k, v, mask, bias)
+        return self._finish(out, None)
+
+    def start(self, *, batch: int, capacity: int = 4096) -> Any:
+        """An empty state for `extend`, in this layer's dtype and on its device."""
+        return self.mechanism.start(
+            batch=batch,
+            num_kv_heads=self.num_kv_heads,
+            qk_length=self.qk_length,
+            value_length=self.value_length,
+            capacity=capacity,
+            dtype=self.W_k.weight.dtype,
+            device=self.W_k.weight.device,
+        )
+
+    def extend(
+        self,
+        x: Float[Tensor, "*b E"],
+        state: Any,
+        mask: AnyMask = None,
+        *,
+        bias: Float[Tensor, "..."] | None = None,
+        positions: Int[Tensor, "..."] | Tables | None = None,
+        ragged: Ragged | None = None,
+    ) -> tuple[Float[Tensor, "*b E"], Any]:
+        """Self-attention of T more tokens over the whole history. Gives the output and the longer state."""
+        if positions is None:
+            positions = state.length + torch.arange(x.shape[1], device=x.device)
+        q, k, v = self.project(x, positions, ragged)
+        out, state = self.attend(q, k, v, mask, bias, state)
+        return self._finish(out, ragged), state
+
+    def _finish(self, out: Tensor, ragged: Ragged | None) -> Tensor:
+        together = self.combine_heads(out)
+        return self.W_o(together if ragged is None else ragged.pack(together))
+
+
+def _check_heads(
+    embedding_dim: int, num_heads: int, groups: int, qk_length: int | None, value_length: int | None, dropout: float
+) -> None:
+    sizes = {"embedding_dim": embedding_dim, "num_heads": num_heads, "num_kv_heads": groups}
+    for name, size in {**sizes, "qk_length": qk_length, "value_length": value_length}.items():
+        if size is not None and (not isinstance(size, int) or size < 1):
+            raise ValueError(f"{name}: expected a whole number of at least 1, got {size!r}")
+    if num_heads % groups:
+        raise ValueError(f"num_kv_heads: expected a divisor of num_heads = {num_heads}, got {groups}")
+    if qk_length is None and embedding_dim % num_heads:
+        raise ValueError(
+            f"num_heads: expected a divisor of embedding_dim = {embedding_dim} (or qk_length given), got {num_heads}"
+        )
+    if not 0 <= dropout < 1:
+        raise ValueError(f"dropout: expected at least 0 and below 1, got {dropout}")

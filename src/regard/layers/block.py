@@ -1,0 +1,208 @@
+"""Blocks of attention and position-wise networks, and stacks of them.
+
+    pre-norm    x + f(norm(x))        GPT-2, Llama, T5, ViT
+    post-norm   norm(x + f(x))        the original Transformer, BERT
+
+A stack applies its blocks one after another; with `num_shared` below the number of layers it applies the same block
+several times (ALBERT). It streams through the states of its mechanisms.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from regard.layers.attention import AnyMask, MultiHeadAttention, as_mechanism
+from regard.layers.network import PositionWise, norm
+from regard.layers.positions import Rotary, Tables
+from regard.layers.ragged import Ragged
+from regard.layers.streaming import ModelState
+from regard.mask import Mask, as_mask, causal, padding_between, window
+from regard.mechanism import Mechanism
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockConfig:
+    """What a block is made of; the models' configs build theirs from their own fields."""
+
+    embedding_dim: int
+    num_heads: int
+    hidden_dim: int
+    mechanism: Mechanism | str
+    num_kv_heads: int | None = None
+    qk_length: int | None = None
+    value_length: int | None = None
+    norm: str = "layer"
+    norm_epsilon: float = 1e-5
+    pre_norm: bool = True
+    activation: str = "gelu"
+    attention_bias: bool = True
+    output_bias: bool = True
+    network_bias: bool = True
+    dropout: float = 0.0
+    attention_dropout: float = 0.0
+    rotary: Rotary | None = None
+    cross: bool = False
+    """Whether there is attention over another sequence between the two."""
+
+
+class Block(nn.Module):
+    """Self-attention, cross-attention if there is any, and a position-wise network, each with norm and residual."""
+
+    def __init__(self, config: BlockConfig) -> None:
+        super().__init__()
+        self.pre_norm = config.pre_norm
+        self.attention = self._attention(config, rotary=config.rotary)
+        self.attention_norm = norm(config.norm, config.embedding_dim, config.norm_epsilon)
+        if config.cross:
+            self.cross = self._attention(config)
+            self.cross_norm = norm(config.norm, config.embedding_dim, config.norm_epsilon)
+        self.network = PositionWise(
+            config.embedding_dim,
+            config.hidden_dim,
+            activation=config.activation,
+            bias=config.network_bias,
+        )
+        self.network_norm = norm(config.norm, config.embedding_dim, config.norm_epsilon)
+        self.dropout = nn.Dropout(config.dropout)
+
+    @staticmethod
+    def _attention(config: BlockConfig, rotary: Rotary | None = None) -> MultiHeadAttention:
+        return MultiHeadAttention(
+            config.embedding_dim,
+            config.num_heads,
+            config.num_kv_heads,
+            config.qk_length,
+            config.value_length,
+            config.mechanism,
+            config.attention_bias,
+            config.attention_dropout,
+            output_bias=config.output_bias,
+            rotary=rotary,
+        )
+
+    def forward(
+        self,
+        x: Float[Tensor, "*b E"],
+        mask: AnyMask = None,
+        *,
+        bias: Tensor | None = None,
+        positions: Int[Tensor, "..."] | Tables | None = None,
+        ragged: Ragged | None = None,
+        state: Any = None,
+        memory: tuple[Tensor, Tensor] | None = None,
+        memory_mask: Mask | None = None,
+    ) -> tuple[Float[Tensor, "*b E"], Any]:
+        """The tokens after this block, and the longer state if one was given."""
+        options: dict[str, Any] = {"bias": bias, "positions": positions, "ragged": ragged}
+        inner = self.attention_norm(x) if self.pre_norm else x
+        if state is None:
+            found = self.attention(inner, mask=mask, **options)
+        else:
+            found, state = self.attention.extend(inner, state, mask, **options)
+        x = self._add(x, found, self.attention_norm)
+        if memory is not None:
+            inner = self.cross_norm(x) if self.pre_norm else x
+            inner = inner if ragged is None else ragged.pad(inner)
+            found = self.cross.cross(inner, *memory, memory_mask)
+            x = self._add(x, found if ragged is None else ragged.pack(found), self.cross_norm)
+        inner = self.network_norm(x) if self.pre_norm else x
+        return self._add(x, self.network(inner), self.network_norm), state
+
+    def _add(self, x: Tensor, found: Tensor, normed: nn.Module) -> Tensor:
+        x = x + self.dropout(found)
+        return x if self.pre_norm else normed(x)
+
+
+class Stack(nn.Module):
+    """Blocks one after another, sharing masks, positions and states; then a norm, in pre-norm models."""
+
+    def __init__(
+        self,
+        config: BlockConfig,
+        num_layers: int,
+        *,
+        causal: bool = False,
+        num_shared: int | None = None,
+        windows: Sequence[int | None] | None = None,
+        bias: nn.Module | None = None,
+        final_norm: bool | None = None,
+    ) -> None:
+        """`num_shared` is the number of different blocks; `windows` how many tokens each layer sees, itself included;
+        `bias` a module that gives the scores' bias from (queries, keys)."""
+        super().__init__()
+        mechanism = as_mechanism(config.mechanism)
+        if causal and not mechanism.by_pairs:
+            raise ValueError(f"mechanism: expected one that can be causal, got {mechanism!r}")
+        if bias is not None and not mechanism.takes_bias:
+            raise ValueError(f"mechanism: expected one with additive scores, for a bias by distance, got {mechanism!r}")
+        different = num_layers if num_shared is None else num_shared
+        if not 1 <= different <= max(1, num_layers):
+            raise ValueError(f"num_shared: expected 1 to {num_layers} different blocks, got {different}")
+        self.num_layers, self.num_heads, self.causal = num_layers, config.num_heads, causal
+        self.windows = tuple(windows) if windows is not None else (None,) * num_layers
+        self.blocks = nn.ModuleList(Block(config) for _ in range(min(different, num_layers)))
+        self.bias, self.rotary = bias, config.rotary
+        wanted = config.pre_norm if final_norm is None else final_norm
+        self.norm = norm(config.norm, config.embedding_dim, config.norm_epsilon) if wanted else nn.Identity()
+
+    def layer(self, index: int) -> Block:
+        """The block that layer `index` runs."""
+        return self.blocks[index * len(self.blocks) // self.num_layers]  # type: ignore[return-value]
+
+    def forward(
+        self,
+        x: Float[Tensor, "B T E"],
+        mask: AnyMask = None,
+        *,
+        positions: Int[Tensor, "..."] | None = None,
+        state: ModelState | None = None,
+        memory: tuple[tuple[Tensor, Tensor], ...] | None = None,
+        memory_mask: Mask | None = None,
+    ) -> tuple[Float[Tensor, "B T E"], ModelState | None]:
+        """The tokens after all blocks, exactly 0 where the mask's padding hides them; and the longer state, if any."""
+        rule = as_mask(mask)
+        tokens, past = x.shape[1], 0 if state is None else state.length
+        if rule is not None:
+            rule.fits(x.shape[0], self.num_heads, tokens, past + tokens)
+        fresh = padding_between(rule, past, past + tokens, past + tokens)
+        ragged = None if fresh is None else Ragged(fresh.valid(tokens, x.device))
+        if ragged is not None:
+            x = ragged.pack(x)
+        if state is not None:
+            memory, memory_mask = state.memory, state.memory_mask
+        turns = positions if self.rotary is None or positions is None else self.rotary.tables(positions)
+        masks = {size: self._masked(rule, size) for size in set(self.windows)}
+        bias = None if self.bias is None else self.bias(tokens, past + tokens, x)
+        states = []
+        for index in range(self.num_layers):
+            x, longer = self.layer(index)(
+                x,
+                masks[self.windows[index]],
+                bias=bias,
+                positions=turns,
+                ragged=ragged,
+                state=None if state is None else state.layers[index],
+                memory=None if memory is None else memory[index],
+                memory_mask=memory_mask,
+            )
+            states.append(longer)
+        x = self.norm(x)
+        x = x if ragged is None else ragged.pad(x)
+        return x, None if state is None else state.extended(tuple(states), tokens, fresh)
+
+    def _masked(self, rule: Mask | None, size: int | None) -> Mask | None:
+        for more in (causal if self.causal else None, None if size is None else window(before=size - 1)):
+            rule = more if rule is None else rule if more is None else more & rule
+        return rule
+
+    def start(self, *, batch: int, capacity: int = 4096) -> ModelState:
+        """An empty state."""
+        layers = (self.layer(index).attention for index in range(self.num_layers))
+        return ModelState(tuple(one.start(batch=batch, capacity=capacity) for one in layers))
+
+    def remember(self, memory: Float[Tensor, "B S E"]) -> tuple[tuple[Tensor, Tensor], ...]:
+        """Keys and values of every layer's cross-attention over `memory`."""
+        return tuple(self.layer(index).cross.remember(memory) for index in range(self.num_layers))

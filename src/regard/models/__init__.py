@@ -1,0 +1,1 @@
+"""Models: the forms people know, on any mechanism."""

@@ -1,0 +1,100 @@
+"""What the models' configs share: frozen values of whole words, checked when made, and written as JSON."""
+
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, TypeVar
+
+from regard.layers.attention import as_mechanism
+from regard.layers.positions import RotaryScaling
+from regard.mechanism import Mechanism
+from regard.mechanisms import REGISTRY, Softmax
+
+MECHANISMS: dict[str, type[Mechanism]] = {type(one).__name__: type(one) for one in REGISTRY.values()}
+"""The shipped mechanisms by class, for files."""
+
+C = TypeVar("C", bound="Config")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """The part every model's config has. `mechanism` is a mechanism or the name of a shipped one.
+
+    >>> import regard as rg
+    >>> config = rg.DecoderConfig(vocabulary_size=11, embedding_dim=8, num_layers=2, num_heads=2, mechanism="elu")
+    >>> config.mechanism, rg.DecoderConfig.from_json(config.to_json()) == config
+    (Elu(), True)
+    """
+
+    mechanism: Mechanism | str = Softmax()  # noqa: RUF009 - a frozen value
+    dropout: float = 0.0
+    """Of embeddings and of what each sub-layer adds, in training."""
+    attention_dropout: float = 0.0
+    """Of attention weights, in training."""
+    start_token: int | None = None
+    """What a generated sequence begins with, if anything."""
+    end_tokens: tuple[int, ...] = ()
+    """What ends one."""
+    padding_token: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "mechanism", as_mechanism(self.mechanism))
+        for name, value in vars(self).items():
+            if isinstance(value, list):
+                value = tuple(value)
+                object.__setattr__(self, name, value)
+            if name.endswith(("_size", "_dim", "_length")) or name.startswith("num_"):
+                least = 0 if name in ("num_layers", "num_classes", "num_segments") else 1
+                given = value if isinstance(value, tuple) else (value,)
+                if value is not None and not all(type(one) is int and one >= least for one in given):
+                    raise ValueError(f"{name}: expected a whole number of at least {least}, got {value!r}")
+            elif name.endswith("dropout") and not 0 <= value < 1:
+                raise ValueError(f"{name}: expected at least 0 and below 1, got {value}")
+
+    def to_json(self) -> dict[str, Any]:
+        """The config as JSON has it."""
+        return {one.name: _plain(getattr(self, one.name)) for one in fields(self)}
+
+    @classmethod
+    def from_json(cls: type[C], values: dict[str, Any]) -> C:
+        """The config of what `to_json` gave; unknown and missing fields are one ValueError."""
+        known = {one.name for one in fields(cls)}
+        if unknown := sorted(set(values) - known):
+            raise ValueError(f"config: expected fields of {cls.__name__}, got {', '.join(unknown)} too")
+        given = {name: _tuples(value) for name, value in values.items()}
+        if isinstance(given.get("mechanism"), dict):
+            given["mechanism"] = _mechanism(given["mechanism"])
+        if isinstance(given.get("rotary_scaling"), dict):
+            given["rotary_scaling"] = RotaryScaling(**given["rotary_scaling"])
+        try:
+            return cls(**given)
+        except TypeError as error:
+            raise ValueError(f"config: expected the fields of {cls.__name__}, got {error}") from None
+
+    def with_mechanism(self: C, mechanism: Mechanism | str) -> C:
+        """The same model with another attention."""
+        return replace(self, mechanism=mechanism)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mechanism):
+        if type(value) is not MECHANISMS.get(type(value).__name__):
+            raise ValueError(f"mechanism: expected a shipped one, which a file can name, got {value!r}")
+        own = {one.name: getattr(value, one.name) for one in fields(value) if one.init}
+        return {"name": type(value).__name__, **{k: "inf" if v == float("inf") else v for k, v in own.items()}}
+    if is_dataclass(value) and not isinstance(value, type):
+        return {one.name: _plain(getattr(value, one.name)) for one in fields(value)}
+    return [_plain(one) for one in value] if isinstance(value, tuple) else value
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(_tuples(one) for one in value) if isinstance(value, list) else value
+
+
+def _mechanism(values: dict[str, Any]) -> Mechanism:
+    own = {k: float("inf") if v == "inf" else v for k, v in values.items() if k != "name"}
+    name = values.get("name")
+    if name not in MECHANISMS:
+        raise ValueError(f"mechanism: expected one of {', '.join(MECHANISMS)}, got {name!r}")
+    try:
+        return MECHANISMS[name](**own)
+    except TypeError as error:
+        raise ValueError(f"mechanism: expected the fields of {name}, got {error}") from None

@@ -1,0 +1,194 @@
+"""Decoders: each token sees the ones before it and predicts the next. GPT-2's form and Llama's.
+
+    x      = embedding(tokens) [+ positions(place)]
+    x      = x + attention(norm(x));  x = x + network(norm(x))          for each layer
+    logits = head(norm(x))
+
+GPT-2: learned positions, LayerNorm, GELU, biases. Llama (Mistral, Qwen2): rotary positions, RMSNorm, SwiGLU, grouped
+key/value heads, a window in some layers.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from regard.layers.attention import AnyMask
+from regard.layers.block import BlockConfig, Stack
+from regard.layers.linear import Linear, linear
+from regard.layers.positions import Alibi, Rotary, RotaryScaling, sinusoidal
+from regard.layers.streaming import ModelState, places
+from regard.mask import as_mask
+from regard.models.base import Model, check_length, check_tokens
+from regard.models.config import Config
+
+Positions = Literal["rotary", "learned", "sinusoidal", "alibi", "none"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig(Config):
+    """A decoder. The defaults are Llama's form; `DecoderConfig.gpt2(…)` has GPT-2's.
+
+    >>> import regard as rg
+    >>> rg.DecoderConfig.gpt2(vocabulary_size=100, embedding_dim=32, num_layers=2, num_heads=4).positions
+    'learned'
+    """
+
+    vocabulary_size: int
+    embedding_dim: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int | None = None
+    qk_length: int | None = None
+    value_length: int | None = None
+    hidden_dim: int | None = None
+    """Of the position-wise network; 4 · embedding_dim if not given."""
+    context_length: int = 2048
+    positions: Positions = "rotary"
+    rotary_base: float = 10000.0
+    rotary_scaling: RotaryScaling | None = None
+    norm: str = "rms"
+    norm_epsilon: float = 1e-6
+    activation: str = "swiglu"
+    attention_bias: bool = False
+    output_bias: bool = False
+    network_bias: bool = False
+    window: int | None = None
+    """How many tokens a query sees, itself included, in the layers of `window_layers`."""
+    window_layers: tuple[int, ...] | None = None
+    """Which layers have the window; all if not given."""
+    tied: bool = True
+    """Whether the head is the embedding."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        known = ("rotary", "learned", "sinusoidal", "alibi", "none")
+        if self.positions not in known:
+            raise ValueError(f"positions: expected one of {', '.join(known)}, got {self.positions!r}")
+        if self.window is not None and (type(self.window) is not int or self.window < 1):
+            raise ValueError(f"window: expected at least 1 token, got {self.window!r}")
+        if self.qk_length is None and self.embedding_dim % self.num_heads:
+            raise ValueError(
+                f"num_heads: expected a divisor of embedding_dim = {self.embedding_dim} (or qk_length given), "
+                f"got {self.num_heads}"
+            )
+        if self.positions == "rotary" and self.head_length % 2:
+            raise ValueError(f"qk_length: expected an even number, rotations turn pairs, got {self.head_length}")
+
+    @classmethod
+    def gpt2(cls, **changes: Any) -> "DecoderConfig":
+        """GPT-2's form."""
+        form = {"positions": "learned", "norm": "layer", "norm_epsilon": 1e-5, "activation": "gelu_tanh"}
+        biases = {"attention_bias": True, "output_bias": True, "network_bias": True}
+        return cls(**{**form, **biases, "context_length": 1024, **changes})
+
+    @classmethod
+    def llama(cls, **changes: Any) -> "DecoderConfig":
+        """Llama's form, which the defaults are."""
+        return cls(**changes)
+
+    @property
+    def head_length(self) -> int:
+        return self.qk_length or self.embedding_dim // self.num_heads
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The window of each layer."""
+        chosen = range(self.num_layers) if self.window_layers is None else self.window_layers
+        return tuple(self.window if index in chosen else None for index in range(self.num_layers))
+
+
+class Decoder(Model):
+    """A decoder: `decoder(tokens, mask=None)` gives the logits of each next token. Causality is its own.
+
+    >>> import regard as rg, torch
+    >>> model = rg.Decoder(rg.DecoderConfig(vocabulary_size=50, embedding_dim=16, num_layers=2, num_heads=4))
+    >>> tokens = torch.randint(50, (2, 6))
+    >>> model(tokens, mask=rg.padding([6, 4])).shape
+    torch.Size([2, 6, 50])
+    >>> logits, state = model.extend(tokens[:, :4], model.start(batch=2, capacity=8))
+    >>> logits, state = model.extend(tokens[:, 4:], state)
+    >>> torch.allclose(logits, model(tokens)[:, 4:], atol=1e-5)
+    True
+    """
+
+    config: DecoderConfig
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocabulary_size, config.embedding_dim)
+        if config.positions == "learned":
+            self.positions = nn.Embedding(config.context_length, config.embedding_dim)
+        self.dropout = nn.Dropout(config.dropout)
+        bias = Alibi(config.num_heads) if config.positions == "alibi" else None
+        self.stack = Stack(_block(config), config.num_layers, causal=True, windows=config.windows, bias=bias)
+        if not config.tied:
+            self.head = Linear(config.embedding_dim, config.vocabulary_size, bias=False)
+        self.initialise()
+
+    def forward(self, tokens: Int[Tensor, "B T"], mask: AnyMask = None) -> Float[Tensor, "B T D"]:
+        """Logits (B, T, vocabulary). `mask` adds to causality, usually `rg.padding(lengths)`, left or right."""
+        return self.predict(self._run(tokens, mask, None)[0])
+
+    def start(self, *, batch: int, capacity: int | None = None) -> ModelState:
+        """An empty state for `extend`, with room for `capacity` tokens, the context's length if not given."""
+        return self.stack.start(batch=batch, capacity=self.config.context_length if capacity is None else capacity)
+
+    def extend(
+        self, tokens: Int[Tensor, "B T"], state: ModelState, mask: AnyMask = None
+    ) -> tuple[Float[Tensor, "B T D"], ModelState]:
+        """Logits of T more tokens after what the state has met, and the longer state.
+
+        The mask speaks of the whole history; what was padding when it came stays padding.
+        """
+        hidden, longer = self._run(tokens, mask, state)
+        assert longer is not None
+        return self.predict(hidden), longer
+
+    def predict(self, hidden: Float[Tensor, "B T E"]) -> Float[Tensor, "B T D"]:
+        """Logits from the last layer's tokens."""
+        return linear(hidden, self.embedding.weight) if self.config.tied else self.head(hidden)
+
+    def _run(self, tokens: Tensor, mask: AnyMask, state: ModelState | None) -> tuple[Tensor, ModelState | None]:
+        check_tokens("tokens", tokens, self.config.vocabulary_size)
+        past = 0 if state is None else state.length
+        rule = as_mask(mask)
+        place = places(tokens, rule, state)
+        x = self.embedding(tokens)
+        if self.config.positions == "learned":
+            check_length("tokens", past + tokens.shape[1], self.config.context_length)
+            x = x + self.positions(place)
+        elif self.config.positions == "sinusoidal":
+            x = x + sinusoidal(place, self.config.embedding_dim).to(x.dtype)
+        return self.stack(self.dropout(x), rule, positions=place, state=state)
+
+
+def _block(config: DecoderConfig) -> BlockConfig:
+    rotary = None
+    if config.positions == "rotary":
+        rotary = Rotary(
+            length=config.head_length,
+            base=config.rotary_base,
+            scaling=config.rotary_scaling,
+            context_length=config.context_length,
+        )
+    return BlockConfig(
+        embedding_dim=config.embedding_dim,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        qk_length=config.qk_length,
+        value_length=config.value_length,
+        hidden_dim=config.hidden_dim or 4 * config.embedding_dim,
+        mechanism=config.mechanism,
+        norm=config.norm,
+        norm_epsilon=config.norm_epsilon,
+        activation=config.activation,
+        attention_bias=config.attention_bias,
+        output_bias=config.output_bias,
+        network_bias=config.network_bias,
+        dropout=config.dropout,
+        attention_dropout=config.attention_dropout,
+        rotary=rotary,
+    )

@@ -1,0 +1,228 @@
+"""Encoders: each token sees all others. BERT's form and ALBERT's.
+
+    x = norm(embedding(tokens) + segment(segments) + positions(place))     [· W, from a narrower embedding: ALBERT]
+    x = norm(x + attention(x));  x = norm(x + network(x))                  for each layer, or the same layer L times
+
+Heads, where they exist: the words under masks, whether the second sentence follows the first, classes of a sequence;
+and a sentence's embedding, the mean of its tokens. A padded batch computes only its real tokens.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from regard.layers.attention import AnyMask
+from regard.layers.block import BlockConfig, Stack
+from regard.layers.linear import Linear, linear
+from regard.layers.network import ACTIVATIONS, norm
+from regard.layers.streaming import places
+from regard.mask import as_mask, structure
+from regard.models.base import Model, check_length, check_tokens
+from regard.models.config import Config
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderConfig(Config):
+    """An encoder. The defaults are BERT's form; `EncoderConfig.albert(…)` shares one block and narrows the embedding.
+
+    >>> import regard as rg
+    >>> rg.EncoderConfig.albert(vocabulary_size=30, embedding_dim=16, num_layers=4, num_heads=2).num_shared
+    1
+    """
+
+    vocabulary_size: int
+    embedding_dim: int
+    num_layers: int
+    num_heads: int
+    hidden_dim: int | None = None
+    """Of the position-wise network; 4 · embedding_dim if not given."""
+    factor_dim: int | None = None
+    """Width of the embedding table where it is narrower than the model (ALBERT)."""
+    num_shared: int | None = None
+    """How many different blocks there are; one for each layer if not given."""
+    context_length: int = 512
+    num_segments: int = 2
+    norm: str = "layer"
+    norm_epsilon: float = 1e-12
+    pre_norm: bool = False
+    activation: str = "gelu"
+    pooler: bool = False
+    """Whether the first token has a layer of its own, on which the sequence's heads stand."""
+    masked_words: bool = False
+    next_sentence: bool = False
+    num_classes: int = 0
+    tied: bool = True
+    """Whether the words under masks are scored by the embedding."""
+
+    @classmethod
+    def bert(cls, **changes: Any) -> "EncoderConfig":
+        """BERT's form as it is pre-trained: words under masks and the next sentence."""
+        return cls(**{"pooler": True, "masked_words": True, "next_sentence": True, **changes})
+
+    @classmethod
+    def albert(cls, **changes: Any) -> "EncoderConfig":
+        """ALBERT's form: one block for all layers, a narrow embedding."""
+        return cls(**{"num_shared": 1, "factor_dim": 128, "activation": "gelu_tanh", **changes})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.next_sentence or self.num_classes) and not self.pooler:
+            raise ValueError("pooler: expected True where there are heads for the whole sequence, got False")
+
+
+class Encoder(Model):
+    """An encoder: `encoder(tokens, segments=None, mask=None)` gives hidden states, (B, T, E).
+
+    >>> import regard as rg, torch
+    >>> model = rg.Encoder(rg.EncoderConfig.bert(vocabulary_size=30, embedding_dim=16, num_layers=2, num_heads=4))
+    >>> hidden = model(torch.randint(30, (2, 6)), mask=rg.padding([6, 4]))
+    >>> hidden.shape, model.masked_words(hidden).shape, model.next_sentence(hidden).shape
+    (torch.Size([2, 6, 16]), torch.Size([2, 6, 30]), torch.Size([2, 2]))
+    """
+
+    config: EncoderConfig
+
+    def __init__(self, config: EncoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        width, narrow = config.embedding_dim, config.factor_dim or config.embedding_dim
+        self.embedding = nn.Embedding(config.vocabulary_size, narrow)
+        self.positions = nn.Embedding(config.context_length, narrow)
+        if config.num_segments:
+            self.segments = nn.Embedding(config.num_segments, narrow)
+        self.embedding_norm = norm(config.norm, narrow, config.norm_epsilon)
+        self.dropout = nn.Dropout(config.dropout)
+        if config.factor_dim is not None:
+            self.widen = Linear(narrow, width)
+        self.stack = Stack(_block(config), config.num_layers, num_shared=config.num_shared)
+        if config.pooler:
+            self.pooler = Linear(width, width)
+        if config.masked_words:
+            self.words = _Words(config, narrow)
+        if config.next_sentence:
+            self.order = Linear(width, 2)
+        if config.num_classes:
+            self.classes = Linear(width, config.num_classes)
+        self.initialise()
+
+    def forward(
+        self, tokens: Int[Tensor, "B T"], segments: Int[Tensor, "B T"] | None = None, mask: AnyMask = None
+    ) -> Float[Tensor, "B T E"]:
+        """Hidden states; exactly 0 where `mask` has padding. `segments` (0 or 1) tells two sentences apart."""
+        check_tokens("tokens", tokens, self.config.vocabulary_size)
+        check_length("tokens", tokens.shape[1], self.config.context_length)
+        rule = as_mask(mask)
+        x = self.embedding(tokens)
+        if self.config.num_segments:
+            if segments is None:
+                segments = torch.zeros_like(tokens)
+            check_tokens("segments", segments, self.config.num_segments)
+            x = x + self.segments(segments)
+        x = self.dropout(self.embedding_norm(x + self.positions(places(tokens, rule))))
+        if self.config.factor_dim is not None:
+            x = self.widen(x)
+        hidden, _ = self.stack(x, rule)
+        return hidden
+
+    def masked_words(self, hidden: Float[Tensor, "*b E"]) -> Float[Tensor, "*b D"]:
+        """Logits of the word at each place."""
+        self._has("masked_words")
+        return self.words(hidden, self.embedding.weight)
+
+    def next_sentence(self, hidden: Float[Tensor, "B T E"]) -> Float[Tensor, "B 2"]:
+        """Logits of "the second sentence follows" and "it does not"; for ALBERT, of the right order and the wrong."""
+        self._has("next_sentence")
+        return self.order(self.pooled(hidden))
+
+    def classify(self, hidden: Float[Tensor, "B T E"]) -> Float[Tensor, "B D"]:
+        """Logits of the classes of each sequence."""
+        self._has("num_classes")
+        return self.classes(self.dropout(self.pooled(hidden)))
+
+    def pooled(self, hidden: Float[Tensor, "B T E"]) -> Float[Tensor, "B E"]:
+        """The first token, through its own layer."""
+        self._has("pooler")
+        return torch.tanh(self.pooler(hidden[:, 0]))
+
+    def embed(self, texts: Sequence[str], *, normalize: bool = True, batch_size: int = 32) -> Float[Tensor, "B E"]:
+        """Embeddings of sentences: the mean of their tokens' hidden states, of length 1 unless `normalize=False`."""
+        if self.tokenizer is None:
+            raise ValueError("model: expected one with a tokenizer to embed texts, got none; embed tokens with mean()")
+        if isinstance(texts, str):
+            raise ValueError("texts: expected a list of texts, got one text")
+        if not texts:
+            return torch.zeros(0, self.config.embedding_dim, dtype=self.dtype, device=self.device)
+        # Texts of like length go together, so that little is padding.
+        order = sorted(range(len(texts)), key=lambda index: len(texts[index]))
+        found = torch.empty(len(texts), self.config.embedding_dim, dtype=self.dtype, device=self.device)
+        training = self.training
+        self.eval()
+        try:
+            with torch.no_grad():
+                for start in range(0, len(order), batch_size):
+                    chosen = order[start : start + batch_size]
+                    tokens, mask = self.tokenizer.batch([texts[index] for index in chosen])
+                    found[chosen] = mean(self(tokens.to(self.device), mask=mask), mask)
+        finally:
+            self.train(training)
+        return F.normalize(found, dim=-1) if normalize else found
+
+    def _has(self, head: str) -> None:
+        if not getattr(self.config, head):
+            raise ValueError(f"model: expected one with {head} in its config, got {self.config}")
+
+
+class _Words(nn.Module):
+    """Scores every word at every place: a layer, a norm, and the embedding or a table of its own."""
+
+    def __init__(self, config: EncoderConfig, narrow: int) -> None:
+        super().__init__()
+        self.dense = Linear(config.embedding_dim, narrow)
+        self.activation = ACTIVATIONS[config.activation][0]
+        self.norm = norm(config.norm, narrow, config.norm_epsilon)
+        self.bias = nn.Parameter(torch.zeros(config.vocabulary_size))
+        if not config.tied:
+            self.table = Linear(narrow, config.vocabulary_size, bias=False)
+
+    def forward(self, hidden: Tensor, embedding: Tensor) -> Tensor:
+        hidden = self.norm(self.activation(self.dense(hidden)))
+        return linear(hidden, self.table.weight if hasattr(self, "table") else embedding, self.bias)
+
+
+def mean(hidden: Float[Tensor, "B T E"], mask: AnyMask = None) -> Float[Tensor, "B E"]:
+    """The mean of each sequence's real tokens; 0 for a sequence without any.
+
+    >>> import regard as rg, torch
+    >>> from regard.models.encoder import mean
+    >>> mean(torch.tensor([[[1.0], [3.0], [9.0]]]), rg.padding([2]))
+    tensor([[2.]])
+    """
+    rule = as_mask(mask)
+    if rule is None:
+        return hidden.mean(1)
+    known = structure(rule, hidden.shape[1], hidden.shape[1])
+    valid = known.valid(hidden.shape[1], hidden.device)
+    if valid is None:
+        return hidden.mean(1)
+    kept = hidden.masked_fill(~valid[..., None], 0)
+    return kept.sum(1) / valid.sum(1, keepdim=True).clamp(min=1)
+
+
+def _block(config: EncoderConfig) -> BlockConfig:
+    return BlockConfig(
+        embedding_dim=config.embedding_dim,
+        num_heads=config.num_heads,
+        hidden_dim=config.hidden_dim or 4 * config.embedding_dim,
+        mechanism=config.mechanism,
+        norm=config.norm,
+        norm_epsilon=config.norm_epsilon,
+        pre_norm=config.pre_norm,
+        activation=config.activation,
+        dropout=config.dropout,
+        attention_dropout=config.attention_dropout,
+    )

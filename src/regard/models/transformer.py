@@ -1,0 +1,280 @@
+"""The encoder-decoder: one stack reads the source, another writes the target and looks back at it. Two forms.
+
+    memory = encoder(embedding(source) [· √E + positions])
+    x      = embedding(target) [· √E + positions]
+    x      = x + attention(x);  x = x + cross(x, memory);  x = x + network(x)          for each layer, with norms
+    logits = head(x [/ √E])
+
+The original Transformer (Vaswani et al. 2017): norms after each sum, sinusoids, ReLU, biases. T5 (Raffel et al. 2019):
+norms before each sub-layer, without means; a learned bias by distance in self-attention, one for all layers of a stack;
+scores as they are, not divided by √K; no biases; v1.1 gates its networks.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from regard.layers.attention import AnyMask, MultiHeadAttention
+from regard.layers.block import BlockConfig, Stack
+from regard.layers.linear import Linear, linear
+from regard.layers.positions import RelativeBias, sinusoidal
+from regard.layers.streaming import ModelState, places
+from regard.mask import Mask, as_mask, padding_between
+from regard.mechanisms import Softmax
+from regard.models.base import Model, check_length, check_tokens
+from regard.models.config import Config
+
+Positions = Literal["sinusoidal", "relative", "learned", "none"]
+Side = Literal["source", "target"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerConfig(Config):
+    """An encoder-decoder. The defaults are the original's form; `TransformerConfig.t5(…)` has T5's.
+
+    >>> import regard as rg
+    >>> sizes = {"vocabulary_size": 100, "embedding_dim": 32, "num_layers": 2, "num_heads": 4}
+    >>> rg.TransformerConfig(**sizes).positions, rg.TransformerConfig.t5(**sizes).positions
+    ('sinusoidal', 'relative')
+    """
+
+    vocabulary_size: int
+    embedding_dim: int
+    num_layers: int
+    num_heads: int
+    target_vocabulary_size: int | None = None
+    """If given, the target has an embedding of its own; if not, both sides share one."""
+    num_decoder_layers: int | None = None
+    """As many as the encoder's if not given."""
+    num_kv_heads: int | None = None
+    qk_length: int | None = None
+    value_length: int | None = None
+    hidden_dim: int | None = None
+    """Of the position-wise network; 4 · embedding_dim if not given."""
+    context_length: int = 512
+    """How many positions learned ones have; for all, the room `start` makes if not told."""
+    positions: Positions = "sinusoidal"
+    num_buckets: int = 32
+    """Of relative positions."""
+    longest_distance: int = 128
+    """From which on relative positions are alike."""
+    norm: str = "layer"
+    norm_epsilon: float = 1e-5
+    pre_norm: bool = False
+    activation: str = "relu"
+    attention_bias: bool = True
+    output_bias: bool = True
+    network_bias: bool = True
+    scaled_embedding: bool = True
+    """Whether embeddings are multiplied by √E."""
+    tied: bool = True
+    """Whether the head is the target's embedding."""
+    scaled_output: bool = False
+    """Whether what the head reads is divided by √E."""
+    start_token: int | None = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        known = ("sinusoidal", "relative", "learned", "none")
+        if self.positions not in known:
+            raise ValueError(f"positions: expected one of {', '.join(known)}, got {self.positions!r}")
+        if self.positions == "relative" and not self.longest_distance > self.num_buckets // 2:
+            least = self.num_buckets // 2
+            raise ValueError(
+                f"longest_distance: expected more than num_buckets / 2 = {least}, got {self.longest_distance}"
+            )
+
+    @classmethod
+    def t5(cls, **changes: Any) -> "TransformerConfig":
+        """T5's form; v1.1's has `activation="geglu_tanh", tied=False, scaled_output=False`."""
+        form = {"positions": "relative", "norm": "rms_t5", "norm_epsilon": 1e-6, "pre_norm": True}
+        biases = {"attention_bias": False, "output_bias": False, "network_bias": False}
+        scales = {"mechanism": Softmax(beta=1.0), "scaled_embedding": False, "scaled_output": True}
+        return cls(**{**form, **biases, **scales, "end_tokens": (1,), "padding_token": 0, **changes})
+
+    @property
+    def head_length(self) -> int:
+        return self.qk_length or self.embedding_dim // self.num_heads
+
+    @property
+    def target_size(self) -> int:
+        """How many tokens a target may have."""
+        return self.target_vocabulary_size or self.vocabulary_size
+
+    @property
+    def decoder_layers(self) -> int:
+        return self.num_layers if self.num_decoder_layers is None else self.num_decoder_layers
+
+
+class Transformer(Model):
+    """An encoder-decoder: `transformer(source, target)` gives the logits of each next token of the target.
+
+    A mask's padding of the source hides it from both stacks; other masks of the source are the encoder's alone.
+
+    >>> import regard as rg, torch
+    >>> model = rg.Transformer(rg.TransformerConfig(vocabulary_size=50, embedding_dim=16, num_layers=2, num_heads=4))
+    >>> source, target = torch.randint(50, (2, 9)), torch.randint(50, (2, 6))
+    >>> logits = model(source, target, source_mask=rg.padding([9, 5]))
+    >>> state = model.start(source, source_mask=rg.padding([9, 5]))
+    >>> first, state = model.extend(target[:, :4], state)
+    >>> last, state = model.extend(target[:, 4:], state)
+    >>> torch.allclose(torch.cat([first, last], dim=1), logits, atol=1e-5)
+    True
+    """
+
+    config: TransformerConfig
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocabulary_size, config.embedding_dim)
+        if config.target_vocabulary_size is not None:
+            self.target_embedding = nn.Embedding(config.target_vocabulary_size, config.embedding_dim)
+        if config.positions == "learned":
+            self.source_positions = nn.Embedding(config.context_length, config.embedding_dim)
+            self.target_positions = nn.Embedding(config.context_length, config.embedding_dim)
+        self.dropout = nn.Dropout(config.dropout)
+        block = _block(config)
+        self.encoder = Stack(block, config.num_layers, bias=_bias(config, bidirectional=True))
+        self.decoder = Stack(
+            replace(block, cross=True), config.decoder_layers, causal=True, bias=_bias(config, bidirectional=False)
+        )
+        if not config.tied:
+            self.head = Linear(config.embedding_dim, config.target_size, bias=False)
+        self.initialise()
+
+    def initialise(self, spread: float = 1.0) -> None:
+        """Random weights that keep the size of tokens at about 1, `spread` times as wide; norms and biases plain."""
+        config = self.config
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding) and not module.weight.is_meta:
+                unit = isinstance(module, nn.Embedding) and not config.scaled_embedding
+                width = module.weight.shape[1] if isinstance(module, nn.Linear) else config.embedding_dim
+                nn.init.normal_(module.weight, std=spread if unit else spread * width**-0.5)
+                if getattr(module, "bias", None) is not None:
+                    nn.init.zeros_(module.bias)  # type: ignore[arg-type]
+        for module in self.modules():
+            if isinstance(module, RelativeBias) and not module.table.weight.is_meta:
+                nn.init.normal_(module.table.weight, std=spread * config.embedding_dim**-0.5)
+            elif isinstance(module, MultiHeadAttention) and module.mechanism == Softmax(beta=1.0):
+                # Scores that nothing divides by √K must start small enough by themselves.
+                module.W_q.weight.data.mul_(config.head_length**-0.5)
+
+    def forward(
+        self,
+        source: Int[Tensor, "B S"],
+        target: Int[Tensor, "B T"],
+        source_mask: AnyMask = None,
+        target_mask: AnyMask = None,
+    ) -> Float[Tensor, "B T D"]:
+        """Logits (B, T, vocabulary). Masks are usually `rg.padding(…)`, left or right; causality is the model's own."""
+        rule, target_rule = self._check("source", source, source_mask), self._check("target", target, target_mask)
+        if len(target) != len(source):
+            raise ValueError(f"target: expected as many sequences as the source's {len(source)}, got {len(target)}")
+        memory = self.decoder.remember(self._encode(source, rule))
+        padding = padding_between(rule, 0, source.shape[1], source.shape[1])
+        x = self._embed("target", target, target_rule)
+        return self.predict(self.decoder(x, target_rule, memory=memory, memory_mask=padding)[0])
+
+    def encode(self, source: Int[Tensor, "B S"], source_mask: AnyMask = None) -> Float[Tensor, "B S E"]:
+        """What the encoder makes of the source, exactly 0 where it is padding."""
+        return self._encode(source, self._check("source", source, source_mask))
+
+    def start(self, source: Int[Tensor, "B S"], source_mask: AnyMask = None, capacity: int | None = None) -> ModelState:
+        """A state for `extend` with no target yet: the source is encoded here, once.
+
+        `capacity` is the room for target tokens, the context's length if not given.
+        """
+        rule = self._check("source", source, source_mask)
+        room = self.config.context_length if capacity is None else capacity
+        return replace(
+            self.decoder.start(batch=source.shape[0], capacity=room),
+            memory=self.decoder.remember(self._encode(source, rule)),
+            memory_mask=padding_between(rule, 0, source.shape[1], source.shape[1]),
+        )
+
+    def extend(
+        self, target: Int[Tensor, "B T"], state: ModelState, mask: AnyMask = None
+    ) -> tuple[Float[Tensor, "B T D"], ModelState]:
+        """Logits of T more target tokens after what the state has met, and the longer state.
+
+        The mask speaks of the whole target; what was padding when it came stays padding.
+        """
+        if state.memory is None:
+            raise ValueError("state: expected one from start(source, …), got one without a source")
+        rule = self._check("target", target, mask, state)
+        hidden, longer = self.decoder(self._embed("target", target, rule, state), rule, state=state)
+        assert longer is not None
+        return self.predict(hidden), longer
+
+    def predict(self, hidden: Float[Tensor, "B T E"]) -> Float[Tensor, "B T D"]:
+        """Logits from the decoder's last tokens."""
+        config = self.config
+        if config.scaled_output:
+            hidden = hidden * config.embedding_dim**-0.5
+        return linear(hidden, self._table("target").weight) if config.tied else self.head(hidden)
+
+    def _check(self, side: Side, tokens: Tensor, mask: AnyMask, state: ModelState | None = None) -> Mask | None:
+        config = self.config
+        check_tokens(side, tokens, config.vocabulary_size if side == "source" else config.target_size)
+        total = tokens.shape[1] + (0 if state is None else state.length)
+        if config.positions == "learned":
+            check_length(side, total, config.context_length)
+        rule = as_mask(mask)
+        if rule is not None:
+            rule.fits(tokens.shape[0], config.num_heads, tokens.shape[1], total)
+        return rule
+
+    def _encode(self, source: Tensor, rule: Mask | None) -> Tensor:
+        return self.encoder(self._embed("source", source, rule), rule)[0]
+
+    def _embed(self, side: Side, tokens: Tensor, rule: Mask | None, state: ModelState | None = None) -> Tensor:
+        config = self.config
+        x = self._table(side)(tokens)
+        if config.scaled_embedding:
+            x = x * math.sqrt(config.embedding_dim)
+        if config.positions == "sinusoidal":
+            x = x + sinusoidal(places(tokens, rule, state), config.embedding_dim).to(x.dtype)
+        elif config.positions == "learned":
+            positions = self.source_positions if side == "source" else self.target_positions
+            x = x + positions(places(tokens, rule, state))
+        return self.dropout(x)
+
+    def _table(self, side: Side) -> nn.Embedding:
+        own = side == "target" and self.config.target_vocabulary_size is not None
+        return self.target_embedding if own else self.embedding
+
+
+def _bias(config: TransformerConfig, *, bidirectional: bool) -> RelativeBias | None:
+    if config.positions != "relative":
+        return None
+    return RelativeBias(
+        config.num_heads,
+        bidirectional=bidirectional,
+        num_buckets=config.num_buckets,
+        longest_distance=config.longest_distance,
+    )
+
+
+def _block(config: TransformerConfig) -> BlockConfig:
+    return BlockConfig(
+        embedding_dim=config.embedding_dim,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        qk_length=config.qk_length,
+        value_length=config.value_length,
+        hidden_dim=config.hidden_dim or 4 * config.embedding_dim,
+        mechanism=config.mechanism,
+        norm=config.norm,
+        norm_epsilon=config.norm_epsilon,
+        pre_norm=config.pre_norm,
+        activation=config.activation,
+        attention_bias=config.attention_bias,
+        output_bias=config.output_bias,
+        network_bias=config.network_bias,
+        dropout=config.dropout,
+        attention_dropout=config.attention_dropout,
+    )

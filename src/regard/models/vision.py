@@ -1,0 +1,226 @@
+"""The Vision Transformer: an image is a sequence of patches, read by a pre-norm encoder.
+
+    x      = [class token, patches(image)] + positions        patches: a convolution whose stride is its kernel
+    x      = x + attention(norm(x));  x = x + network(norm(x))          for each layer
+    logits = head(norm(x) of the class token)                 linear, or linear(tanh(linear(·))) in pre-training
+
+The positions are learned, one for each patch in reading order; nothing else tells the model where a patch stands. For
+images of another size they are interpolated on the grid of patches, and the rest of the model stays as it is.
+
+Dosovitskiy et al. 2020, "An Image is Worth 16x16 Words".
+"""
+
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from regard.layers.attention import AnyMask
+from regard.layers.block import BlockConfig, Stack
+from regard.layers.linear import Linear
+from regard.models.base import Model
+from regard.models.config import Config
+
+SPREAD = 0.02
+"""Of the first weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionConfig(Config):
+    """A Vision Transformer. Sizes are one number, or (height, width).
+
+    >>> import regard as rg
+    >>> config = rg.VisionConfig(image_size=(32, 48), patch_size=16, embedding_dim=64, num_layers=2, num_heads=4)
+    >>> config.grid, config.num_patches
+    ((2, 3), 6)
+    """
+
+    image_size: int | tuple[int, int] = 224
+    patch_size: int | tuple[int, int] = 16
+    num_channels: int = 3
+    embedding_dim: int
+    num_layers: int
+    num_heads: int
+    hidden_dim: int | None = None
+    """Of the position-wise network; 4 · embedding_dim if not given."""
+    num_classes: int = 1000
+    """0 for a model without its last layer, which gives what that layer would read."""
+    head: Literal["linear", "mlp"] = "linear"
+    """`mlp` has a hidden tanh layer, for pre-training; `linear` is the one of fine-tuning."""
+    representation_dim: int | None = None
+    """Of the MLP head's hidden layer; embedding_dim if not given."""
+    positions: Literal["learned", "none"] = "learned"
+    norm: str = "layer"
+    norm_epsilon: float = 1e-6
+    activation: str = "gelu"
+    attention_bias: bool = True
+    """Of queries, keys and values."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, known in (("head", ("linear", "mlp")), ("positions", ("learned", "none"))):
+            if (found := getattr(self, name)) not in known:
+                raise ValueError(f"{name}: expected {' or '.join(known)}, got {found!r}")
+        image, patch = pair("image_size", self.image_size), pair("patch_size", self.patch_size)
+        if any(side % part for side, part in zip(image, patch, strict=True)):
+            raise ValueError(f"image_size: expected multiples of patch_size = {patch}, got {image}")
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """How many patches an image has, down and across."""
+        (height, width), (down, across) = pair("image_size", self.image_size), pair("patch_size", self.patch_size)
+        return height // down, width // across
+
+    @property
+    def num_patches(self) -> int:
+        return self.grid[0] * self.grid[1]
+
+
+class VisionTransformer(Model):
+    """A Vision Transformer: `vision(images)` gives the logits of the classes.
+
+    >>> import regard as rg, torch
+    >>> config = rg.VisionConfig(image_size=32, patch_size=8, embedding_dim=16, num_layers=2, num_heads=4)
+    >>> vision = rg.VisionTransformer(config)
+    >>> images = torch.randn(2, 3, 32, 32)
+    >>> vision(images).shape, vision.features(images).shape
+    (torch.Size([2, 1000]), torch.Size([2, 17, 16]))
+    """
+
+    config: VisionConfig
+
+    def __init__(self, config: VisionConfig) -> None:
+        super().__init__()
+        self.config = config
+        patch, width = pair("patch_size", config.patch_size), config.embedding_dim
+        self.patches = nn.Conv2d(config.num_channels, width, patch, stride=patch)
+        self.class_token = nn.Parameter(torch.empty(1, 1, width))
+        if config.positions == "learned":
+            self.positions = nn.Parameter(torch.empty(1, 1 + config.num_patches, width))
+        self.dropout = nn.Dropout(config.dropout)
+        self.stack = Stack(_block(config), config.num_layers)
+        if config.head == "mlp":
+            self.hidden = Linear(width, config.representation_dim or width)
+            width = self.hidden.out_features
+        if config.num_classes:
+            self.head = Linear(width, config.num_classes)
+        self.initialise(SPREAD)
+
+    def initialise(self, spread: float = SPREAD) -> None:
+        super().initialise(spread)
+        nn.init.normal_(self.class_token, std=spread)
+        if self.config.positions == "learned":
+            nn.init.normal_(self.positions, std=spread)
+
+    def forward(self, images: Float[Tensor, "B C Y X"], mask: AnyMask = None) -> Float[Tensor, "B D"]:
+        """Logits (B, num_classes). Without classes: the class token's features, after the MLP head's hidden layer if
+        there is one. `mask` says which tokens see which, the class token being the first."""
+        return self.predict(self.features(images, mask))
+
+    def features(self, images: Float[Tensor, "B C Y X"], mask: AnyMask = None) -> Float[Tensor, "B T E"]:
+        """The class token and the patches, row by row, after all layers and the last norm: (B, 1 + patches, E)."""
+        _check_images(images, self.config)
+        x = rearrange(self.patches(images), "b e y x -> b (y x) e")
+        x = torch.cat([self.class_token.expand(x.shape[0], -1, -1), x], dim=1)
+        if self.config.positions == "learned":
+            x = x + self.positions
+        return self.stack(self.dropout(x), mask)[0]
+
+    def predict(self, features: Float[Tensor, "B T E"]) -> Float[Tensor, "B D"]:
+        """Logits from features."""
+        x = features[:, 0]
+        if self.config.head == "mlp":
+            x = torch.tanh(self.hidden(x))
+        return self.head(x) if self.config.num_classes else x
+
+    def resized(self, image_size: int | tuple[int, int]) -> "VisionTransformer":
+        """A copy for images of another size: the patches' positions interpolated (bicubic), the class token's kept.
+
+        >>> import regard as rg, torch
+        >>> config = rg.VisionConfig(image_size=32, patch_size=8, embedding_dim=16, num_layers=1, num_heads=4)
+        >>> larger = rg.VisionTransformer(config).resized((48, 64))
+        >>> larger.config.grid, larger(torch.randn(1, 3, 48, 64)).shape
+        ((6, 8), torch.Size([1, 1000]))
+        """
+        model = deepcopy(self)
+        model.config = replace(self.config, image_size=image_size)
+        if self.config.positions == "learned":
+            kept, patches = self.positions.detach().split([1, self.config.num_patches], dim=1)
+            maps = rearrange(patches, "b (y x) e -> b e y x", y=self.config.grid[0])
+            maps = F.interpolate(maps, size=model.config.grid, mode="bicubic", align_corners=False)
+            both = torch.cat([kept, rearrange(maps, "b e y x -> b (y x) e")], dim=1)
+            model.positions = nn.Parameter(both, requires_grad=self.positions.requires_grad)
+        return model
+
+    def with_classes(self, num_classes: int) -> "VisionTransformer":
+        """A copy to fine-tune on other classes: one linear layer, which begins at 0, in place of the head.
+
+        >>> import regard as rg, torch
+        >>> shape = {"image_size": 32, "patch_size": 8, "embedding_dim": 16, "num_layers": 1, "num_heads": 4}
+        >>> vision = rg.VisionTransformer(rg.VisionConfig(**shape, head="mlp"))
+        >>> vision.with_classes(3)(torch.randn(1, 3, 32, 32)).tolist()
+        [[0.0, 0.0, 0.0]]
+        """
+        model = deepcopy(self)
+        model.config = replace(self.config, num_classes=num_classes, head="linear", representation_dim=None)
+        for name in ("hidden", "head"):
+            if hasattr(model, name):
+                delattr(model, name)
+        if num_classes:
+            model.head = Linear(self.config.embedding_dim, num_classes, device=self.device, dtype=self.dtype)
+            nn.init.zeros_(model.head.weight)
+            nn.init.zeros_(model.head.bias)
+        return model
+
+
+def pair(name: str, size: int | tuple[int, int]) -> tuple[int, int]:
+    """(height, width) of a size.
+
+    >>> from regard.models.vision import pair
+    >>> pair("image_size", 32), pair("image_size", (32, 48))
+    ((32, 32), (32, 48))
+    """
+    if isinstance(size, int):
+        return size, size
+    if not isinstance(size, tuple) or len(size) != 2:
+        raise ValueError(f"{name}: expected one number or (height, width), got {size!r}")
+    return size[0], size[1]
+
+
+def check_pictures(images: Tensor, num_channels: int) -> None:
+    """Raise ValueError for images that are none."""
+    if not isinstance(images, Tensor) or images.ndim != 4 or not images.is_floating_point():
+        given = f"{images.dtype} {tuple(images.shape)}" if isinstance(images, Tensor) else type(images).__name__
+        raise ValueError(f"images: expected floating-point numbers of shape (B, C, height, width), got {given}")
+    if images.shape[1] != num_channels:
+        raise ValueError(f"images: expected {num_channels} channels, got {images.shape[1]} in {tuple(images.shape)}")
+
+
+def _check_images(images: Tensor, config: VisionConfig) -> None:
+    check_pictures(images, config.num_channels)
+    expected, given = pair("image_size", config.image_size), tuple(images.shape[2:])
+    if given != expected:
+        raise ValueError(
+            f"images: expected {expected[0]}×{expected[1]} (image_size), got {given[0]}×{given[1]}; "
+            f"model.resized({given}) gives a model for those"
+        )
+
+
+def _block(config: VisionConfig) -> BlockConfig:
+    return BlockConfig(
+        embedding_dim=config.embedding_dim,
+        num_heads=config.num_heads,
+        hidden_dim=config.hidden_dim or 4 * config.embedding_dim,
+        mechanism=config.mechanism,
+        norm=config.norm,
+        norm_epsilon=config.norm_epsilon,
+        activation=config.activation,
+        attention_bias=config.attention_bias,
+        dropout=config.dropout,
+        attention_dropout=config.attention_dropout,
+    )

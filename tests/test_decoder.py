@@ -1,0 +1,228 @@
+"""Decoders agree with transformers, and with themselves: streamed, padded, batched, exported."""
+
+import copy
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+import peers
+import regard as rg
+from regard.mechanisms import REGISTRY
+
+FORMS = {
+    "llama": rg.DecoderConfig(
+        vocabulary_size=61, embedding_dim=16, num_layers=3, num_heads=4, num_kv_heads=2, context_length=64
+    ),
+    "mqa-window": rg.DecoderConfig(
+        vocabulary_size=61, embedding_dim=16, num_layers=3, num_heads=4, num_kv_heads=1, window=5, window_layers=(0, 2)
+    ),
+    "gpt2": rg.DecoderConfig.gpt2(vocabulary_size=61, embedding_dim=16, num_layers=2, num_heads=4, context_length=64),
+    "alibi": rg.DecoderConfig(
+        vocabulary_size=61, embedding_dim=16, num_layers=2, num_heads=3, qk_length=6, value_length=4, positions="alibi"
+    ),
+    "sinusoidal": rg.DecoderConfig(
+        vocabulary_size=61, embedding_dim=16, num_layers=2, num_heads=2, positions="sinusoidal", tied=False
+    ),
+    "none": rg.DecoderConfig(vocabulary_size=61, embedding_dim=16, num_layers=2, num_heads=2, positions="none"),
+}
+CAUSAL = [name for name, mechanism in REGISTRY.items() if mechanism.by_pairs]
+
+
+def made(config: rg.DecoderConfig) -> rg.Decoder:
+    torch.manual_seed(0)
+    model = rg.Decoder(config).double().eval()
+    model.initialise(0.4)
+    return model
+
+
+def greedy(model: rg.Decoder, prompt: Tensor, count: int, mask: Tensor | None = None) -> Tensor:
+    state = model.start(batch=len(prompt), capacity=prompt.shape[1] + count)
+    logits, state = model.extend(prompt, state, None if mask is None else rg.padding(valid=mask))
+    found = []
+    for _ in range(count):
+        found.append(logits[:, -1].argmax(-1, keepdim=True))
+        logits, state = model.extend(found[-1], state)
+    return torch.cat(found, 1)
+
+
+@pytest.mark.parametrize("name", peers.DECODERS)
+@torch.no_grad()
+def test_parity_with_transformers(name, tmp_path):
+    theirs = peers.decoder(name)
+    ours = rg.load(peers.saved(theirs, tmp_path / "model"))
+    tokens = peers.sequences()
+    valid, positions = peers.left_padded(3, 70, 32, 7, 0)
+    assert ours.dtype == torch.float64
+    whole = theirs(tokens).logits
+    assert (ours(tokens) - whole).abs().max() <= 1e-10
+    padded = theirs(tokens, attention_mask=valid.long(), position_ids=positions).logits
+    assert (ours(tokens, mask=rg.padding(valid=valid)) - padded)[valid].abs().max() <= 1e-10
+
+    folder = rg.save(ours, tmp_path / "export", layout="huggingface")
+    back = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert (back(tokens).logits - whole).abs().max() <= 1e-12
+
+
+@pytest.mark.parametrize("name", peers.DECODERS)
+@torch.no_grad()
+def test_64_greedy_tokens_of_left_padded_prompts_equal_transformers(name, tmp_path):
+    theirs = peers.decoder(name)
+    ours = rg.load(peers.saved(theirs, tmp_path / "model"))
+    prompts = peers.sequences(3, 40)
+    valid, _ = peers.left_padded(3, 40, 32, 5, 0)
+    options = {"do_sample": False, "max_new_tokens": 64, "min_new_tokens": 64, "pad_token_id": 0}
+    expected = theirs.generate(prompts, attention_mask=valid.long(), **options)[:, 40:]
+    assert torch.equal(greedy(ours, prompts, 64, valid), expected)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@torch.no_grad()
+def test_streamed_in_any_chunks_is_whole_and_a_padded_row_is_itself(form):
+    model = made(FORMS[form])
+    tokens = peers.sequences(3, 23, 61)
+    valid, _ = peers.left_padded(3, 23, 9, 2, 0)
+    whole = model(tokens, mask=rg.padding(valid=valid))
+    for row in range(3):
+        alone = model(tokens[row : row + 1, valid[row]])
+        assert (alone[0] - whole[row, valid[row]]).abs().max() <= 1e-12
+    for cuts in ([23], [1] * 23, [4, 1, 8, 10], [12, 11]):
+        state, outs, start = model.start(batch=3, capacity=24), [], 0
+        for size in cuts:
+            mask = rg.padding(valid=valid[:, : start + size])
+            out, state = model.extend(tokens[:, start : start + size], state, mask)
+            outs.append(out)
+            start += size
+        assert (torch.cat(outs, 1) - whole)[valid].abs().max() <= 1e-12
+    assert state.length == 23
+
+
+@pytest.mark.parametrize("mechanism", CAUSAL)
+@torch.no_grad()
+def test_every_mechanism_streams_as_it_computes_whole(mechanism):
+    model = made(FORMS["llama"].with_mechanism(mechanism))
+    tokens = peers.sequences(2, 150, 61)
+    valid, _ = peers.left_padded(2, 150, 11, 0)
+    whole = model(tokens, mask=rg.padding(valid=valid))
+    assert (model(tokens[:1, 11:])[0] - whole[0, 11:]).abs().max() <= 1e-10
+    state, outs = model.start(batch=2, capacity=150), []
+    for start in (0, 70, 71, 72, 100):
+        stop = {0: 70, 100: 150}.get(start, 100 if start == 72 else start + 1)
+        out, state = model.extend(tokens[:, start:stop], state, rg.padding(valid=valid[:, :stop]))
+        outs.append(out)
+    assert (torch.cat(outs, 1) - whole)[valid].abs().max() <= 1e-10
+
+
+@torch.no_grad()
+def test_right_padding_is_no_padding():
+    model = made(FORMS["llama"])
+    tokens = peers.sequences(3, 20, 61)
+    whole = model(tokens, mask=rg.padding([20, 13, 0]))
+    assert (model(tokens[1:2, :13])[0] - whole[1, :13]).abs().max() <= 1e-12
+    assert whole[2].isfinite().all()
+
+
+@torch.no_grad()
+def test_a_state_forks_reorders_and_crops():
+    model = made(FORMS["mqa-window"])
+    tokens, more = peers.sequences(2, 12, 61), peers.sequences(2, 3, 61)
+    valid, _ = peers.left_padded(2, 12, 4, 0)
+    _, state = model.extend(tokens, model.start(batch=2, capacity=32), rg.padding(valid=valid))
+    first, _ = model.extend(more, state)
+    again, _ = model.extend(more, state)
+    assert torch.equal(first, again)
+    swapped, _ = model.extend(more[[1, 1, 0]], state.reorder(torch.tensor([1, 1, 0])))
+    assert (swapped[2] - first[0]).abs().max() <= 1e-12
+    assert (swapped[0] - swapped[1]).abs().max() == 0
+    cropped = state.crop(9)
+    out, _ = model.extend(tokens[:, 9:], cropped, rg.padding(valid=valid))
+    assert (out - model(tokens, mask=rg.padding(valid=valid))[:, 9:]).abs().max() <= 1e-12
+    assert cropped.length == 9
+    assert state.nbytes == sum(one.nbytes for one in state.layers)
+
+
+@torch.no_grad()
+def test_without_positions_earlier_tokens_may_change_places():
+    model = made(FORMS["none"])
+    tokens = peers.sequences(1, 9, 61)
+    shuffled = torch.cat([tokens[:, torch.randperm(8, generator=torch.Generator().manual_seed(0))], tokens[:, 8:]], 1)
+    # One layer of causal attention sees a set; two do not, since the set each earlier token saw differs.
+    one = made(rg.DecoderConfig(vocabulary_size=61, embedding_dim=16, num_layers=1, num_heads=2, positions="none"))
+    assert (one(tokens)[:, -1] - one(shuffled)[:, -1]).abs().max() <= 1e-12
+    assert (model(tokens)[:, -1] - model(shuffled)[:, -1]).abs().max() > 1e-6
+
+
+def test_rotary_tables_stay_float32_in_a_half_model():  # transformers#25681
+    model = rg.Decoder(FORMS["llama"]).to(torch.bfloat16).eval()
+    exact = copy.deepcopy(model).double()
+    far = torch.full((1, 2), 3)
+    rotary = model.stack.blocks[0].attention.rotary
+    cos, sin = rotary.tables(torch.tensor([1000, 1001]))
+    assert cos.dtype == sin.dtype == torch.float32
+    assert not torch.equal(cos[0], cos[1])
+    with torch.no_grad():
+        assert (model(far).double() - exact(far)).abs().max() < 0.05
+
+
+def test_dropout_acts_in_training_only():  # pytorch#124464
+    config = rg.DecoderConfig(
+        vocabulary_size=61, embedding_dim=16, num_layers=1, num_heads=2, dropout=0.5, attention_dropout=0.5
+    )
+    model, tokens = rg.Decoder(config).eval(), peers.sequences(1, 8, 61)
+    assert torch.equal(model(tokens), model(tokens))
+    model.train()
+    assert not torch.equal(model(tokens), model(tokens))
+
+
+def test_training_reaches_every_parameter():
+    for config in FORMS.values():
+        model = rg.Decoder(config)
+        model(peers.sequences(2, 9, 61), mask=rg.padding([9, 5])).square().sum().backward()
+        untouched = [name for name, one in model.named_parameters() if one.grad is None or not one.grad.any()]
+        # nothing comes after the last token of GPT-2's table of positions
+        assert untouched == []
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_heads": 3}, "num_heads: expected a divisor of embedding_dim"),
+        ({"num_kv_heads": 3}, "num_kv_heads: expected a divisor"),
+        ({"positions": "absolute"}, "positions: expected one of rotary"),
+        ({"activation": "swish"}, "activation: expected one of"),
+        ({"norm": "batch"}, "norm: expected layer, rms"),
+        ({"window": 0}, "window: expected at least 1"),
+        ({"vocabulary_size": 0}, "vocabulary_size: expected a whole number"),
+        ({"dropout": 1.0}, "dropout: expected at least 0 and below 1"),
+        ({"mechanism": "linear"}, "mechanism: expected one of softmax"),
+        ({"mechanism": "channel"}, "mechanism: expected one that can be causal"),
+        ({"mechanism": "quadratic", "positions": "alibi"}, "mechanism: expected one with additive scores"),
+        ({"qk_length": 5, "positions": "rotary"}, "qk_length: expected an even number"),
+    ],
+)
+def test_a_config_that_cannot_be_is_one_error(change, message):
+    sizes = {"vocabulary_size": 9, "embedding_dim": 16, "num_layers": 1, "num_heads": 4}
+    with pytest.raises(ValueError, match=message):
+        rg.Decoder(rg.DecoderConfig(**{**sizes, **change}))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        (torch.tensor([[61]]), "tokens: expected tokens from 0 to 60, got 61"),
+        (torch.tensor([[-1]]), "tokens: expected tokens from 0 to 60, got -1"),
+        (torch.tensor([1, 2]), r"tokens: expected whole numbers of shape \(B, T\)"),
+        (torch.ones(1, 2), "tokens: expected whole numbers"),
+        (torch.zeros(1, 65, dtype=torch.long), "tokens: expected at most 64 tokens"),
+    ],
+)
+def test_tokens_that_are_none_are_one_error(tokens, message):
+    with pytest.raises(ValueError, match=message):
+        made(FORMS["gpt2"])(tokens)
+
+
+def test_an_empty_sequence_and_an_empty_batch_have_empty_logits():
+    model = made(FORMS["llama"])
+    assert model(torch.zeros(2, 0, dtype=torch.long)).shape == (2, 0, 61)
+    assert model(torch.zeros(0, 5, dtype=torch.long)).shape == (0, 5, 61)

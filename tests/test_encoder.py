@@ -1,0 +1,209 @@
+"""Encoders agree with transformers, and with themselves: padded, batched, permuted, exported."""
+
+import re
+
+import pytest
+import torch
+import transformers
+
+import peers
+import regard as rg
+from regard.mechanisms import REGISTRY
+
+SENTENCES = [
+    "A man is eating food.",
+    "Someone is having a meal.",
+    "The stock market fell sharply on Monday, and analysts expect it to go on falling for some weeks.",
+    "Un chat dort sur le canapé.",
+    "x",
+    "",
+]
+
+
+def made(**changes: object) -> rg.Encoder:
+    torch.manual_seed(0)
+    sizes = {"vocabulary_size": 61, "embedding_dim": 16, "num_layers": 3, "num_heads": 4, "context_length": 40}
+    model = rg.Encoder(rg.EncoderConfig.bert(**{**sizes, **changes})).double().eval()
+    model.initialise(0.4)
+    return model
+
+
+def heads(theirs: object, tokens: torch.Tensor, **options: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What transformers gives, by our names."""
+    out = theirs(tokens, output_hidden_states=True, **options)
+    found = {"hidden": out.hidden_states[-1]}
+    if "PreTraining" in type(theirs).__name__:
+        found["masked_words"] = out.prediction_logits
+        found["next_sentence"] = out.get("seq_relationship_logits", out.get("sop_logits"))
+    elif "MaskedLM" in type(theirs).__name__:
+        found["masked_words"] = out.logits
+    elif "Classification" in type(theirs).__name__:
+        found["classify"] = out.logits
+    else:
+        found["pooled"] = out.pooler_output
+    return found
+
+
+@pytest.mark.parametrize("name", peers.ENCODERS)
+@torch.no_grad()
+def test_parity_with_transformers(name, tmp_path):
+    theirs = peers.encoder(name)
+    ours = rg.load(peers.saved(theirs, tmp_path / "model"))
+    tokens = peers.sequences()
+    kinds = torch.randint(theirs.config.type_vocab_size, tokens.shape)
+    right = torch.arange(70) < torch.tensor([[70], [31], [1]])
+    left, positions = peers.left_padded(3, 70, 32, 7, 0)
+    cases = (
+        (torch.ones_like(right), {}, None),
+        (right, {"attention_mask": right.long()}, rg.padding([70, 31, 1])),
+        (left, {"attention_mask": left.long(), "position_ids": positions}, rg.padding(valid=left)),
+    )
+    back = None
+    for valid, options, mask in cases:
+        expected = heads(theirs, tokens, token_type_ids=kinds, **options)
+        hidden = ours(tokens, kinds, mask)
+        found = {head: getattr(ours, head)(hidden) for head in expected if head != "hidden"} | {"hidden": hidden}
+        for head, tensor in expected.items():
+            keep = valid if tensor.ndim == 3 else slice(None)
+            if tensor.ndim == 2 and mask is not None and not valid[:, 0].all():
+                continue  # a left-padded row's first token is padding, which no head should stand on
+            assert (found[head] - tensor)[keep].abs().max() <= 1e-10, head
+        if back is None:
+            folder = rg.save(ours, tmp_path / "export", layout="huggingface")
+            back = type(theirs).from_pretrained(folder)
+        again = heads(back, tokens, token_type_ids=kinds, **options)
+        assert all(
+            (again[head] - expected[head])[valid if expected[head].ndim == 3 else ...].abs().max() <= 1e-12
+            for head in again
+        )
+
+
+@pytest.mark.parametrize("mechanism", REGISTRY)
+@torch.no_grad()
+def test_padded_is_unpadded_and_a_batch_is_one_by_one(mechanism):
+    model = made(mechanism=mechanism)
+    tokens = peers.sequences(4, 21, 61)
+    lengths = [21, 8, 1, 0]
+    together = model(tokens, mask=rg.padding(lengths))
+    for row, length in enumerate(lengths):
+        alone = model(tokens[row : row + 1, :length])
+        assert length == 0 or (alone[0] - together[row, :length]).abs().max() <= 1e-10
+        assert not together[row, length:].any()
+    left = torch.arange(21) >= 21 - torch.tensor(lengths)[:, None]
+    moved = torch.zeros_like(tokens)
+    for row, length in enumerate(lengths):
+        moved[row, 21 - length :] = tokens[row, :length]
+    other = model(moved, mask=rg.padding(valid=left))
+    assert (other[left] - together[torch.arange(21) < torch.tensor(lengths)[:, None]]).abs().max() <= 1e-10
+
+
+@torch.no_grad()
+def test_without_positions_tokens_may_change_places():
+    model = made()
+    model.positions.weight.zero_()
+    tokens, order = peers.sequences(2, 15, 61), torch.randperm(15)
+    assert (model(tokens[:, order]) - model(tokens)[:, order]).abs().max() <= 1e-12
+
+
+def test_shared_layers_are_shared():
+    model = made(num_shared=1, num_layers=5)
+    assert len(model.stack.blocks) == 1
+    assert {id(model.stack.layer(index)) for index in range(5)} == {id(model.stack.blocks[0])}
+    two = made(num_shared=2, num_layers=5)
+    assert [list(two.stack.blocks).index(two.stack.layer(i)) for i in range(5)] == [0, 0, 0, 1, 1]
+
+
+def test_gradients_of_a_ragged_batch_are_those_of_its_rows():
+    model = made()
+    tokens = peers.sequences(2, 9, 61)
+    model(tokens, mask=rg.padding([9, 4])).square().sum().backward()
+    together = [one.grad.clone() for one in model.parameters() if one.grad is not None]
+    model.zero_grad()
+    (model(tokens[:1]).square().sum() + model(tokens[1:, :4]).square().sum()).backward()
+    alone = [one.grad for one in model.parameters() if one.grad is not None]
+    assert all((a - b).abs().max() <= 1e-9 for a, b in zip(together, alone, strict=True))
+
+
+def test_a_head_that_is_not_there_is_one_error():
+    model = made(masked_words=False, next_sentence=False)
+    hidden = model(peers.sequences(1, 4, 61))
+    for head in ("masked_words", "next_sentence", "classify"):
+        with pytest.raises(ValueError, match="model: expected one with"):
+            getattr(model, head)(hidden)
+    with pytest.raises(ValueError, match="expected one with a tokenizer"):
+        model.embed(["a"])
+    with pytest.raises(ValueError, match="pooler: expected True"):
+        rg.EncoderConfig(vocabulary_size=9, embedding_dim=4, num_layers=1, num_heads=1, num_classes=2)
+    with pytest.raises(ValueError, match="tokens: expected at most 40 tokens"):
+        model(torch.zeros(1, 41, dtype=torch.long))
+    with pytest.raises(ValueError, match="segments: expected tokens from 0 to 1"):
+        model(torch.zeros(1, 3, dtype=torch.long), torch.full((1, 3), 2))
+
+
+@torch.no_grad()
+def test_minilm_embeds_sentences_as_transformers_does():
+    ours = rg.load("minilm")
+    folder = rg.checkpoints.resolve("minilm")
+    theirs, tokenizer = (
+        transformers.AutoModel.from_pretrained(folder),
+        transformers.AutoTokenizer.from_pretrained(folder),
+    )
+    batch = tokenizer(SENTENCES, padding=True, return_tensors="pt")
+    hidden, kept = theirs(**batch).last_hidden_state, batch["attention_mask"][..., None]
+    expected = torch.nn.functional.normalize((hidden * kept).sum(1) / kept.sum(1), dim=-1)
+    found = ours.embed(SENTENCES)
+    assert (found - expected).abs().max() <= 1e-5
+    assert (ours.embed(SENTENCES[:1]) - found[:1]).abs().max() <= 1e-5
+    likeness = found @ found.T
+    assert likeness[0, 1] > 0.6 > 0.2 > likeness[0, 2].abs()
+    assert ours.embed([]).shape == (0, 384)
+
+
+@pytest.mark.parametrize(
+    ("reaction", "expected"),
+    [
+        # The example of its documentation: the sulphur takes a fluorine's place beside the nitrogen of the ring.
+        (
+            "CC(C)S.CN(C)C=O.Fc1cccnc1F.O=C([O-])[O-].[K+].[K+]>>CC(C)Sc1ncccc1F",
+            [0, 1, 2, 3, 15, 14, 13, 12, 11, 10, 9],
+        ),
+        # An ester loses its tert-butyl; everything else stays as it was.
+        (
+            "C1COCCO1.CC(C)(C)OC(=O)CONC(=O)NCc1cccc2ccccc12.Cl>>O=C(O)CONC(=O)NCc1cccc2ccccc12",
+            [12, 11, 10, *range(13, 30)],
+        ),
+    ],
+)
+@torch.no_grad()
+def test_rxnmapper_maps_atoms_with_one_head(reaction, expected):
+    """In layer 11, head 6, each atom of the product looks at the atom of the reactants it comes from."""
+    model = rg.load("rxnmapper")
+    ids = model.tokenizer.encode(reaction)
+    names = model.tokenizer.tokens(ids)
+    with rg.trace(model, layers=[10], heads=[5]) as trace:
+        model(torch.tensor([ids]))
+    weights, middle = trace.layers[10].weights[0, 0], names.index(">>")
+    atoms = [
+        place
+        for place, name in enumerate(names)
+        if re.fullmatch(r"\[[A-Z][a-z]?[+-]\]|[BCNOSPFI]|Cl|Br|[bcnosp]", name)
+    ]
+    reactants, product = [p for p in atoms if p < middle], [p for p in atoms if p > middle]
+    assert weights[product][:, reactants].argmax(-1).tolist() == expected
+
+
+@torch.no_grad()
+def test_antiberty_fills_in_residues():
+    model = rg.load("antiberty")
+    heavy = "EVQLVESGGGLVQPGGSLRLSCAASGFTFSSYAMSWVRQAPGKGLEWVSAISGSGGSTYYADSVKGRFTISRDNSKNTLYLQMNSLRAEDTAVYYCAK"
+    ids = torch.tensor([model.tokenizer.encode(heavy)])
+    hidden = model(ids)
+    right = (model.masked_words(hidden).argmax(-1) == ids)[0, 1:-1]
+    assert right.float().mean() > 0.9
+    places = range(5, 60, 6)
+    hits = 0
+    for place in places:
+        covered = ids.clone()
+        covered[0, place] = model.tokenizer.mask
+        hits += int(model.masked_words(model(covered))[0, place].argmax() == ids[0, place])
+    assert hits >= 8

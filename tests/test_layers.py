@@ -1,0 +1,254 @@
+"""Layers: multi-head attention, positions, norms, networks, blocks, ragged batches."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+from transformers.models.bloom.modeling_bloom import build_alibi_tensor
+from transformers.models.t5.modeling_t5 import T5Attention
+
+import regard as rg
+from regard.layers.attention import Attend
+from regard.layers.block import Block, BlockConfig, Stack
+from regard.layers.linear import Linear, by_onednn
+from regard.layers.network import ACTIVATIONS, PositionWise, RMSNorm
+from regard.layers.positions import Alibi, RelativeBias, Rotary, alibi_slopes, sinusoidal
+from regard.layers.ragged import Ragged
+from regard.layers.streaming import places
+from regard.mechanisms import REGISTRY
+
+CAUSAL = [name for name, mechanism in REGISTRY.items() if mechanism.by_pairs]
+
+
+def filled(layer: nn.Module) -> nn.Module:
+    for one in layer.parameters():
+        nn.init.normal_(one, std=0.4)
+    return layer.double().eval()
+
+
+def test_agrees_with_torch_multihead_attention_self_and_cross():
+    theirs = filled(nn.MultiheadAttention(24, 4, kdim=10, vdim=14, batch_first=True))
+    ours = rg.MultiHeadAttention(24, 4, key_dim=10, value_dim=14).double().eval()
+    with torch.no_grad():
+        for name, bias in zip("qkv", theirs.in_proj_bias.chunk(3), strict=True):
+            getattr(ours, f"W_{name}").weight.copy_(getattr(theirs, f"{name}_proj_weight"))
+            getattr(ours, f"W_{name}").bias.copy_(bias)
+        ours.W_o.load_state_dict(theirs.out_proj.state_dict())
+    q, k, v = torch.randn(2, 5, 24).double(), torch.randn(2, 9, 10).double(), torch.randn(2, 9, 14).double()
+    dropped = torch.arange(9) >= torch.tensor([[9], [4]])
+    expected, _ = theirs(q, k, v, key_padding_mask=dropped)  # True drops there, and keeps here (pytorch#170400)
+    assert (ours(q, k, v, mask=rg.padding([9, 4])) - expected).abs().max() <= 1e-12
+    assert (ours.cross(q, *ours.remember(k, v), rg.padding([9, 4])) - expected).abs().max() <= 1e-12
+
+
+@pytest.mark.parametrize("mechanism", REGISTRY)
+@pytest.mark.parametrize("groups", [4, 2, 1])
+def test_any_mechanism_in_any_layer_is_the_mechanism_between_projections(mechanism, groups):
+    layer = filled(rg.MultiHeadAttention(16, 4, groups, qk_length=6, value_length=6, mechanism=mechanism))
+    x = torch.randn(2, 7, 16).double()
+    q, k, v = layer.W_q(x), layer.W_k(x), layer.W_v(x)
+    q, k, v = (t.view(2, 7, -1, 6).transpose(1, 2) for t in (q, k, v))
+    heads = [
+        rg.attend(
+            q[:, [h]], k[:, [h // (4 // groups)]], v[:, [h // (4 // groups)]], REGISTRY[mechanism], path="reference"
+        )
+        for h in range(4)
+    ]  # repeated, not tiled (onnx#7274)
+    expected = layer.W_o(torch.cat(heads, 1).transpose(1, 2).reshape(2, 7, 24))
+    assert (layer(x) - expected).abs().max() <= 1e-10
+
+
+@pytest.mark.parametrize("mechanism", CAUSAL)
+def test_a_layer_streams_as_it_computes_whole(mechanism):
+    layer = filled(
+        rg.MultiHeadAttention(16, 4, 2, qk_length=6, value_length=5, mechanism=mechanism, rotary=Rotary(length=6))
+    )
+    x = torch.randn(2, 40, 16).double()
+    whole, state, outs = layer(x, mask=rg.causal), layer.start(batch=2, capacity=40), []
+    for start, stop in ((0, 17), (17, 18), (18, 40)):
+        out, state = layer.extend(x[:, start:stop], state, rg.causal)
+        outs.append(out)
+    assert (torch.cat(outs, 1) - whole).abs().max() <= 1e-10
+    assert state.length == 40
+
+
+def test_heads_split_and_combine():
+    layer, x = rg.MultiHeadAttention(12, 3), torch.randn(2, 5, 12)
+    heads = layer.split_heads(x, 4)
+    assert heads.shape == (2, 3, 5, 4)
+    assert torch.equal(heads[:, 1], x[..., 4:8])
+    assert torch.equal(layer.combine_heads(heads), x)
+    assert [name for name, _ in layer.named_children()] == ["W_q", "W_k", "W_v", "W_o", "attend"]
+
+
+@pytest.mark.parametrize("mechanism", ["softmax", "quadratic"])
+def test_dropout_of_weights_acts_in_training_only_and_keeps_the_mean(mechanism):
+    attend, q = Attend(REGISTRY[mechanism], dropout=0.3), torch.randn(1, 1, 1, 8)
+    k, v = torch.randn(1, 1, 6, 8), torch.randn(1, 1, 6, 3)
+    exact = rg.attend(q, k, v, REGISTRY[mechanism])
+    assert torch.equal(attend.eval()(q, k, v)[0], exact)
+    attend.train()
+    many = torch.stack([attend(q, k, v)[0] for _ in range(4000)])
+    assert many.std(0).max() > 0.05
+    assert (many.mean(0) - exact).abs().max() < 5 * many.std(0).max() / math.sqrt(4000)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_heads": 5}, "num_heads: expected a divisor of embedding_dim = 16"),
+        ({"num_kv_heads": 3}, "num_kv_heads: expected a divisor of num_heads = 4, got 3"),
+        ({"qk_length": 0}, "qk_length: expected a whole number of at least 1"),
+        ({"dropout": 1.5}, "dropout: expected at least 0 and below 1"),
+        ({"mechanism": "fast"}, "mechanism: expected one of softmax"),
+        ({"mechanism": 3}, "mechanism: expected a mechanism like"),
+        ({"rotary": Rotary(length=6)}, "rotary: expected one of length 4"),
+    ],
+)
+def test_a_layer_that_cannot_be_is_one_error(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        rg.MultiHeadAttention(**{"embedding_dim": 16, "num_heads": 4, **arguments})
+
+
+def test_sinusoids_are_the_papers():
+    table = sinusoidal(torch.tensor([0, 7, 300]), 10)
+    for row, place in enumerate((0, 7, 300)):
+        for i in range(5):
+            angle = place / 10000 ** (2 * i / 10)
+            assert table[row, 2 * i].item() == pytest.approx(math.sin(angle), abs=3e-5)
+            assert table[row, 2 * i + 1].item() == pytest.approx(math.cos(angle), abs=3e-5)
+
+
+@pytest.mark.parametrize("pairing", ["halves", "neighbours"])
+def test_rotations_depend_on_the_distance_alone_and_keep_lengths(pairing):
+    rotary = Rotary(length=8, pairing=pairing)
+    q, k = torch.randn(1, 8).double(), torch.randn(1, 8).double()
+
+    def score(i, j):
+        return (rotary(q, torch.tensor([i])) * rotary(k, torch.tensor([j]))).sum()
+
+    assert score(9, 4) == pytest.approx(score(59, 54).item(), abs=1e-4)
+    assert score(9, 4) != pytest.approx(score(9, 5).item(), abs=1e-3)
+    assert rotary(q, torch.tensor([77])).norm() == pytest.approx(q.norm().item(), abs=1e-5)
+    assert torch.equal(rotary(q, torch.tensor([0])), q)
+
+
+def test_rotations_in_half_precision_use_float32_tables():  # transformers#25681
+    rotary, x, place = Rotary(length=64), torch.randn(1, 64), torch.tensor([4001])
+    exact = rotary(x.double(), place)
+    error = (rotary(x.bfloat16(), place).double() - exact).abs().max()
+    cos, sin = rotary.tables(place)
+    rough = rotary.turn(x.bfloat16(), (cos.bfloat16(), sin.bfloat16())).double()
+    assert error <= (x.bfloat16().double() - x.double()).abs().max() * 3
+    assert error < (rough - exact).abs().max()
+    # a table of half-precision positions cannot tell them apart
+    assert torch.tensor(4001.0).bfloat16() == torch.tensor(4000.0).bfloat16()
+
+
+@pytest.mark.parametrize("heads", [1, 2, 8, 12, 20])
+def test_alibi_is_the_published_one(heads):
+    theirs = build_alibi_tensor(torch.ones(1, 9, dtype=torch.long), heads, torch.float32)
+    ours = Alibi(heads)(queries=1, keys=9)
+    # theirs counts from the first key, which softmax cannot tell from counting back from the query
+    expected = theirs.view(1, heads, 1, 9)
+    assert torch.allclose(ours - ours[..., :1], expected - expected[..., :1], atol=1e-5)
+    assert alibi_slopes(heads).shape == (heads,)
+
+
+@pytest.mark.parametrize("bidirectional", [True, False])
+def test_relative_buckets_are_t5s(bidirectional):
+    distance = torch.arange(-300, 301)[None]
+    for buckets, longest in ((32, 128), (8, 20), (16, 40)):
+        ours = RelativeBias(2, bidirectional=bidirectional, num_buckets=buckets, longest_distance=longest)
+        theirs = T5Attention._relative_position_bucket(distance, bidirectional, buckets, longest)
+        assert torch.equal(ours.buckets(distance), theirs)
+    bias = ours(queries=3, keys=7)
+    assert torch.equal(bias[:, :, -1:], ours(queries=1, keys=7))
+
+
+def test_norms_and_networks_are_torchs():
+    x = torch.randn(3, 8)
+    ours = RMSNorm(8, 1e-6)
+    nn.init.normal_(ours.weight)
+    assert torch.allclose(ours(x), F.rms_norm(x, (8,), ours.weight, 1e-6), atol=1e-6)
+    large = torch.full((1, 8), 300.0, dtype=torch.float16)  # its square is beyond half precision
+    assert torch.allclose(RMSNorm(8).half()(large), torch.ones(1, 8, dtype=torch.float16))
+    for name, (function, gated) in ACTIVATIONS.items():
+        network = PositionWise(8, 12, activation=name)
+        expected = function(network.gate(x)) * network.up(x) if gated else function(network.up(x))
+        assert torch.equal(network(x), network.down(expected))
+
+
+@pytest.mark.parametrize("pre_norm", [True, False])
+def test_a_block_adds_and_norms_where_it_says(pre_norm):
+    config = BlockConfig(
+        embedding_dim=8, num_heads=2, hidden_dim=12, mechanism="softmax", pre_norm=pre_norm, cross=True
+    )
+    block = filled(Block(config))
+    x, memory = torch.randn(1, 5, 8).double(), torch.randn(1, 3, 8).double()
+    y, _ = block(x, memory=block.cross.remember(memory))
+    one, two, three = block.attention_norm, block.cross_norm, block.network_norm
+    if pre_norm:
+        x = x + block.attention(one(x))
+        x = x + block.cross(two(x), memory)
+        x = x + block.network(three(x))
+    else:
+        x = one(x + block.attention(x))
+        x = two(x + block.cross(x, memory))
+        x = three(x + block.network(x))
+    assert (y - x).abs().max() <= 1e-12
+
+
+def test_ragged_batches_do_no_work_for_padding():
+    config = BlockConfig(embedding_dim=16, num_heads=2, hidden_dim=32, mechanism="softmax")
+    stack, x = Stack(config, 2), torch.randn(4, 100, 16)
+
+    def flops(mask):
+        with FlopCounterMode(display=False) as counter:
+            stack(x, mask)
+        return sum(count for op, count in counter.get_flop_counts()["Global"].items() if "mm" in str(op))
+
+    assert flops(rg.padding([100, 25, 50, 25])) == flops(None) // 2
+
+
+@pytest.mark.parametrize("rows", [1, 7, 256, 257])
+def test_both_products_agree_and_are_counted(rows):
+    x, layer = torch.randn(2, rows, 512), Linear(512, 8192)
+    with torch.no_grad():
+        assert by_onednn(x[:1], layer.weight) == (rows <= 256)
+        with FlopCounterMode(display=False) as counter:
+            found = layer(x)
+    assert counter.get_total_flops() == 2 * 2 * rows * 512 * 8192
+    exact = F.linear(x.double(), layer.weight.double(), layer.bias.double())
+    plain = F.linear(x, layer.weight, layer.bias)
+    assert (found - exact).abs().max() <= 4 * (plain - exact).abs().max() + 1e-6
+    assert not by_onednn(x, layer.weight)  # a gradient is recorded, which oneDNN's has none of
+    layer(x).sum().backward()
+    assert layer.weight.grad is not None
+    assert not by_onednn(x.double(), layer.weight.double())
+
+
+def test_packing_is_undone_by_padding():
+    valid = torch.rand(3, 7) > 0.4
+    ragged, x = Ragged(valid), torch.randn(3, 7, 2)
+    assert torch.equal(ragged.pack(x), x[valid])
+    assert torch.equal(ragged.pad(ragged.pack(x)), x * valid[..., None])
+
+
+def test_places_count_real_tokens():  # transformers#25420
+    valid = torch.tensor([[False, False, True, True], [True, True, True, True]])
+    tokens = torch.zeros(2, 4, dtype=torch.long)
+    assert places(tokens, rg.padding(valid=valid)).tolist() == [[0, 0, 0, 1], [0, 1, 2, 3]]
+    assert places(tokens, None).tolist() == [0, 1, 2, 3]
+    assert places(tokens, rg.padding([2, 4]))[0, :2].tolist() == [0, 1]
+
+
+def test_a_mask_for_another_batch_is_one_error():
+    stack = Stack(BlockConfig(embedding_dim=8, num_heads=2, hidden_dim=8, mechanism="softmax"), 1)
+    with pytest.raises(ValueError, match="mask: expected padding for 2 sequences"):
+        stack(torch.randn(2, 5, 8), rg.padding([5, 4, 3]))
+    with pytest.raises(ValueError, match="num_shared: expected 1 to 1 different blocks"):
+        Stack(BlockConfig(embedding_dim=8, num_heads=2, hidden_dim=8, mechanism="softmax"), 1, num_shared=2)

@@ -1,0 +1,508 @@
+"""Facts about ViT and DaViT: patches, positions, heads, and the published models' numbers."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import nn
+
+import regard as rg
+from regard.checkpoints.errors import CheckpointError
+from regard.checkpoints.form import Link
+from regard.checkpoints.forms import vit
+from regard.layers.attention import Attend
+from regard.mechanisms import REGISTRY
+from regard.models.davit import DaViT, DaViTConfig, unwindowed, windows
+from regard.models.vision import VisionConfig, VisionTransformer
+
+SMALL = {"image_size": (12, 20), "patch_size": 4, "embedding_dim": 16, "num_layers": 2, "num_heads": 4}
+STAGES = {
+    "embedding_dim": (8, 16, 24),
+    "num_layers": (1, 2, 1),
+    "num_heads": (2, 4, 3),
+    "num_groups": (4, 2, 6),
+    "patch_size": (7, 2, 2),
+    "patch_stride": (4, 2, 2),
+    "patch_padding": (3, 0, 0),
+    "norm_first": (False, True, True),
+}
+
+
+def shuffled(model: nn.Module) -> nn.Module:
+    """The model in float64 with every number of it random, so that none is 0 or 1 by default."""
+    model = model.double().eval()
+    with torch.no_grad():
+        for one in model.parameters():
+            one.copy_(torch.randn_like(one) * 0.3)
+    return model
+
+
+def make(**changes) -> VisionTransformer:
+    return shuffled(VisionTransformer(VisionConfig(**{**SMALL, "num_classes": 5, **changes})))
+
+
+def make_davit(**changes) -> DaViT:
+    return shuffled(DaViT(DaViTConfig(**{**STAGES, "window_size": 3, "num_classes": 5, **changes})))
+
+
+def pictures(*sides: int, batch: int = 2) -> torch.Tensor:
+    return torch.randn(batch, 3, *(sides or (12, 20)), dtype=torch.float64)
+
+
+def saved(folder, model) -> VisionTransformer:
+    """Our model of a folder that transformers wrote."""
+    model.save_pretrained(folder)
+    return rg.load(folder)
+
+
+def close(ours, theirs, atol=1e-10):
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=atol)
+
+
+@pytest.fixture(scope="module")
+def theirs():
+    return pytest.importorskip("transformers")
+
+
+def their_vit(theirs, name="ViTForImageClassification", **changes):
+    shape = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 40}
+    config = theirs.ViTConfig(**{**shape, "image_size": 16, "patch_size": 4, "num_labels": 5, **changes})
+    return shuffled(getattr(theirs, name)(config))
+
+
+FORMS = {
+    "square": ({}, (16, 16)),
+    "not square": ({"image_size": (12, 20)}, (12, 20)),
+    "patches not square": ({"image_size": (12, 20), "patch_size": (3, 5)}, (12, 20)),
+    "odd patches": ({"image_size": (14, 21), "patch_size": 7}, (14, 21)),
+    "one patch": ({"image_size": 4}, (4, 4)),
+    "no bias": ({"qkv_bias": False}, (16, 16)),
+    "gelu by tanh": ({"hidden_act": "gelu_new"}, (16, 16)),
+    "relu": ({"hidden_act": "relu", "layer_norm_eps": 1e-3}, (16, 16)),
+    "two classes": ({"num_labels": 2}, (16, 16)),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_vit_is_the_published_one(name, theirs, tmp_path):
+    changes, sides = FORMS[name]
+    model = their_vit(theirs, **changes)
+    images = pictures(*sides)
+    ours = saved(tmp_path, model)
+    with torch.no_grad():
+        close(ours(images), model(images).logits)
+        close(ours.features(images), model.vit(images).last_hidden_state)
+
+
+def test_the_pooler_is_the_hidden_layer_of_the_mlp_head(theirs, tmp_path):
+    model = their_vit(theirs, "ViTModel", pooler_output_size=9)
+    ours, images = saved(tmp_path, model), pictures(16, 16)
+    assert (ours.config.head, ours.config.num_classes, ours.config.representation_dim) == ("mlp", 0, 9)
+    with torch.no_grad():
+        found = model(images)
+        close(ours(images), found.pooler_output)
+        close(ours.features(images), found.last_hidden_state)
+
+
+def test_without_a_pooler_the_class_token_is_given(theirs, tmp_path):
+    model = shuffled(theirs.ViTModel(their_vit(theirs).config, add_pooling_layer=False))
+    ours, images = saved(tmp_path, model), pictures(16, 16)
+    with torch.no_grad():
+        close(ours(images), model(images).last_hidden_state[:, 0])
+
+
+def test_a_pooler_next_to_a_classifier_is_left_out():
+    shapes = {"classifier.weight": (3, 16), "vit.pooler.dense.weight": (16, 16)}
+    values = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    config = vit.read_config(values, shapes)
+    assert (config.head, config.num_classes, config.image_size, config.norm_epsilon) == ("linear", 3, 224, 1e-12)
+    assert not any("pooler" in one.theirs for one in vit.links(config))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"patch_size": (3, 5), "attention_bias": False, "activation": "gelu_tanh", "norm_epsilon": 1e-4},
+        {"num_classes": 0, "head": "mlp", "representation_dim": 7},
+        {"num_classes": 0, "head": "mlp"},
+        {"num_classes": 1, "activation": "relu", "hidden_dim": 30},
+    ],
+)
+def test_vit_goes_to_transformers_and_back(changes, theirs, tmp_path):
+    ours, images = make(**changes), pictures()
+    folder = rg.save(ours, tmp_path / "there", layout="huggingface")
+    name = "ViTForImageClassification" if ours.config.num_classes else "ViTModel"
+    assert json.loads((folder / "config.json").read_text())["architectures"] == [name]
+    model, notes = getattr(theirs, name).from_pretrained(folder, dtype=torch.float64, output_loading_info=True)
+    assert not any(notes.values()), notes
+    back = saved(tmp_path / "back", model)
+    with torch.no_grad():
+        found = model(images)
+        close(ours(images), found.logits if ours.config.num_classes else found.pooler_output)
+        assert torch.equal(back(images), ours(images))
+    explicit = {"hidden_dim": 64, **changes}
+    if explicit.get("head") == "mlp":
+        explicit = {"representation_dim": 16, **explicit}
+    assert back.config == replace(ours.config, **explicit)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"mechanism": "elu"}, {"positions": "none"}, {"norm": "rms"}, {"head": "mlp"}, {"activation": "swiglu"}],
+)
+def test_what_transformers_cannot_say_is_not_exported(changes):
+    assert vit.write_config(VisionConfig(**{**SMALL, **changes})) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_act": "mish"}, "hidden_act"),
+        ({"image_size": "large"}, "image_size"),
+        ({"hidden_size": None}, "hidden_size"),
+        ({"pooler_act": "relu"}, "pooler_act"),
+    ],
+)
+def test_configs_that_mean_something_else_are_refused(changes, message):
+    values = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    with pytest.raises(CheckpointError, match=message):
+        vit.read_config({**values, **changes}, {"vit.pooler.dense.weight": (16, 16)})
+
+
+@pytest.mark.parametrize("sides", [(32, 32), (24, 40), (8, 12), (4, 4), (16, 16)])
+def test_interpolated_positions_are_the_published_ones(sides, theirs, tmp_path):
+    model, images = their_vit(theirs), pictures(*sides)
+    ours = saved(tmp_path, model).resized(sides)
+    with torch.no_grad():
+        close(ours(images), model(images, interpolate_pos_encoding=True).logits)
+
+
+def test_a_resized_model_shares_nothing_and_keeps_the_rest():
+    model = make()
+    before = {name: one.clone() for name, one in model.state_dict().items()}
+    other = model.resized((24, 24))
+    assert other.config == replace(model.config, image_size=(24, 24))
+    assert torch.equal(other.positions[:, 0], model.positions[:, 0])
+    for name, one in other.state_dict().items():
+        assert name == "positions" or torch.equal(one, before[name])
+    with torch.no_grad():
+        for one in other.parameters():
+            one.zero_()
+    assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
+    assert not other.training
+    assert other.positions.requires_grad
+
+
+def test_resizing_to_the_same_size_changes_nothing():
+    model, images = make(), pictures()
+    assert torch.equal(model.resized((12, 20))(images), model(images))
+
+
+def test_positions_interpolate_down_and_across_from_their_own_grid():
+    model = make()
+    with torch.no_grad():
+        rows = torch.arange(3.0).repeat_interleave(5)
+        model.positions[0, 1:] = rows[:, None]
+    grid = model.resized((24, 60)).positions[0, 1:].unflatten(0, (6, 15))
+    assert torch.allclose(grid, grid[:, :1])
+    assert (grid[1:, 0] > grid[:-1, 0]).all()
+
+
+def test_patches_are_a_linear_layer_on_flattened_patches():
+    model, images = make(patch_size=(3, 5)), pictures()
+    flat = rearrange(images, "b c (y v) (x u) -> b (y x) (c v u)", v=3, u=5)
+    by_hand = F.linear(flat, model.patches.weight.flatten(1), model.patches.bias)
+    close(rearrange(model.patches(images), "b e y x -> b (y x) e"), by_hand, atol=1e-13)
+
+
+def permuted(images: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    flat = rearrange(images, "b c (y v) (x u) -> b c (y x) v u", v=4, u=4)[:, :, order]
+    return rearrange(flat, "b c (y x) v u -> b c (y v) (x u)", y=3)
+
+
+@pytest.mark.parametrize("name", REGISTRY)
+def test_without_positions_patches_are_a_set(name):
+    images, order = pictures(), torch.randperm(15)
+    model = make(mechanism=name, positions="none")
+    features = model.features(images)
+    moved = model.features(permuted(images, order))
+    close(moved[:, 0], features[:, 0])
+    close(moved[:, 1:], features[:, 1:][:, order])
+
+
+def test_with_positions_they_are_a_picture():
+    images, order = pictures(), torch.randperm(15)
+    model = make()
+    assert (model(permuted(images, order)) - model(images)).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("name", REGISTRY)
+def test_every_mechanism_runs_and_a_batch_is_its_images(name):
+    images = pictures(batch=3)
+    model = make(mechanism=name)
+    logits = model(images)
+    assert logits.shape == (3, 5)
+    assert logits.isfinite().all()
+    close(logits, torch.cat([model(one[None]) for one in images]))
+    logits.sum().backward()
+    assert model.patches.weight.grad.abs().sum() > 0
+
+
+def test_a_mask_hides_patches():
+    model, images = make(num_layers=1), pictures()
+    changed = images.clone()
+    changed[:, :, :, -4:] += 1
+    unseen = rg.dense(torch.tensor([[column != 4 for column in [0, *list(range(5)) * 3]]]).repeat(16, 1))
+    assert torch.equal(model(images, unseen), model(changed, unseen))
+    assert not torch.allclose(model(images), model(changed))
+
+
+def test_the_two_heads():
+    features = make().features(pictures()).detach()
+    linear, deep = make(), make(head="mlp", representation_dim=7)
+    close(linear.predict(features), F.linear(features[:, 0], linear.head.weight, linear.head.bias))
+    hidden = torch.tanh(F.linear(features[:, 0], deep.hidden.weight, deep.hidden.bias))
+    close(deep.predict(features), F.linear(hidden, deep.head.weight, deep.head.bias))
+    assert hidden.shape == (2, 7)
+
+
+def test_a_model_for_other_classes_has_one_linear_layer_that_begins_at_zero():
+    model, images = make(head="mlp"), pictures()
+    tuned = model.with_classes(3)
+    assert tuned.config == replace(model.config, head="linear", num_classes=3)
+    assert not hasattr(tuned, "hidden")
+    assert tuned(images).tolist() == [[0.0] * 3] * 2
+    assert torch.equal(tuned.features(images), model.features(images))
+    assert model(images).shape == (2, 5)
+    F.cross_entropy(tuned(images), torch.tensor([0, 2])).backward()
+    assert tuned.head.weight.grad.abs().sum() > 0
+    assert model.patches.weight.grad is None
+    assert VisionTransformer(tuned.config).load_state_dict(tuned.float().state_dict())
+
+
+def test_no_classes_gives_the_class_tokens_features():
+    model, images = make(), pictures()
+    bare = model.with_classes(0)
+    assert torch.equal(bare(images), model.features(images)[:, 0])
+    assert VisionTransformer(bare.config).state_dict().keys() == bare.state_dict().keys()
+
+
+def test_first_weights_are_small_and_nowhere_unset():
+    for one in VisionTransformer(VisionConfig(**SMALL)).parameters():
+        assert one.isfinite().all()
+        assert one.abs().max() <= 1
+    again = VisionTransformer(VisionConfig(**SMALL, positions="none"))
+    assert "positions" not in again.state_dict()
+    assert 0 < again.class_token.abs().max() < 0.2
+
+
+def test_configs_survive_json():
+    for config in (VisionConfig(**SMALL, head="mlp", mechanism="quadratic"), DaViTConfig(**STAGES, mechanism="elu")):
+        assert type(config).from_json(json.loads(json.dumps(config.to_json()))) == config
+
+
+BAD = {
+    "not divisible": (
+        VisionConfig,
+        {"image_size": (12, 21)},
+        r"image_size: expected multiples of patch_size = \(4, 4\)",
+    ),
+    "three sides": (VisionConfig, {"image_size": (12, 12, 12)}, "image_size: expected one number or"),
+    "no side": (VisionConfig, {"image_size": [12, 0]}, "image_size: expected a whole number of at least 1"),
+    "no size": (VisionConfig, {"patch_size": None}, "patch_size: expected one number or"),
+    "head": (VisionConfig, {"head": "deep"}, "head: expected linear or mlp, got 'deep'"),
+    "positions": (VisionConfig, {"positions": "rotary"}, "positions: expected learned or none"),
+    "mechanism": (VisionConfig, {"mechanism": "nope"}, "mechanism: expected one of"),
+    "stages": (DaViTConfig, {"num_heads": (2, 4)}, "num_heads: expected 3 values, one a stage"),
+    "one number": (DaViTConfig, {"embedding_dim": 8}, "embedding_dim: expected a tuple of one value a stage, got 8"),
+    "groups": (DaViTConfig, {"num_groups": (3, 2, 6)}, "num_groups: expected divisors of embedding_dim"),
+    "stride": (DaViTConfig, {"patch_stride": (4, 0, 2)}, "patch_stride: expected whole numbers of at least 1"),
+    "padding": (DaViTConfig, {"patch_padding": (3, -1, 0)}, "patch_padding: expected whole numbers of at least 0"),
+    "scale": (DaViTConfig, {"channel_scale": "heads"}, "channel_scale: expected tokens or channels"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_configs_say_so(name):
+    config, changes, message = BAD[name]
+    with pytest.raises(ValueError, match=message):
+        config(**{**(SMALL if config is VisionConfig else STAGES), **changes})
+
+
+@pytest.mark.parametrize("build", [make, make_davit])
+@pytest.mark.parametrize(
+    ("images", "message"),
+    [
+        (torch.zeros(3, 12, 20), r"images: expected floating-point numbers of shape \(B, C, height, width\)"),
+        (torch.zeros(1, 3, 12, 20, dtype=torch.uint8), "images: expected floating-point.*uint8"),
+        ([[0.0]], "images: expected floating-point.*got list"),
+        (torch.zeros(1, 1, 12, 20), "images: expected 3 channels, got 1"),
+    ],
+)
+def test_images_that_are_none_say_so(build, images, message):
+    with pytest.raises(ValueError, match=message):
+        build()(images)
+
+
+def test_images_of_another_size_name_the_way_out():
+    with pytest.raises(ValueError, match=r"expected 12×20 \(image_size\), got 20×12; model\.resized\(\(20, 12\)\)"):
+        make()(pictures(20, 12))
+    with pytest.raises(ValueError, match="image_size: expected multiples"):
+        make().resized((13, 20))
+    with pytest.raises(ValueError, match="nothing is left at stage 3"):
+        make_davit()(pictures(5, 64))
+
+
+def their_davit(theirs, **changes):
+    names = {
+        "embed_dim": "embedding_dim",
+        "depths": "num_layers",
+        "patch_prenorm": "norm_first",
+        **{name: name for name in ("num_heads", "num_groups", "patch_size", "patch_stride", "patch_padding")},
+    }
+    shape = {name: STAGES[ours] for name, ours in names.items()}
+    module = pytest.importorskip("transformers.models.florence2.modeling_florence2")
+    config = theirs.Florence2VisionConfig(**{**shape, "window_size": 3, "drop_path_rate": 0.1, **changes})
+    return shuffled(module.Florence2VisionBackbone(config))
+
+
+def davit_links(config: DaViTConfig):
+    """Florence-2's names and ours."""
+    for stage, layers in enumerate(config.num_layers):
+        yield f"convs.{stage}.conv", (f"stages.{stage}.embed",)
+        yield f"convs.{stage}.norm", (f"stages.{stage}.norm",)
+        for half in range(2 * layers):
+            kind, attention = ("channel", "channel_attn") if half % 2 else ("spatial", "window_attn")
+            block, ours = f"blocks.{stage}.{half // 2}.{kind}_block", f"stages.{stage}.halves.{half}"
+            yield f"{block}.conv1", (f"{ours}.attention_conv",)
+            yield f"{block}.norm1", (f"{ours}.attention_norm",)
+            yield f"{block}.{attention}.qkv", tuple(f"{ours}.attention.W_{name}" for name in "qkv")
+            yield f"{block}.{attention}.proj", (f"{ours}.attention.W_o",)
+            yield f"{block}.conv2", (f"{ours}.network_conv",)
+            yield f"{block}.norm2", (f"{ours}.network_norm",)
+            yield f"{block}.ffn.fc1", (f"{ours}.network.up",)
+            yield f"{block}.ffn.fc2", (f"{ours}.network.down",)
+
+
+def copied(model, **changes) -> DaViT:
+    """Our DaViT with the weights of Florence-2's vision tower."""
+    ours = DaViT(DaViTConfig(**{**STAGES, "num_classes": 0, **changes})).double().eval()
+    shapes = {name: tuple(one.shape) for name, one in ours.state_dict().items()}
+    state = {name: one for name, one in ours.state_dict().items() if name.startswith("norm.")}
+    left = dict(model.state_dict())
+    for name, own in davit_links(ours.config):
+        for part in ("weight", "bias"):
+            if f"{name}.{part}" in left:
+                pair = Link(f"{name}.{part}", tuple(f"{one}.{part}" for one in own))
+                state |= pair.split(left.pop(pair.theirs), shapes)
+    assert not left, sorted(left)
+    ours.load_state_dict(state)
+    return ours
+
+
+TOWERS = {
+    "windows fit": ({}, {}, (48, 48)),
+    "windows are padded": ({}, {}, (64, 40)),
+    "windows are larger than the map": ({"window_size": 12}, {"window_size": 12}, (32, 48)),
+    "odd maps": ({}, {}, (45, 59)),
+    "overlapping patches, as Florence-2 has them": (
+        {"patch_size": (7, 3, 3), "patch_padding": (3, 1, 1)},
+        {"patch_size": (7, 3, 3), "patch_padding": (3, 1, 1)},
+        (40, 33),
+    ),
+    "norms elsewhere": ({"patch_prenorm": (True, False, True)}, {"norm_first": (True, False, True)}, (48, 32)),
+    "no bias": ({"qkv_bias": False}, {"attention_bias": False}, (40, 40)),
+    "network": (
+        {"mlp_ratio": 2.5, "activation_function": "gelu_pytorch_tanh"},
+        {"network_ratio": 2.5, "activation": "gelu_tanh"},
+        (40, 40),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TOWERS)
+def test_davit_is_florences_vision_tower(name, theirs):
+    changes, own, sides = TOWERS[name]
+    model = their_davit(theirs, **changes)
+    ours, images = copied(model, **{"window_size": 3, **own}), pictures(*sides)
+    with torch.no_grad():
+        close(ours.features(images)[-1], model(images).last_hidden_state)
+
+
+def test_the_stages_maps_shrink_and_the_head_reads_the_mean_of_the_last():
+    model, images = make_davit(), pictures(64, 40)
+    maps = model.features(images)
+    assert [tuple(one.shape) for one in maps] == [(2, 8, 16, 10), (2, 16, 8, 5), (2, 24, 4, 2)]
+    pooled = F.layer_norm(maps[-1].mean((2, 3)), (24,), model.norm.weight, model.norm.bias)
+    close(model(images), F.linear(pooled, model.head.weight, model.head.bias))
+
+
+def test_a_window_sees_itself_alone_and_channels_see_the_whole_map():
+    x = torch.randn(1, 8, 6, 6, dtype=torch.float64)
+    changed = x.clone()
+    changed[..., :3, :3] += 1
+    windowed, channels = make_davit().stages[0].halves
+    tokens, others = (rearrange(one, "b e y x -> b y x e") for one in (x, changed))
+    apart = (windowed._attend(tokens) != windowed._attend(others)).any(-1)[0]
+    assert apart[:3, :3].all()
+    assert not apart[3:].any()
+    assert not apart[:, 3:].any()
+    assert (channels._attend(tokens) != channels._attend(others)).any(-1).all()
+
+
+def test_attention_in_windows_is_attention_under_a_mask():
+    half = make_davit().stages[0].halves[0]
+    x = torch.randn(2, 6, 9, 8, dtype=torch.float64)
+    place = torch.arange(54)
+    ids = place // 9 // 3 * 3 + place % 9 // 3
+    whole = half.attention(rearrange(x, "b y x e -> b (y x) e"), mask=rg.segments(ids))
+    close(half._attend(x), rearrange(whole, "b (y x) e -> b y x e", y=6))
+
+
+@pytest.mark.parametrize(("height", "width", "size"), [(6, 6, 3), (5, 7, 3), (2, 3, 7), (1, 1, 1), (4, 9, 2)])
+def test_windows_come_back_as_the_map(height, width, size):
+    x = torch.randn(2, height, width, 3)
+    parts = windows(x, size)
+    assert parts.shape == (2 * -(-height // size) * -(-width // size), size * size, 3)
+    assert torch.equal(unwindowed(parts, height, width, size), x)
+    assert parts.ne(0).sum() == x.numel()
+
+
+@pytest.mark.parametrize("name", REGISTRY)
+def test_every_mechanism_runs_in_windows_and_a_batch_is_its_images(name):
+    images = pictures(40, 33, batch=3)
+    model = make_davit(mechanism=name)
+    logits = model(images)
+    assert logits.isfinite().all()
+    close(logits, torch.cat([model(one[None]) for one in images]))
+
+
+def test_all_attention_of_a_davit_happens_where_a_trace_stands():
+    met = []
+    model = make_davit(channel_scale="channels")
+    for module in model.modules():
+        if isinstance(module, Attend):
+            module.register_forward_hook(lambda one, given, _: met.append((one.mechanism, tuple(given[0].shape))))
+    model(pictures(64, 40))
+    channel = rg.Channel(scale="channels")
+    assert met == [
+        (rg.Softmax(), (2 * 6 * 4, 2, 9, 4)),
+        (channel, (2, 4, 160, 2)),
+        *[(rg.Softmax(), (2 * 3 * 2, 4, 9, 4)), (channel, (2, 2, 40, 8))] * 2,
+        (rg.Softmax(), (2 * 2 * 1, 3, 9, 8)),
+        (channel, (2, 6, 8, 4)),
+    ]
+
+
+@pytest.mark.parametrize("build", [make, make_davit])
+def test_training_reaches_every_weight(build):
+    model = build(dropout=0.1, attention_dropout=0.1).train()
+    model(pictures() if build is make else pictures(40, 33)).square().sum().backward()
+    # A softmax is blind to what all keys share, so the bias of the keys has no gradient.
+    reached = {name for name, one in model.named_parameters() if one.grad.abs().max() > 1e-9}
+    missed = {name for name, _ in model.named_parameters()} - reached
+    assert all(name.endswith("W_k.bias") for name in missed), missed
