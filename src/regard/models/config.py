@@ -4,6 +4,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, TypeVar
 
 from regard.layers.attention import as_mechanism
+from regard.layers.block import BlockConfig
 from regard.layers.positions import RotaryScaling
 from regard.mechanism import Mechanism
 from regard.mechanisms import REGISTRY, Softmax
@@ -72,6 +73,20 @@ class Config:
     def with_mechanism(self: C, mechanism: Mechanism | str) -> C:
         """The same model with another attention."""
         return replace(self, mechanism=mechanism)
+
+
+def block_config(config: Any, **changes: Any) -> BlockConfig:
+    """The config of a model's blocks: the fields both have, and `changes`.
+
+    >>> import regard as rg
+    >>> from regard.models.config import block_config
+    >>> sizes = {"vocabulary_size": 9, "embedding_dim": 8, "num_layers": 1, "num_heads": 2}
+    >>> block_config(rg.DecoderConfig(**sizes), cross=True).hidden_dim
+    32
+    """
+    shared = {one.name: getattr(config, one.name) for one in fields(BlockConfig) if hasattr(config, one.name)}
+    shared["hidden_dim"] = config.hidden_dim or 4 * config.embedding_dim
+    return BlockConfig(**shared, **changes)
 
 
 def _plain(value: Any) -> Any:

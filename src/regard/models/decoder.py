@@ -15,13 +15,13 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from regard.layers.attention import AnyMask
-from regard.layers.block import BlockConfig, Stack
+from regard.layers.block import Stack
 from regard.layers.linear import Linear, linear
 from regard.layers.positions import Alibi, Rotary, RotaryScaling, sinusoidal
 from regard.layers.streaming import ModelState, places
 from regard.mask import as_mask
 from regard.models.base import Model, check_length, check_tokens
-from regard.models.config import Config
+from regard.models.config import Config, block_config
 
 Positions = Literal["rotary", "learned", "sinusoidal", "alibi", "none"]
 
@@ -123,7 +123,8 @@ class Decoder(Model):
             self.positions = nn.Embedding(config.context_length, config.embedding_dim)
         self.dropout = nn.Dropout(config.dropout)
         bias = Alibi(config.num_heads) if config.positions == "alibi" else None
-        self.stack = Stack(_block(config), config.num_layers, causal=True, windows=config.windows, bias=bias)
+        block = block_config(config, rotary=_rotary(config))
+        self.stack = Stack(block, config.num_layers, causal=True, windows=config.windows, bias=bias)
         if not config.tied:
             self.head = Linear(config.embedding_dim, config.vocabulary_size, bias=False)
         self.initialise()
@@ -165,30 +166,12 @@ class Decoder(Model):
         return self.stack(self.dropout(x), rule, positions=place, state=state)
 
 
-def _block(config: DecoderConfig) -> BlockConfig:
-    rotary = None
-    if config.positions == "rotary":
-        rotary = Rotary(
-            length=config.head_length,
-            base=config.rotary_base,
-            scaling=config.rotary_scaling,
-            context_length=config.context_length,
-        )
-    return BlockConfig(
-        embedding_dim=config.embedding_dim,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        qk_length=config.qk_length,
-        value_length=config.value_length,
-        hidden_dim=config.hidden_dim or 4 * config.embedding_dim,
-        mechanism=config.mechanism,
-        norm=config.norm,
-        norm_epsilon=config.norm_epsilon,
-        activation=config.activation,
-        attention_bias=config.attention_bias,
-        output_bias=config.output_bias,
-        network_bias=config.network_bias,
-        dropout=config.dropout,
-        attention_dropout=config.attention_dropout,
-        rotary=rotary,
+def _rotary(config: DecoderConfig) -> Rotary | None:
+    if config.positions != "rotary":
+        return None
+    return Rotary(
+        length=config.head_length,
+        base=config.rotary_base,
+        scaling=config.rotary_scaling,
+        context_length=config.context_length,
     )

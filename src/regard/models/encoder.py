@@ -17,13 +17,13 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from regard.layers.attention import AnyMask
-from regard.layers.block import BlockConfig, Stack
+from regard.layers.block import Stack
 from regard.layers.linear import Linear, linear
 from regard.layers.network import ACTIVATIONS, norm
 from regard.layers.streaming import places
 from regard.mask import as_mask, structure
 from regard.models.base import Model, check_length, check_tokens
-from regard.models.config import Config
+from regard.models.config import Config, block_config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +99,7 @@ class Encoder(Model):
         self.dropout = nn.Dropout(config.dropout)
         if config.factor_dim is not None:
             self.widen = Linear(narrow, width)
-        self.stack = Stack(_block(config), config.num_layers, num_shared=config.num_shared)
+        self.stack = Stack(block_config(config), config.num_layers, num_shared=config.num_shared)
         if config.pooler:
             self.pooler = Linear(width, width)
         if config.masked_words:
@@ -211,18 +211,3 @@ def mean(hidden: Float[Tensor, "B T E"], mask: AnyMask = None) -> Float[Tensor, 
         return hidden.mean(1)
     kept = hidden.masked_fill(~valid[..., None], 0)
     return kept.sum(1) / valid.sum(1, keepdim=True).clamp(min=1)
-
-
-def _block(config: EncoderConfig) -> BlockConfig:
-    return BlockConfig(
-        embedding_dim=config.embedding_dim,
-        num_heads=config.num_heads,
-        hidden_dim=config.hidden_dim or 4 * config.embedding_dim,
-        mechanism=config.mechanism,
-        norm=config.norm,
-        norm_epsilon=config.norm_epsilon,
-        pre_norm=config.pre_norm,
-        activation=config.activation,
-        dropout=config.dropout,
-        attention_dropout=config.attention_dropout,
-    )

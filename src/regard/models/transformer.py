@@ -18,14 +18,14 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from regard.layers.attention import AnyMask, MultiHeadAttention
-from regard.layers.block import BlockConfig, Stack
+from regard.layers.block import Stack
 from regard.layers.linear import Linear, linear
 from regard.layers.positions import RelativeBias, sinusoidal
 from regard.layers.streaming import ModelState, places
 from regard.mask import Mask, as_mask, padding_between
 from regard.mechanisms import Softmax
 from regard.models.base import Model, check_length, check_tokens
-from regard.models.config import Config
+from regard.models.config import Config, block_config
 
 Positions = Literal["sinusoidal", "relative", "learned", "none"]
 Side = Literal["source", "target"]
@@ -137,7 +137,7 @@ class Transformer(Model):
             self.source_positions = nn.Embedding(config.context_length, config.embedding_dim)
             self.target_positions = nn.Embedding(config.context_length, config.embedding_dim)
         self.dropout = nn.Dropout(config.dropout)
-        block = _block(config)
+        block = block_config(config)
         self.encoder = Stack(block, config.num_layers, bias=_bias(config, bidirectional=True))
         self.decoder = Stack(
             replace(block, cross=True), config.decoder_layers, causal=True, bias=_bias(config, bidirectional=False)
@@ -256,25 +256,4 @@ def _bias(config: TransformerConfig, *, bidirectional: bool) -> RelativeBias | N
         bidirectional=bidirectional,
         num_buckets=config.num_buckets,
         longest_distance=config.longest_distance,
-    )
-
-
-def _block(config: TransformerConfig) -> BlockConfig:
-    return BlockConfig(
-        embedding_dim=config.embedding_dim,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        qk_length=config.qk_length,
-        value_length=config.value_length,
-        hidden_dim=config.hidden_dim or 4 * config.embedding_dim,
-        mechanism=config.mechanism,
-        norm=config.norm,
-        norm_epsilon=config.norm_epsilon,
-        pre_norm=config.pre_norm,
-        activation=config.activation,
-        attention_bias=config.attention_bias,
-        output_bias=config.output_bias,
-        network_bias=config.network_bias,
-        dropout=config.dropout,
-        attention_dropout=config.attention_dropout,
     )

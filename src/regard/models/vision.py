@@ -21,10 +21,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from regard.layers.attention import AnyMask
-from regard.layers.block import BlockConfig, Stack
+from regard.layers.block import Stack
 from regard.layers.linear import Linear
 from regard.models.base import Model
-from regard.models.config import Config
+from regard.models.config import Config, block_config
 
 SPREAD = 0.02
 """Of the first weights."""
@@ -103,7 +103,7 @@ class VisionTransformer(Model):
         if config.positions == "learned":
             self.positions = nn.Parameter(torch.empty(1, 1 + config.num_patches, width))
         self.dropout = nn.Dropout(config.dropout)
-        self.stack = Stack(_block(config), config.num_layers)
+        self.stack = Stack(block_config(config), config.num_layers)
         if config.head == "mlp":
             self.hidden = Linear(width, config.representation_dim or width)
             width = self.hidden.out_features
@@ -209,18 +209,3 @@ def _check_images(images: Tensor, config: VisionConfig) -> None:
             f"images: expected {expected[0]}×{expected[1]} (image_size), got {given[0]}×{given[1]}; "
             f"model.resized({given}) gives a model for those"
         )
-
-
-def _block(config: VisionConfig) -> BlockConfig:
-    return BlockConfig(
-        embedding_dim=config.embedding_dim,
-        num_heads=config.num_heads,
-        hidden_dim=config.hidden_dim or 4 * config.embedding_dim,
-        mechanism=config.mechanism,
-        norm=config.norm,
-        norm_epsilon=config.norm_epsilon,
-        activation=config.activation,
-        attention_bias=config.attention_bias,
-        dropout=config.dropout,
-        attention_dropout=config.attention_dropout,
-    )
