@@ -161,6 +161,13 @@ class KeyValueState:
     def __repr__(self) -> str:
         return f"KeyValueState(length={self.length}, capacity={self.capacity}, nbytes={self.nbytes})"
 
+    def windowed(self, before: int, new: int) -> "KeyValueState":
+        """The state with room for `new` tokens, and without those that none of them sees, `before` back at the most."""
+        if self.length + new <= self.capacity:
+            return self
+        kept = min(self.length, before)
+        return self.resized(max(kept + new, 2 * (before + 1)), self.length - kept)
+
     def resized(self, capacity: int, drop: int = 0) -> "KeyValueState":
         """The state in a buffer of its own with another capacity, without its first `drop` tokens."""
         kept = self.length - drop

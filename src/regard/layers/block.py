@@ -19,8 +19,9 @@ from regard.layers.network import PositionWise, norm
 from regard.layers.positions import Rotary, Tables
 from regard.layers.ragged import Ragged
 from regard.layers.streaming import ModelState
-from regard.mask import Mask, as_mask, causal, padding_between, window
+from regard.mask import Mask, as_mask, causal, padding_between, structure, window
 from regard.mechanism import Mechanism
+from regard.state import KeyValueState
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,17 +175,20 @@ class Stack(nn.Module):
         if state is not None:
             memory, memory_mask = state.memory, state.memory_mask
         turns = positions if self.rotary is None or positions is None else self.rotary.tables(positions)
-        masks = {size: self._masked(rule, size) for size in set(self.windows)}
+        masks: dict[tuple[int | None, int], Mask | None] = {}
         bias = None if self.bias is None else self.bias(tokens, past + tokens, x)
         states = []
-        for index in range(self.num_layers):
+        for index, size in enumerate(self.windows):
+            held, gone = (None, 0) if state is None else _held(state, index, size, tokens)
+            if (size, gone) not in masks:
+                masks[size, gone] = self._masked(rule if gone == 0 else _recent(rule, gone, past + tokens), size)
             x, longer = self.layer(index)(
                 x,
-                masks[self.windows[index]],
-                bias=bias,
+                masks[size, gone],
+                bias=None if bias is None else bias[..., gone:],
                 positions=turns,
                 ragged=ragged,
-                state=None if state is None else state.layers[index],
+                state=held,
                 memory=None if memory is None else memory[index],
                 memory_mask=memory_mask,
             )
@@ -199,10 +203,27 @@ class Stack(nn.Module):
         return rule
 
     def start(self, *, batch: int, capacity: int = 4096) -> ModelState:
-        """An empty state."""
-        layers = (self.layer(index).attention for index in range(self.num_layers))
-        return ModelState(tuple(one.start(batch=batch, capacity=capacity) for one in layers))
+        """An empty state, with room for `capacity` tokens; a layer with a window has room for two windows."""
+        rooms = (capacity if size is None else min(capacity, 2 * size) for size in self.windows)
+        states = (self.layer(at).attention.start(batch=batch, capacity=room) for at, room in enumerate(rooms))
+        return ModelState(tuple(states), windows=self.windows)
 
     def remember(self, memory: Float[Tensor, "B S E"]) -> tuple[tuple[Tensor, Tensor], ...]:
         """Keys and values of every layer's cross-attention over `memory`."""
         return tuple(self.layer(index).cross.remember(memory) for index in range(self.num_layers))
+
+
+def _held(state: ModelState, index: int, size: int | None, tokens: int) -> tuple[Any, int]:
+    """A layer's state with room for more tokens if it has a window, and how many tokens have left it."""
+    held = state.layers[index]
+    if size is not None and isinstance(held, KeyValueState):
+        held = held.windowed(size - 1, tokens)
+    return held, state.length - held.length
+
+
+def _recent(rule: Mask | None, gone: int, keys: int) -> Mask | None:
+    """What a mask says of the keys that are left once the first ones are gone."""
+    known = structure(rule, keys, keys)
+    if known.rest is not None:
+        raise ValueError(f"mask: expected padding alone, for a window that has left tokens behind, got {rule!r}")
+    return padding_between(rule, gone, keys, keys)

@@ -32,6 +32,8 @@ class ModelState:
     memory: tuple[tuple[Tensor, Tensor], ...] | None = None
     """Keys and values of each layer's cross-attention."""
     memory_mask: Mask | None = None
+    windows: tuple[int | None, ...] = ()
+    """How many tokens each layer sees; such a layer forgets older ones."""
 
     @property
     def nbytes(self) -> int:
@@ -57,7 +59,13 @@ class ModelState:
 
     def crop(self, length: int) -> "ModelState":
         """The state as it was at an earlier length."""
-        layers = tuple(state.crop(length) for state in self.layers)
+        if type(length) is not int or not 0 <= length <= self.length:
+            raise ValueError(f"length: expected 0 to {self.length} (the state's length), got {length!r}")
+        for size, state in zip(self.windows, self.layers, strict=True):
+            gone = self.length - state.length
+            if gone and length - (size or 0) + 1 < gone:
+                raise ValueError(f"length: expected at least {gone + (size or 0) - 1}, the window is past, got {length}")
+        layers = tuple(state.crop(length - (self.length - state.length)) for state in self.layers)
         padding = None if self.padding is None else self.padding.between(0, length, self.length)
         return replace(self, layers=layers, length=length, padding=padding)
 

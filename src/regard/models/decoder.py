@@ -144,9 +144,16 @@ class Decoder(Model):
 
         The mask speaks of the whole history; what was padding when it came stays padding.
         """
+        hidden, longer = self.advance(tokens, state, mask)
+        return self.predict(hidden), longer
+
+    def advance(
+        self, tokens: Int[Tensor, "B T"], state: ModelState, mask: AnyMask = None
+    ) -> tuple[Float[Tensor, "B T E"], ModelState]:
+        """`extend` without its last step: what `predict` makes logits of, for those who need but the last token's."""
         hidden, longer = self._run(tokens, mask, state)
         assert longer is not None
-        return self.predict(hidden), longer
+        return hidden, longer
 
     def predict(self, hidden: Float[Tensor, "B T E"]) -> Float[Tensor, "B T D"]:
         """Logits from the last layer's tokens."""

@@ -162,8 +162,11 @@ def _state(stack: Stack, length: int, model: Model) -> tuple[int, int]:
     """Bytes a token and bytes whatever the length, of a stream's state."""
 
     def held(tokens: int) -> int:
-        layers = (stack.layer(index).attention for index in range(stack.num_layers))
-        return sum(one.mechanism.cost(_work(one, 1, tokens, model, None)).state_bytes for one in layers)
+        total = 0
+        for index, size in enumerate(stack.windows):
+            one, room = stack.layer(index).attention, tokens if size is None else min(tokens, 2 * size)
+            total += one.mechanism.cost(_work(one, 1, room, model, None)).state_bytes
+        return total
 
     growing = held(length + 1) - held(length)
     crosses = [stack.layer(index) for index in range(stack.num_layers) if hasattr(stack.layer(index), "cross")]

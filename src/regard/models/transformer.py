@@ -203,12 +203,19 @@ class Transformer(Model):
 
         The mask speaks of the whole target; what was padding when it came stays padding.
         """
+        hidden, longer = self.advance(target, state, mask)
+        return self.predict(hidden), longer
+
+    def advance(
+        self, target: Int[Tensor, "B T"], state: ModelState, mask: AnyMask = None
+    ) -> tuple[Float[Tensor, "B T E"], ModelState]:
+        """`extend` without its last step: what `predict` makes logits of, for those who need but the last token's."""
         if state.memory is None:
             raise ValueError("state: expected one from start(source, …), got one without a source")
         rule = self._check("target", target, mask, state)
         hidden, longer = self.decoder(self._embed("target", target, rule, state), rule, state=state)
         assert longer is not None
-        return self.predict(hidden), longer
+        return hidden, longer
 
     def predict(self, hidden: Float[Tensor, "B T E"]) -> Float[Tensor, "B T D"]:
         """Logits from the decoder's last tokens."""
