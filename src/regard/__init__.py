@@ -8,6 +8,7 @@ from regard.attention import attend, explain, weights
 from regard.call import Plan
 from regard.checkpoints import CheckpointError, load, save
 from regard.cost import Cost, LayerCost, Work, cost, crossover, layer_cost
+from regard.generation import Generated, Prompt, generate, prefill, stream
 from regard.laws import Report, check
 from regard.layers.attention import MultiHeadAttention
 from regard.layers.positions import RotaryScaling
@@ -44,6 +45,7 @@ __all__ = [
     "Elu",
     "Encoder",
     "EncoderConfig",
+    "Generated",
     "Kernel",
     "LayerCost",
     "Mask",
@@ -51,6 +53,7 @@ __all__ = [
     "MultiHeadAttention",
     "Plan",
     "Polynomial",
+    "Prompt",
     "Quadratic",
     "RandomFeatures",
     "Report",
@@ -71,12 +74,15 @@ __all__ = [
     "crossover",
     "dense",
     "explain",
+    "generate",
     "global_tokens",
     "layer_cost",
     "load",
     "padding",
+    "prefill",
     "save",
     "segments",
+    "stream",
     "trace",
     "weights",
     "window",

@@ -59,11 +59,13 @@ class Source:
     """Tensors of one file or folder, read by name.
 
     `shapes` holds every name with its shape in torch's order, checked against the file; `read` gives one tensor.
+    `metadata` is what else the file says.
     """
 
-    def __init__(self, path: Path, shapes: dict[str, Shape]) -> None:
+    def __init__(self, path: Path, shapes: dict[str, Shape], metadata: dict[str, Any] | None = None) -> None:
         self.path = path
         self.shapes = shapes
+        self.metadata = metadata or {}
 
     def read(self, name: str) -> Tensor:
         """The tensor called `name`, in the type it is stored in where torch has that type."""
@@ -185,8 +187,14 @@ def _short(value: object) -> str:
 
 
 class _Safetensors(Source):
-    def __init__(self, path: Path, data: mmap.mmap, spans: dict[str, tuple[torch.dtype, Shape, int]]) -> None:
-        super().__init__(path, {name: shape for name, (_, shape, _) in spans.items()})
+    def __init__(
+        self,
+        path: Path,
+        data: mmap.mmap,
+        spans: dict[str, tuple[torch.dtype, Shape, int]],
+        metadata: dict[str, Any],
+    ) -> None:
+        super().__init__(path, {name: shape for name, (_, shape, _) in spans.items()}, metadata)
         self._data = data
         self._spans = spans
 
@@ -231,7 +239,7 @@ def open_safetensors(path: str | Path) -> Source:
         reached = end
     if reached != len(data) - start:
         refuse(path, f"{reached:,} bytes of data, as the header says", f"{len(data) - start:,}")
-    return _Safetensors(path, data, spans)
+    return _Safetensors(path, data, spans, metadata)
 
 
 def _safetensors_header(data: mmap.mmap, path: Path) -> tuple[dict[str, Any], int]:

@@ -20,7 +20,7 @@ from regard.layers.linear import Linear, linear
 from regard.layers.positions import Alibi, Rotary, RotaryScaling, sinusoidal
 from regard.layers.streaming import ModelState, places
 from regard.mask import as_mask
-from regard.models.base import Model, check_length, check_tokens
+from regard.models.base import Model, check_length, check_state, check_tokens
 from regard.models.config import Config, block_config
 
 Positions = Literal["rotary", "learned", "sinusoidal", "alibi", "none"]
@@ -151,6 +151,7 @@ class Decoder(Model):
         self, tokens: Int[Tensor, "B T"], state: ModelState, mask: AnyMask = None
     ) -> tuple[Float[Tensor, "B T E"], ModelState]:
         """`extend` without its last step: what `predict` makes logits of, for those who need but the last token's."""
+        check_state(state)
         hidden, longer = self._run(tokens, mask, state)
         assert longer is not None
         return hidden, longer

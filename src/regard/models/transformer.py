@@ -24,7 +24,7 @@ from regard.layers.positions import RelativeBias, sinusoidal
 from regard.layers.streaming import ModelState, places
 from regard.mask import Mask, as_mask, padding_between
 from regard.mechanisms import Softmax
-from regard.models.base import Model, check_length, check_tokens
+from regard.models.base import Model, check_length, check_state, check_tokens
 from regard.models.config import Config, block_config
 
 Positions = Literal["sinusoidal", "relative", "learned", "none"]
@@ -210,6 +210,7 @@ class Transformer(Model):
         self, target: Int[Tensor, "B T"], state: ModelState, mask: AnyMask = None
     ) -> tuple[Float[Tensor, "B T E"], ModelState]:
         """`extend` without its last step: what `predict` makes logits of, for those who need but the last token's."""
+        check_state(state)
         if state.memory is None:
             raise ValueError("state: expected one from start(source, …), got one without a source")
         rule = self._check("target", target, mask, state)

@@ -50,12 +50,9 @@ def save(trace: Trace, path: str | Path) -> Path:
 
 def read(path: str | Path) -> Trace:
     """Read a trace; CheckpointError for a file that is none, or does not add up."""
-    from safetensors import safe_open
-
     source = open_safetensors(path)
-    with safe_open(source.path, framework="pt") as file:
-        text = (file.metadata() or {}).get(KEY)
-    if text is None:
+    text = source.metadata.get(KEY)
+    if not isinstance(text, str):
         refuse(source.path, "a file that Trace.save wrote", "a safetensors file of something else")
     about = parse_json(text, source.path)
     if about.get("format") != FORMAT:

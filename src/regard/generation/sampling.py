@@ -1,0 +1,90 @@
+"""From logits to the next token: greedy, or a draw from a distribution that is cut and sharpened first.
+
+    repetition penalty → temperature → top-k → top-p → min-p → draw
+
+A draw is argmax(logits + Gumbel noise), with noise from the sequence's own generator: what a sequence draws depends on
+its seed and its logits, never on its neighbours in a batch.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How tokens are chosen. Temperature 0 is greedy, and then the cuts change nothing.
+
+    >>> from regard.generation.sampling import Sampling
+    >>> Sampling(temperature=0.8, top_p=0.9).greedy
+    False
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    """Only the k most likely tokens."""
+    top_p: float | None = None
+    """Only the most likely tokens that together have this probability."""
+    min_p: float | None = None
+    """Only tokens with at least this fraction of the likeliest one's probability."""
+    repetition_penalty: float = 1.0
+    """Divides what favours a token that is in the sequence already, and multiplies what speaks against it."""
+
+    def __post_init__(self) -> None:
+        if not (_number(self.temperature) and 0 <= self.temperature < math.inf):
+            raise ValueError(f"temperature: expected a finite number of at least 0, got {self.temperature!r}")
+        if self.top_k is not None and (type(self.top_k) is not int or self.top_k < 1):
+            raise ValueError(f"top_k: expected a whole number of at least 1, got {self.top_k!r}")
+        for name in ("top_p", "min_p"):
+            value = getattr(self, name)
+            if value is not None and not (_number(value) and 0 < value <= 1):
+                raise ValueError(f"{name}: expected a number above 0 and at most 1, got {value!r}")
+        if not (_number(self.repetition_penalty) and 0 < self.repetition_penalty < math.inf):
+            raise ValueError(f"repetition_penalty: expected a number above 0, got {self.repetition_penalty!r}")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    def penalised(self, logits: Float[Tensor, "D"], seen: Iterable[int]) -> Float[Tensor, "D"]:
+        """The logits with the repetition penalty for the tokens of a sequence."""
+        if self.repetition_penalty == 1:
+            return logits
+        index = torch.tensor(sorted(set(seen)), dtype=torch.long, device=logits.device)
+        found = logits[index]
+        worse = torch.where(found > 0, found / self.repetition_penalty, found * self.repetition_penalty)
+        return logits.index_copy(0, index, worse)
+
+    def cut(self, logits: Float[Tensor, "D"]) -> Float[Tensor, "D"]:
+        """The logits at this temperature, -inf for tokens that are cut. Ties at a border stay.
+
+        >>> import torch
+        >>> from regard.generation.sampling import Sampling
+        >>> Sampling(temperature=1.0, top_k=2).cut(torch.tensor([1.0, 3.0, 2.0])).tolist()
+        [-inf, 3.0, 2.0]
+        """
+        logits = logits.double() / self.temperature
+        if self.top_k is not None and self.top_k < len(logits):
+            logits = logits.masked_fill(logits < logits.topk(self.top_k).values[-1], -math.inf)
+        if self.top_p is not None:
+            ordered = logits.sort(descending=True).values
+            before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
+            least = ordered[before < self.top_p][-1]
+            logits = logits.masked_fill(logits < least, -math.inf)
+        if self.min_p is not None:
+            logits = logits.masked_fill(logits < logits.max() + math.log(self.min_p), -math.inf)
+        return logits
+
+    def draw(self, logits: Float[Tensor, "D"], generator: torch.Generator) -> int:
+        """One token. The noise is drawn on the CPU, so that a seed means the same on every device."""
+        logits = self.cut(logits)
+        noise = torch.empty(len(logits), dtype=torch.float64).exponential_(generator=generator)
+        return int((logits - noise.log().to(logits.device)).argmax())
+
+
+def _number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)

@@ -1,0 +1,341 @@
+"""Generation: the same tokens however they are computed, the right distribution, the right endings."""
+
+import itertools
+import math
+import pydoc_data.topics
+
+import pytest
+import torch
+import transformers
+
+import peers
+import regard as rg
+from regard.generation.sampling import Sampling
+from regard.generation.text import Writer
+from regard.mechanisms import REGISTRY
+
+SIZES = {"vocabulary_size": 61, "embedding_dim": 16, "num_layers": 3, "num_heads": 4, "context_length": 256}
+DECODERS = {
+    "mha": rg.DecoderConfig(**SIZES),
+    "gqa": rg.DecoderConfig(**SIZES, num_kv_heads=2),
+    "mqa": rg.DecoderConfig(**SIZES, num_kv_heads=1),
+    "gpt2": rg.DecoderConfig.gpt2(**SIZES),
+    "alibi": rg.DecoderConfig(**SIZES, positions="alibi"),
+    "window": rg.DecoderConfig(**SIZES, window=7, window_layers=(0, 2), num_kv_heads=2),
+    "window-alibi": rg.DecoderConfig(**SIZES, window=5, positions="alibi"),
+    **{name: rg.DecoderConfig(**SIZES, mechanism=name) for name, one in REGISTRY.items() if one.by_pairs},
+}
+SEQUENCES = {
+    "transformer": rg.TransformerConfig(**SIZES, num_decoder_layers=2, start_token=1),
+    "t5": rg.TransformerConfig.t5(**SIZES, qk_length=6, end_tokens=()),
+    "kernel": rg.TransformerConfig(**SIZES, mechanism="quadratic", start_token=2),
+}
+PROMPTS = [[5, 9, 2], [7], list(range(3, 40)), [11, 12, 13, 14, 15, 16, 17, 18, 19], [60, 1]]
+
+
+def made(name: str) -> rg.Decoder | rg.Transformer:
+    torch.manual_seed(0)
+    if name in DECODERS:
+        model: rg.Decoder | rg.Transformer = rg.Decoder(DECODERS[name])
+        model.initialise(0.5)
+    else:
+        model = rg.Transformer(SEQUENCES[name])
+    return model.double().eval()
+
+
+def whole(model: rg.Decoder | rg.Transformer, prompt: list[int], count: int) -> list[int]:
+    """Greedy tokens with everything computed anew for each."""
+    tokens = list(prompt) if isinstance(model, rg.Decoder) else [model.config.start_token]
+    for _ in range(count):
+        given = torch.tensor([tokens])
+        logits = model(given) if isinstance(model, rg.Decoder) else model(torch.tensor([prompt]), given)
+        tokens.append(int(logits[0, -1].argmax()))
+    return tokens[-count:]
+
+
+@pytest.mark.parametrize("name", [*DECODERS, *SEQUENCES])
+@torch.no_grad()
+def test_whole_is_streamed_is_chunked_is_batched_is_forked(name):
+    model = made(name)
+    expected = [whole(model, prompt, 24) for prompt in PROMPTS]
+    assert len({tuple(one) for one in expected}) > 1
+    alone = [rg.generate(model, [prompt], max_new_tokens=24)[0].tokens for prompt in PROMPTS]
+    assert alone == expected
+    assert [one.tokens for one in rg.generate(model, PROMPTS, max_new_tokens=24)] == expected
+    for chunk in (1, 5, 16):
+        assert [one.tokens for one in rg.generate(model, PROMPTS, max_new_tokens=24, chunk=chunk)] == expected
+    state = rg.prefill(model, PROMPTS)
+    for _ in range(2):
+        assert [one.tokens for one in rg.generate(model, state=state, max_new_tokens=24)] == expected
+    forked = rg.generate(model, PROMPTS, max_new_tokens=24, n=2)
+    assert [one.tokens for one in forked] == [one for one in expected for _ in range(2)]
+    pieces = rg.stream(model, PROMPTS[2], max_new_tokens=24)
+    assert "".join(pieces) == " ".join(map(str, expected[2])) == pieces.text
+
+
+@pytest.mark.parametrize("name", ["gqa", "window", "quadratic", "elu", "transformer"])
+@torch.no_grad()
+def test_seeded_draws_of_a_batch_are_those_of_one_alone(name):
+    model = made(name)
+    options = {"max_new_tokens": 20, "temperature": 1.3, "top_p": 0.95, "top_k": 40, "repetition_penalty": 1.1}
+    together = rg.generate(model, PROMPTS, seed=[3, 1, 4, 1, 5], **options)
+    for prompt, seed, found in zip(PROMPTS, [3, 1, 4, 1, 5], together, strict=True):
+        assert rg.generate(model, [prompt], seed=seed, **options)[0].tokens == found.tokens
+    three = rg.generate(model, PROMPTS[:2], seed=9, n=3, **options)
+    assert len({tuple(one.tokens) for one in three[:3]}) == 3
+    assert [one.tokens for one in rg.generate(model, PROMPTS[1:2], seed=9, n=3, **options)] == [
+        one.tokens for one in three[3:]
+    ]
+    assert rg.generate(model, PROMPTS[0], **options)[0] != rg.generate(model, PROMPTS[0], **options)[0]
+
+
+@torch.no_grad()
+def test_rows_that_finish_leave_the_batchs_work():
+    model, seen = made("gqa"), []
+    model.stack.register_forward_pre_hook(lambda module, args: seen.append(args[0].shape[:2]))
+    longest = rg.generate(model, PROMPTS, max_new_tokens=30)
+    ends = sorted({one.tokens[4] for one in longest[:3]})
+    seen.clear()
+    found = rg.generate(model, PROMPTS, max_new_tokens=30, stop=ends)
+    assert [one.tokens for one in found] == [
+        one.tokens[: next((at + 1 for at, token in enumerate(one.tokens) if token in ends), 30)] for one in longest
+    ]
+    rows = [shape[0] for shape in seen[1:]]
+    assert rows == sorted(rows, reverse=True)
+    assert rows[-1] < 5
+
+
+@torch.no_grad()
+def test_a_prompt_is_read_once_for_all_its_samples_and_in_bounded_pieces():
+    model, seen = made("gqa"), []
+    model.stack.register_forward_pre_hook(lambda module, args: seen.append(tuple(args[0].shape[:2])))
+    rg.generate(model, [PROMPTS[2]], max_new_tokens=2, n=4, chunk=10, temperature=1.0, seed=0)
+    assert seen == [(1, 10), (1, 10), (1, 10), (1, 7), (4, 1)]
+
+
+@torch.no_grad()
+def test_a_window_keeps_a_window_sized_state():
+    model = made("window-alibi")
+    short, long = rg.prefill(model, [[1] * 20]), rg.prefill(model, [[1] * 200], chunk=16)
+    assert long.state.length == 200
+    assert all(one.capacity <= 2 * 5 + 16 for one in long.state.layers)
+    assert long.nbytes <= 2 * short.nbytes
+    with pytest.raises(ValueError, match=r"length: expected at least .* the window is past, got 3"):
+        long.state.crop(3)
+    tokens = torch.randint(61, (1, 90))
+    _, state = model.extend(tokens[:, :80], model.start(batch=1, capacity=8))
+    back = state.crop(state.length - 1)
+    again, _ = model.extend(tokens[:, 79:], back)
+    assert (again - model(tokens)[:, 79:]).abs().max() <= 1e-12
+
+
+@pytest.mark.parametrize("name", ["gqa", "window", "quadratic", "random-features", "argmax", "transformer", "t5"])
+@torch.no_grad()
+def test_a_prompt_comes_back_from_its_file(name, tmp_path):
+    model = made(name)
+    state = rg.prefill(model, PROMPTS)
+    expected = rg.generate(model, state=state, max_new_tokens=15)
+    path = state.save(tmp_path / "prompt.safetensors")
+    back = rg.Prompt.load(path, model)
+    assert back.tokens == state.tokens
+    assert rg.generate(model, state=back, max_new_tokens=15) == expected
+    other = made("mha" if name != "mha" else "gqa")
+    if name not in ("argmax",):  # its keys and values are alike in shape
+        with pytest.raises(ValueError, match="prompt"):
+            rg.generate(other, state=rg.Prompt.load(path, other), max_new_tokens=2)
+    with pytest.raises(rg.CheckpointError, match="safetensors|header"):
+        rg.Prompt.load(__file__, model)
+
+
+@pytest.mark.parametrize("length_penalty", [0.0, 1.0, 0.6, 2.0])
+@pytest.mark.parametrize("name", ["mha", "quadratic", "window"])
+@torch.no_grad()
+def test_beam_search_with_beams_enough_is_exhaustive(name, length_penalty):
+    torch.manual_seed(1)
+    config = {**vars(DECODERS[name]), "vocabulary_size": 5, "end_tokens": (4,)}
+    model = rg.Decoder(rg.DecoderConfig(**config)).double().eval()
+    model.initialise(0.6)
+    prompt, most = [1, 2, 0], 4
+    every = []
+    for length in range(1, most + 1):
+        for tokens in itertools.product(range(5), repeat=length):
+            ended = tokens[-1] == 4
+            if 4 in tokens[:-1] or (length < most and not ended):
+                continue
+            logits = model(torch.tensor([[*prompt, *tokens]])).log_softmax(-1)[0]
+            total = sum(float(logits[len(prompt) - 1 + at, token]) for at, token in enumerate(tokens))
+            every.append((total / length**length_penalty, list(tokens)))
+    every.sort(key=lambda one: -one[0])
+    found = rg.generate(model, [prompt], max_new_tokens=most, beams=5**most, n=3, length_penalty=length_penalty)
+    assert [one.tokens for one in found] == [tokens for _, tokens in every[:3]]
+    assert [one.score for one in found] == pytest.approx([score for score, _ in every[:3]], abs=1e-10)
+
+
+@pytest.mark.parametrize("name", ["gqa", "elu", "window", "t5"])
+@torch.no_grad()
+def test_beams_of_a_batch_are_those_of_one_alone_and_score_as_they_say(name):  # transformers#46612
+    model = made(name)
+    together = rg.generate(model, PROMPTS, max_new_tokens=12, beams=4)
+    for prompt, found in zip(PROMPTS, together, strict=True):
+        assert rg.generate(model, [prompt], max_new_tokens=12, beams=4)[0].tokens == found.tokens
+        if isinstance(model, rg.Decoder):
+            tokens = torch.tensor([[*prompt, *found.tokens]])
+            scores = model(tokens).log_softmax(-1)[0, len(prompt) - 1 : -1].gather(1, tokens[0, len(prompt) :, None])
+            assert found.score == pytest.approx(float(scores.mean()), abs=1e-9)
+
+
+@torch.no_grad()
+def test_beams_are_those_of_transformers(tmp_path):
+    theirs = peers.decoder("llama")
+    ours = rg.load(peers.saved(theirs, tmp_path / "model"))
+    tokens = peers.sequences(1, 12)
+    options = {"num_beams": 4, "do_sample": False, "max_new_tokens": 10, "min_new_tokens": 10, "pad_token_id": 0}
+    expected = theirs.generate(tokens, attention_mask=torch.ones_like(tokens), **options)[0, 12:].tolist()
+    assert rg.generate(ours, tokens.tolist(), max_new_tokens=10, beams=4)[0].tokens == expected
+
+
+def test_draws_follow_the_models_distribution():
+    """Chi-square of 20,000 first tokens, and of the second given the first, against the model's own probabilities."""
+    torch.manual_seed(2)
+    model = rg.Decoder(rg.DecoderConfig(**{**SIZES, "vocabulary_size": 12})).double().eval()
+    model.initialise(0.4)
+    with torch.no_grad():
+        wanted = (model(torch.tensor([[3, 1]]))[0, -1] / 0.9).softmax(-1)
+    found = rg.generate(model, [[3, 1]], max_new_tokens=2, temperature=0.9, n=20000, seed=1)
+    first = torch.bincount(torch.tensor([one.tokens[0] for one in found]), minlength=12)
+    assert _chi_square(first, wanted) < 38  # 11 degrees of freedom: exceeded once in 10,000
+    favourite = int(first.argmax())
+    with torch.no_grad():
+        after = (model(torch.tensor([[3, 1, favourite]]))[0, -1] / 0.9).softmax(-1)
+    second = [one.tokens[1] for one in found if one.tokens[0] == favourite]
+    assert _chi_square(torch.bincount(torch.tensor(second), minlength=12), after) < 38
+    assert _chi_square(first, after.roll(1)) > 38
+
+
+def _chi_square(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
+    expected = probabilities * counts.sum()
+    return float(((counts - expected) ** 2 / expected).sum())
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ({"top_k": 7}, transformers.TopKLogitsWarper(7)),
+        ({"top_p": 0.7}, transformers.TopPLogitsWarper(0.7)),
+        ({"min_p": 0.1}, transformers.MinPLogitsWarper(0.1)),
+    ],
+)
+def test_cuts_are_those_of_transformers(ours, theirs):
+    for seed in range(20):
+        logits = 3 * torch.randn(50, generator=torch.Generator().manual_seed(seed))
+        expected = theirs(None, logits[None])[0].isfinite()
+        assert torch.equal(Sampling(temperature=1.0, **ours).cut(logits).isfinite(), expected)
+
+
+def test_the_repetition_penalty_is_that_of_transformers():
+    logits, seen = torch.randn(30), [3, 4, 4, 29]
+    expected = transformers.RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor([seen]), logits[None])[0]
+    assert torch.allclose(Sampling(repetition_penalty=1.7).penalised(logits, seen), expected)
+
+
+@torch.no_grad()
+def test_log_probabilities_are_the_models():
+    model = made("gqa")
+    found = rg.generate(model, [PROMPTS[0]], max_new_tokens=6, temperature=2.0, top_k=5, seed=0, log_probabilities=True)
+    tokens = torch.tensor([[*PROMPTS[0], *found[0].tokens]])
+    scores = model(tokens).log_softmax(-1)[0, 2:-1].gather(1, tokens[0, 3:, None])[:, 0]
+    assert found[0].log_probabilities == pytest.approx(scores.tolist(), abs=1e-10)
+    assert rg.generate(model, [PROMPTS[0]], max_new_tokens=2)[0].log_probabilities is None
+
+
+def test_text_is_written_in_whole_characters_and_stops_at_stop_strings():
+    tokenizer = rg.load("smollm2").tokenizer
+    for text in ("naïve café – 日本語 👩‍👩‍👧 🇫🇷 end", "a\n\n  b\tc", "ﷺ𝔘𝔫𝔦"):
+        writer = Writer(tokenizer)
+        pieces = [writer.add(token) for token in tokenizer.encode(text, special=False)]
+        pieces.append(writer.finish())
+        assert "".join(pieces) == text == writer.text
+        assert not any("\ufffd" in piece for piece in pieces)
+    writer = Writer(tokenizer, stop=["lazy dog", "never"])
+    pieces = [writer.add(token) for token in tokenizer.encode("The quick fox and the lazy cat, the lazy dog!")]
+    assert writer.stopped
+    assert writer.text == "The quick fox and the lazy cat, the " == "".join(pieces)
+    cut = Writer(tokenizer)
+    pieces = [cut.add(token) for token in tokenizer.encode("日本語", special=False)[:-1]]
+    assert all("\ufffd" not in piece for piece in pieces)
+    cut.finish()
+
+
+@torch.no_grad()
+def test_endings_say_why():
+    model = made("mha")
+    plain = rg.generate(model, [PROMPTS[0]], max_new_tokens=8)[0]
+    assert (plain.reason, len(plain.tokens)) == ("length", 8)
+    stop = rg.generate(model, [PROMPTS[0]], max_new_tokens=8, stop=plain.tokens[3])[0]
+    at = plain.tokens.index(plain.tokens[3])
+    assert (stop.reason, stop.tokens) == ("stop", plain.tokens[: at + 1])
+    assert stop == " ".join(map(str, plain.tokens[:at]))
+    text = rg.generate(model, [PROMPTS[0]], max_new_tokens=8, stop=f" {plain.tokens[5]}")[0]
+    assert text.reason == "stop"
+    assert plain.startswith(text)
+    context = rg.generate(model, [[1] * 250], max_new_tokens=50)[0]
+    assert (context.reason, len(context.tokens)) == ("context", 6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"prompts": []}, "prompts: expected at least one, got none"),
+        ({"prompts": [[]]}, "prompts: expected at least one token, got an empty prompt"),
+        ({"prompts": [[1], []]}, "empty prompt at place 1"),
+        ({"prompts": ["text"]}, "prompts: expected lists of tokens, the model has no tokenizer"),
+        ({"prompts": [[61]]}, "prompts: expected tokens from 0 to 60"),
+        ({"prompts": [[1] * 256]}, r"prompts: expected fewer than 256 tokens \(the model's context\), got 256"),
+        ({"prompts": None}, "prompts: expected either prompts or a state, got none"),
+        ({"stop": 61}, "stop: expected tokens from 0 to 60, got 61"),
+        ({"stop": ""}, "stop: expected texts and tokens"),
+        ({"n": 0}, "n: expected a whole number of at least 1, got 0"),
+        ({"beams": 0}, "beams: expected a whole number of at least 1"),
+        ({"beams": 2, "n": 3}, r"n: expected at most 2 \(beams\)"),
+        ({"beams": 2, "temperature": 1.0}, "beams: expected 1 with a temperature"),
+        ({"temperature": -1.0}, "temperature: expected a finite number of at least 0"),
+        ({"temperature": math.nan}, "temperature: expected a finite number"),
+        ({"top_p": 0.0}, "top_p: expected a number above 0"),
+        ({"top_k": 0}, "top_k: expected a whole number of at least 1"),
+        ({"min_p": 2}, "min_p: expected a number above 0 and at most 1"),
+        ({"repetition_penalty": 0}, "repetition_penalty: expected a number above 0"),
+        ({"max_new_tokens": 0}, "max_new_tokens: expected a whole number of at least 1"),
+        ({"seed": [1, 2]}, "seed: expected a whole number, or one for each of 1 prompts"),
+        ({"seed": -1}, "seed: expected whole numbers from 0"),
+        ({"chunk": 0}, "chunk: expected a whole number of at least 1"),
+    ],
+)
+def test_what_cannot_be_is_one_error_before_any_work(arguments, message):
+    model, ran = made("mha"), []
+    model.stack.register_forward_pre_hook(lambda module, args: ran.append(1))
+    with pytest.raises(ValueError, match=message):
+        rg.generate(model, **{"prompts": [[1]], **arguments})
+    assert not ran
+
+
+def test_only_what_can_speak_is_asked_to():
+    with pytest.raises(ValueError, match="model: expected a decoder or an encoder-decoder, got Encoder"):
+        rg.generate(rg.Encoder(rg.EncoderConfig(vocabulary_size=9, embedding_dim=8, num_layers=1, num_heads=1)), [[1]])
+    with pytest.raises(ValueError, match="model: expected one in eval mode"):
+        rg.generate(made("mha").train(), [[1]])
+    with pytest.raises(ValueError, match="state: expected one prompt to stream from, got 5"):
+        rg.stream(made("mha"), state=rg.prefill(made("mha"), PROMPTS))
+
+
+@torch.no_grad()
+def test_smollm2_gives_64_ragged_prompts_what_it_gives_each_alone():
+    model = rg.load("smollm2")
+    text = " ".join(pydoc_data.topics.topics[key] for key in ("assert", "class", "del", "for", "lambda"))
+    tokens = model.tokenizer.encode(text)
+    lengths = [1 + round(199 * at / 63) for at in range(64)]
+    prompts = [tokens[17 * at : 17 * at + length] for at, length in enumerate(lengths)]
+    together = rg.generate(model, prompts, max_new_tokens=6)
+    alone = [rg.generate(model, [prompt], max_new_tokens=6)[0] for prompt in prompts]
+    assert [one.tokens for one in together] == [one.tokens for one in alone]
+    state = rg.prefill(model, prompts[40:44], chunk=64)
+    assert [one.tokens for one in rg.generate(model, state=state, max_new_tokens=6)] == [o.tokens for o in alone[40:44]]
