@@ -60,6 +60,52 @@ def test_every_model_is_saved_above():
     assert {type(make()).__name__ for make in MODELS.values()} == set(REGISTERED)
 
 
+def test_a_checkpoint_is_for_whoever_may_read_its_folder(tmp_path):
+    folder = rg.save(MODELS["gpt2"](), tmp_path / "model")
+    assert len({one.stat().st_mode for one in folder.iterdir()}) == 1
+
+
+def test_what_could_not_be_loaded_again_is_not_saved(tmp_path):
+    class Mine(rg.Decoder):
+        pass
+
+    shared = rg.Decoder(rg.DecoderConfig(**SIZES, tied=False))
+    shared.head.weight = shared.embedding.weight
+    for model, message in (
+        (torch.nn.Linear(2, 2), "model: expected one of ours, got Linear"),
+        (Mine(rg.DecoderConfig(**SIZES)), "model: expected one of Decoder, .* got Mine"),
+        (shared, "model: expected weights of their own, or tied=True"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            rg.save(model, tmp_path / "model")
+    assert list(tmp_path.iterdir()) == []
+    model = MODELS["gpt2"]()
+    assert rg.load(rg.save(torch.compile(model), tmp_path / "model")).config == model.config
+
+
+def test_saving_over_a_link_replaces_what_it_leads_to(tmp_path):
+    rg.save(MODELS["gpt2"](), tmp_path / "first")
+    (tmp_path / "latest").symlink_to("first")
+    assert rg.save(MODELS["llama"](), tmp_path / "latest") == tmp_path / "latest"
+    assert rg.load(tmp_path / "first").config == MODELS["llama"]().config
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["first", "latest"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "float16"}, "dtype: expected a floating-point dtype"),
+        ({"dtype": torch.int64}, "dtype: expected a floating-point dtype"),
+        ({"device": "abacus"}, "device: expected one that is here, got 'abacus'"),
+    ],
+)
+def test_a_place_that_is_none_is_named_before_anything_is_read(options, message):
+    with pytest.raises(ValueError, match=message):
+        rg.load("no/such/folder", **options)
+    with pytest.raises(rg.CheckpointError, match="name_or_path: expected a name or a path, got 3"):
+        rg.load(3)
+
+
 def test_tied_weights_survive_save_and_load(tmp_path):  # transformers#38870
     for layout in ("regard", "huggingface"):
         model = rg.Decoder(rg.DecoderConfig(**SIZES))
@@ -102,6 +148,10 @@ def test_saving_replaces_a_checkpoint_and_nothing_else(tmp_path):
     rg.save(MODELS["llama"](), target)
     assert rg.load(target).config == MODELS["llama"]().config
     assert [one.name for one in tmp_path.iterdir()] == ["model"]
+    (target / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match=r"folder: expected an earlier checkpoint.*which holds notes\.txt"):
+        rg.save(MODELS["gpt2"](), target)
+    assert (target / "notes.txt").read_text() == "mine"
     photos = tmp_path / "photos"
     photos.mkdir()
     (photos / "cat.jpg").write_text("a cat")
@@ -180,6 +230,15 @@ def test_whole_numbers_are_no_weights(folder):
         ({"config": {"vocabulary_size": 23}}, "expected the config of a Decoder"),
         ({"config.color": "red"}, "got color too"),
         ({"config.num_layers": 10**9}, "at most 4096 layers"),
+        ({"config.num_layers": 4096}, "expected at least 4 tensors a layer, got 21 for 4096 layers"),
+        ({"model": ["Decoder"]}, "a model of Decoder, Encoder"),
+        ({"config.norm_epsilon": None}, "norm_epsilon: expected float, got None"),
+        ({"config.rotary_base": 0}, "base: expected a number above 0"),
+        ({"config.tied": "no"}, "tied: expected bool, got 'no'"),
+        ({"config.end_tokens": 5}, r"end_tokens: expected tuple\[int, \.\.\.\], got 5"),
+        ({"config.start_token": 1.5}, "start_token: expected int | None, got 1.5"),
+        ({"config.num_heads": [2, 2]}, "num_heads: expected int, got"),
+        ({"config.window_layers": [2]}, "window_layers: expected layers below 2, got"),
         ({"config.num_heads": 0}, "num_heads: expected a whole number of at least 1"),
         ({"config.embedding_dim": 10**30}, "expected a config that a model can be built from"),
         ({"config.mechanism": {"name": "Exec"}}, "mechanism: expected one of"),
@@ -236,6 +295,51 @@ def test_sharded_folders_and_bin_files_load_alike(tmp_path):
         assert all(torch.equal(found[name], whole[name]) for name in whole)
 
 
+TIED = {"llama-mqa": "lm_head.weight", "gpt2": "lm_head.weight", "bert": "cls.predictions.decoder.bias"}
+
+
+@pytest.mark.parametrize("name", TIED)
+def test_a_second_copy_of_a_tied_weight_is_left_out_and_another_tensor_is_not(name, tmp_path):
+    theirs = (peers.decoder if name in peers.DECODERS else peers.encoder)(name)
+    folder = peers.saved(theirs, tmp_path / "model")
+    expected, state = rg.load(folder).state_dict(), theirs.state_dict()
+    (folder / "model.safetensors").unlink()
+    torch.save(state, folder / "pytorch_model.bin")  # which holds both names, as .bin files do
+    assert all(torch.equal(one, expected[key]) for key, one in rg.load(folder).state_dict().items())
+    torch.save(state | {TIED[name]: state[TIED[name]] + 1}, folder / "pytorch_model.bin")
+    with pytest.raises(rg.CheckpointError, match=f"1 unexpected: {TIED[name]}"):
+        rg.load(folder)
+
+
+def test_classes_of_tokens_are_refused_in_words(tmp_path):
+    for kind, values in (("Bert", peers.SMALL), ("Albert", peers.ALBERT)):
+        theirs = peers.build(f"{kind}ForTokenClassification", f"{kind}Config", values)
+        with pytest.raises(rg.CheckpointError, match="classes of tokens are not supported"):
+            rg.load(peers.saved(theirs, tmp_path / kind))
+
+
+def test_a_model_without_layers_loads(tmp_path):
+    theirs = peers.build("LlamaForCausalLM", "LlamaConfig", peers.LLAMA | {"num_hidden_layers": 0})
+    ours, tokens = rg.load(peers.saved(theirs, tmp_path / "model")), peers.sequences()
+    with torch.no_grad():
+        assert torch.equal(ours(tokens), theirs(tokens).logits)
+    assert ours.summary().parts[1].layers == 0
+
+
+def test_windows_that_a_file_does_not_state_are_those_of_transformers(tmp_path):
+    theirs = peers.saved(peers.decoder("mistral-window"), tmp_path / "mistral")
+    held = json.loads((theirs / "config.json").read_text())
+    del held["sliding_window"]
+    (theirs / "config.json").write_text(json.dumps(held))
+    expected = transformers.AutoConfig.from_pretrained(theirs).sliding_window
+    assert rg.load(theirs).config.window == expected == 4096
+    theirs = peers.saved(peers.decoder("qwen2-window"), tmp_path / "qwen2")
+    held = json.loads((theirs / "config.json").read_text()) | {"layer_types": ["chunked_attention"] * 3}
+    (theirs / "config.json").write_text(json.dumps(held))
+    with pytest.raises(rg.CheckpointError, match="expected full_attention or sliding_attention"):
+        rg.load(theirs)
+
+
 def test_a_base_model_saved_alone_loads_too(tmp_path):
     theirs = peers.encoder("bert")
     hidden = rg.load(peers.saved(theirs.bert, tmp_path / "base"))(peers.sequences())
@@ -258,6 +362,7 @@ def test_smollm2_from_gguf_agrees_with_transformers_and_says_paris():
     logits = ours(tokens)
     assert (logits - theirs(tokens).logits).abs().max() <= 1e-4
     assert ours.tokenizer.decode([int(logits[0, -1].argmax())]) == " Paris"
+    assert ours.config.end_tokens == (ours.tokenizer.eos,)
     texts = ["def add(a, b):\n    return", "Once upon a time", "1, 2, 3,"]
     padded, mask = ours.tokenizer.batch(texts, side="left")
     together = ours(padded, mask=mask)

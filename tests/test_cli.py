@@ -14,7 +14,7 @@ import pytest
 from regard.cli import main
 
 Inside: TypeAlias = Callable[..., subprocess.CompletedProcess[str]]
-COMMANDS = ("demo", "check", "cost", "bench", "models", "convert")
+COMMANDS = ("demo", "check", "cost", "bench", "models", "convert", "generate", "chat")
 PNG = b"\x89PNG\r\n\x1a\n"
 QUICK = ("--law", "weights", "--mask", "causal", "--dtype", "float32")
 

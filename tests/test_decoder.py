@@ -143,6 +143,21 @@ def test_a_state_forks_reorders_and_crops():
 
 
 @torch.no_grad()
+def test_a_narrower_band_stays_when_a_window_has_left_tokens_behind():
+    model, tokens = made(FORMS["mqa-window"]), peers.sequences(2, 30, 61)
+    whole, state, outs = model(tokens, mask=rg.window(before=1)), model.start(batch=2, capacity=30), []
+    for place in range(30):
+        out, state = model.extend(tokens[:, place : place + 1], state, rg.window(before=1))
+        outs.append(out)
+    assert (torch.cat(outs, 1) - whole).abs().max() <= 1e-10
+
+
+def test_a_state_that_is_none_is_one_error():
+    with pytest.raises(ValueError, match="state: expected one from start"):
+        made(FORMS["llama"]).extend(peers.sequences(1, 3, 61), None)
+
+
+@torch.no_grad()
 def test_without_positions_earlier_tokens_may_change_places():
     model = made(FORMS["none"])
     tokens = peers.sequences(1, 9, 61)

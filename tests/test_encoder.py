@@ -138,6 +138,10 @@ def test_a_head_that_is_not_there_is_one_error():
         model(torch.zeros(1, 41, dtype=torch.long))
     with pytest.raises(ValueError, match="segments: expected tokens from 0 to 1"):
         model(torch.zeros(1, 3, dtype=torch.long), torch.full((1, 3), 2))
+    with pytest.raises(ValueError, match=r"segments: expected one a token, \(1, 3\), got \(1, 2\)"):
+        model(torch.zeros(1, 3, dtype=torch.long), torch.zeros(1, 2, dtype=torch.long))
+    with pytest.raises(ValueError, match="segments: expected none"):
+        made(num_segments=0)(torch.zeros(1, 3, dtype=torch.long), torch.zeros(1, 3, dtype=torch.long))
 
 
 @torch.no_grad()
@@ -157,6 +161,11 @@ def test_minilm_embeds_sentences_as_transformers_does():
     likeness = found @ found.T
     assert likeness[0, 1] > 0.6 > 0.2 > likeness[0, 2].abs()
     assert ours.embed([]).shape == (0, 384)
+    for wrong in ("one text", ["a", 3]):
+        with pytest.raises(ValueError, match="texts: expected a list of texts"):
+            ours.embed(wrong)
+    with pytest.raises(ValueError, match="batch_size: expected a whole number"):
+        ours.embed(["a"], batch_size=0)
 
 
 @pytest.mark.parametrize(

@@ -106,11 +106,43 @@ def test_dropout_of_weights_acts_in_training_only_and_keeps_the_mean(mechanism):
         ({"mechanism": "fast"}, "mechanism: expected one of softmax"),
         ({"mechanism": 3}, "mechanism: expected a mechanism like"),
         ({"rotary": Rotary(length=6)}, "rotary: expected one of length 4"),
+        ({"key_dim": 0}, "key_dim: expected a whole number of at least 1, got 0"),
     ],
 )
 def test_a_layer_that_cannot_be_is_one_error(arguments, message):
     with pytest.raises(ValueError, match=message):
         rg.MultiHeadAttention(**{"embedding_dim": 16, "num_heads": 4, **arguments})
+
+
+@pytest.mark.parametrize(
+    ("options", "call", "message"),
+    [
+        ({}, lambda layer, x: layer(x[..., :12]), r"query: expected \(B, T, 16\), got \(2, 5, 12\)"),
+        ({}, lambda layer, x: layer(x[0]), r"query: expected \(B, T, 16\), got \(5, 16\)"),
+        ({}, lambda layer, x: layer(x, value=x), "key: expected one beside value, got None"),
+        ({}, lambda layer, x: layer.cross(x[0], *layer.remember(x)), r"query: expected \(B, T, 16\)"),
+        ({}, lambda layer, x: layer.extend(x, None), "state: expected one from start"),
+        ({"key_dim": 8}, lambda layer, x: layer(x), r"key: expected an input of width 8 \(key_dim\), got None"),
+        ({"key_dim": 8}, lambda layer, x: layer(x, x), r"key: expected \(B, T, 8\), got \(2, 5, 16\)"),
+        ({"value_dim": 8}, lambda layer, x: layer(x, x), r"value: expected \(B, T, 8\), got \(2, 5, 16\)"),
+        ({"rotary": Rotary(length=4)}, lambda layer, x: layer(x, x), "key: expected none with rotary heads"),
+        (
+            {"rotary": Rotary(length=4)},
+            lambda layer, x: layer(x, positions=torch.arange(7)),
+            r"positions: expected those of 5 tokens, got \(7,\)",
+        ),
+    ],
+)
+def test_inputs_that_cannot_be_are_named(options, call, message):
+    with pytest.raises(ValueError, match=message):
+        call(rg.MultiHeadAttention(16, 4, **options), torch.randn(2, 5, 16))
+
+
+def test_rotations_outlive_an_export():
+    """Nothing that a tracer made may be kept for later calls."""
+    layer, x = rg.MultiHeadAttention(16, 4, rotary=Rotary(length=4, base=777.0)).eval(), torch.randn(1, 5, 16)
+    torch.export.export(layer, (x,))
+    assert type(layer(x)) is torch.Tensor
 
 
 def test_sinusoids_are_the_papers():

@@ -30,6 +30,7 @@ LAYERS = [
     ["layers"],
     ["models"],
     ["checkpoints"],
+    ["generation"],
     ["tracing"],
     ["trace"],
     ["bench"],

@@ -74,6 +74,12 @@ def test_an_image():
     patches = {"patch_size": (7, 2), "patch_stride": (4, 2), "patch_padding": (3, 0), "norm_first": (False, True)}
     davit = rg.DaViT(rg.DaViTConfig(**stages, **patches, num_classes=5))
     assert counted(lambda: davit(torch.zeros(1, 3, 32, 32))) == davit.summary(32).flops
+    wide = rg.VisionConfig(image_size=(16, 32), patch_size=8, embedding_dim=16, num_layers=1, num_heads=2)
+    assert "FLOPs at 16×32 pixels" in str(rg.VisionTransformer(wide).summary())
+    with pytest.raises(ValueError, match="length: expected a whole number of at least 1, got 0"):
+        davit.summary(0)
+    with pytest.raises(ValueError, match="images: expected sides that leave something"):
+        davit.summary(1)
     for model in (vision, davit):
         assert sum(one.parameters for one in model.summary().parts) == model.summary().parameters
 

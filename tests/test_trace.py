@@ -574,7 +574,9 @@ def test_a_layer_on_its_own_knows_when_it_crosses():
     layer, x = MultiHeadAttention(16, 4), torch.randn(1, 5, 16)
     with trace(layer) as traced:
         layer(x, torch.randn(1, 5, 16))
-    assert traced.layers[0].kind == "cross"
+        assert traced.layers[0].kind == "cross"
+        layer.extend(x, layer.start(batch=1), rg.causal)  # a stream is of its own sequence, whatever ran before
+        assert traced.layers[0].kind == "self"
     with trace(layer) as traced:
         layer(x)
     assert traced.layers[0].kind == "self"

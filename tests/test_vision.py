@@ -313,7 +313,7 @@ BAD = {
     ),
     "three sides": (VisionConfig, {"image_size": (12, 12, 12)}, "image_size: expected one number or"),
     "no side": (VisionConfig, {"image_size": [12, 0]}, "image_size: expected a whole number of at least 1"),
-    "no size": (VisionConfig, {"patch_size": None}, "patch_size: expected one number or"),
+    "no size": (VisionConfig, {"patch_size": None}, "patch_size: expected int | tuple"),
     "head": (VisionConfig, {"head": "deep"}, "head: expected linear or mlp, got 'deep'"),
     "positions": (VisionConfig, {"positions": "rotary"}, "positions: expected learned or none"),
     "mechanism": (VisionConfig, {"mechanism": "nope"}, "mechanism: expected one of"),

@@ -29,6 +29,7 @@ from regard.mechanisms import (
 from regard.models.davit import DaViT, DaViTConfig
 from regard.models.decoder import Decoder, DecoderConfig
 from regard.models.encoder import Encoder, EncoderConfig
+from regard.models.quantized import quantized
 from regard.models.transformer import Transformer, TransformerConfig
 from regard.models.vision import VisionConfig, VisionTransformer
 from regard.trace import Trace, trace
@@ -80,6 +81,7 @@ __all__ = [
     "load",
     "padding",
     "prefill",
+    "quantized",
     "save",
     "segments",
     "stream",

@@ -18,6 +18,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, FixedLocator, FuncFormatter, LogLocator, NullLocator
 from torch import Tensor
 
+from regard.bench.positions import Point
 from regard.cost import Rate, Work, cost, crossover, with_length
 from regard.mask import Mask
 from regard.mechanism import Mechanism
@@ -365,3 +366,41 @@ def _described(work: Work) -> str:
         f"{work.num_heads} heads, qk_length {work.qk_length}, value_length {work.value_length}, batch {work.batch}, "
         f"{dtype}, {mask}; dots: where the first two mechanisms cross"
     )
+
+
+def positions_figure(points: Sequence[Point], crossing: int | None = None) -> Figure:
+    """Time and state of a token over its position, measured (dots) and predicted (lines); `crossing` is marked.
+
+    >>> from regard.bench.positions import Point
+    >>> points = [Point("MHA", n, n / 1e3, n / 1e3, n, n, n) for n in (1024, 2048)]
+    >>> len(positions_figure(points).axes)
+    3
+    """
+    figure = Figure(figsize=(13, 4.4), dpi=DPI, layout=ConstrainedLayoutEngine(w_pad=0.15))
+    left, middle, right = figure.subplots(1, 3)
+    groups = ("MHA", "GQA", "MQA"), ("softmax", "quadratic")
+    _over_position(left, points, groups[0], "milliseconds", "Heads: time of a token", "ms")
+    _over_position(middle, points, groups[0], "state_bytes", "Heads: state", "bytes")
+    _over_position(right, points, groups[1], "milliseconds", "Mechanism: time of a token", "ms")
+    if crossing is not None:
+        right.axvline(crossing, color=QUIET, linestyle=":", linewidth=1)
+        right.annotate(f"predicted crossing {crossing:,}", (crossing, right.get_ylim()[1]), color=QUIET, fontsize=8,
+                       xytext=(4, -10), textcoords="offset points")  # fmt: skip
+    return figure
+
+
+def _over_position(axes: Axes, points: Sequence[Point], kinds: Sequence[str], what: str, title: str, unit: str) -> None:
+    for kind, colour in zip(kinds, COLOURS, strict=False):
+        own = [point for point in points if point.kind == kind]
+        places = [point.position for point in own]
+        axes.plot(places, [getattr(point, f"predicted_{what}") for point in own], color=colour, linewidth=1.2)
+        axes.plot(places, [getattr(point, what) for point in own], "o", color=colour, markersize=5, label=kind)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value / 1024:g}k"))
+    axes.yaxis.set_major_formatter(EngFormatter(unit="B" if unit == "bytes" else "", sep=" "))
+    axes.set_title(title, loc="left", color=INK, fontsize=10)
+    axes.set_xlabel("position (dots measured, lines predicted)", color=QUIET, fontsize=8)
+    axes.set_ylabel(unit, color=QUIET, fontsize=8)
+    axes.grid(True, which="major", color=RULE, linewidth=0.6)
+    axes.legend(frameon=False, fontsize=8)

@@ -5,6 +5,7 @@ kept and used again. Appending does not copy: states of one history share one bu
 own length. Appending at the buffer's end writes in place; appending anywhere else (a fork) copies the history once.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -14,15 +15,66 @@ from torch import Tensor
 from regard.mask import Padding, Span, padding_of
 
 
+def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
+    """int8 numbers and a scale for each row (…, 1), float32 or better: x rounded to 127 parts of its row's largest.
+
+    >>> import torch
+    >>> from regard.state import quantize
+    >>> numbers, scale = quantize(torch.tensor([[1.0, -2.0, 0.5]]))
+    >>> numbers.tolist(), round(scale.item() * 127, 6)
+    ([[64, -127, 32]], 2.0)
+    """
+    scale = x.abs().amax(-1, keepdim=True).to(torch.promote_types(x.dtype, torch.float32)).div_(127)
+    # A row of zeros has scale 0: any divisor will do. Where a scale is nearly too small for its dtype, it is inexact.
+    numbers = (x / scale.masked_fill(scale == 0, 1)).round_().clamp_(-127, 127)
+    return numbers.to(torch.int8), scale
+
+
 @dataclass(eq=False)
 class _Buffer:
-    """Room for keys (B, G, capacity, K) and values (B, G, capacity, V); `used` positions are written."""
+    """Room for keys (B, G, capacity, K) and values (B, G, capacity, V); `used` positions are written.
+
+    With `scales` (B, G, capacity, 1), keys and values are int8, each rounded by itself.
+    """
 
     keys: Tensor
     values: Tensor
     used: int = 0
     recorded: bool = False
     """Whether autograd holds views of it, which writing would spoil."""
+    scales: tuple[Tensor, Tensor] | None = None
+    """Of keys and of values."""
+    rounded: torch.dtype | None = None
+    """With scales: what keys and values are read as."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the keys and values that come and go."""
+        return self.rounded or self.keys.dtype
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.keys, self.values, *(self.scales or ()))
+
+    def changed(self, change: Callable[[Tensor], Tensor], used: int, recorded: bool = False) -> "_Buffer":
+        """A buffer of changed tensors."""
+        scales = None if self.scales is None else (change(self.scales[0]), change(self.scales[1]))
+        return _Buffer(change(self.keys), change(self.values), used, recorded, scales, self.rounded)
+
+    def read(self, which: int, length: int) -> Tensor:
+        """The first keys (0) or values (1): a view, unless they have scales."""
+        found = self.tensors[which][:, :, :length]
+        return found if self.scales is None else (found * self.scales[which][:, :, :length]).to(self.dtype)
+
+    def write(self, start: int, k: Tensor, v: Tensor) -> None:
+        """Put keys and values at a place."""
+        parts: tuple[Tensor, ...] = (k, v)
+        if self.scales is not None:
+            (k, k_scale), (v, v_scale) = quantize(k), quantize(v)
+            parts = (k, v, k_scale, v_scale)
+        for room, part in zip(self.tensors, parts, strict=True):
+            room.narrow(2, start, part.shape[2]).copy_(part)
+        self.used = start + k.shape[2]
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,24 +109,26 @@ class KeyValueState:
         capacity: int,
         dtype: torch.dtype,
         device: torch.device | str,
+        storage: torch.dtype | None = None,
     ) -> "KeyValueState":
-        shape = (batch, num_kv_heads, capacity)
-        return cls(
-            _Buffer(
-                torch.empty(*shape, qk_length, dtype=dtype, device=device),
-                torch.empty(*shape, value_length, dtype=dtype, device=device),
-            )
-        )
+        def room(length: int, dtype: torch.dtype) -> Tensor:
+            return torch.empty(batch, num_kv_heads, capacity, length, dtype=dtype, device=device)
+
+        if storage is None:
+            return cls(_Buffer(room(qk_length, dtype), room(value_length, dtype)))
+        fine = torch.promote_types(dtype, torch.float32)
+        scales = room(1, fine), room(1, fine)
+        return cls(_Buffer(room(qk_length, storage), room(value_length, storage), scales=scales, rounded=dtype))
 
     @property
     def keys(self) -> Tensor:
-        """The keys met so far, (B, G, length, K): a view."""
-        return self.buffer.keys[:, :, : self.length]
+        """The keys met so far, (B, G, length, K): a view, unless they are stored as int8."""
+        return self.buffer.read(0, self.length)
 
     @property
     def values(self) -> Tensor:
-        """The values met so far, (B, G, length, V): a view."""
-        return self.buffer.values[:, :, : self.length]
+        """The values met so far, (B, G, length, V): a view, unless they are stored as int8."""
+        return self.buffer.read(1, self.length)
 
     @property
     def capacity(self) -> int:
@@ -83,7 +137,7 @@ class KeyValueState:
     @property
     def nbytes(self) -> int:
         """Bytes this state really holds, its room to spare included."""
-        held = [self.buffer.keys, self.buffer.values]
+        held = [*self.buffer.tensors]
         table = None if self.padding is None else self.padding.table
         held += [t for t in (self.tainted, table) if t is not None]
         return sum(t.numel() * t.element_size() for t in held)
@@ -113,14 +167,14 @@ class KeyValueState:
             tainted = _join_tainted(self.tainted, self.length, tainted, k)
         buffer = self.buffer
         if torch.is_grad_enabled() and (recorded or any(t.requires_grad for t in (k, v, buffer.keys, buffer.values))):
+            if buffer.scales is not None:
+                raise ValueError("state: expected no gradients, int8 states round, got some; use torch.no_grad()")
             buffer = self._joined(k, v)
         else:
             inference = buffer.keys.is_inference() and not torch.is_inference_mode_enabled()
             if self.length != buffer.used or buffer.recorded or inference:
-                buffer = _Buffer(buffer.keys.clone(), buffer.values.clone(), self.length)
-            buffer.keys.narrow(2, self.length, new).copy_(k)
-            buffer.values.narrow(2, self.length, new).copy_(v)
-            buffer.used = end
+                buffer = buffer.changed(Tensor.clone, self.length)
+            buffer.write(self.length, k, v)
         return KeyValueState(buffer, end, padding, tainted)
 
     def _joined(self, k: Tensor, v: Tensor) -> _Buffer:
@@ -136,10 +190,9 @@ class KeyValueState:
     def reorder(self, index: Tensor) -> "KeyValueState":
         """The state of other batch rows: row i becomes row `index[i]`. Rows may repeat (beam search)."""
         index = _row_index(index, self.buffer.keys.shape[0], self.buffer.keys.device)
-        buffer = _Buffer(self.buffer.keys[index], self.buffer.values[index], self.length)
         return replace(
             self,
-            buffer=buffer,
+            buffer=self.buffer.changed(lambda t: t[index], self.length),
             padding=reorder_padding(self.padding, index, self.length),
             tainted=None if self.tainted is None else self.tainted[index],
         )
@@ -171,23 +224,20 @@ class KeyValueState:
     def resized(self, capacity: int, drop: int = 0) -> "KeyValueState":
         """The state in a buffer of its own with another capacity, without its first `drop` tokens."""
         kept = self.length - drop
-        room = KeyValueState.empty(
-            self.keys.shape[0],
-            self.keys.shape[1],
-            self.keys.shape[3],
-            self.values.shape[3],
-            capacity,
-            self.keys.dtype,
-            self.keys.device,
-        )
+        assert kept <= capacity
+
+        def moved(held: Tensor) -> Tensor:
+            room = held.new_empty(*held.shape[:2], capacity, held.shape[3])
+            room.narrow(2, 0, kept).copy_(held.narrow(2, drop, kept))
+            return room
+
+        recorded = torch.is_grad_enabled() and any(t.requires_grad for t in self.buffer.tensors)
         padding, tainted = self.padding, self.tainted
         if padding is not None:
             padding = padding.between(drop, self.length, self.length)
         if tainted is not None:
             tainted = tainted[..., drop:] if bool(tainted[..., drop:].any()) else None
-        moved = room.append(self.keys[:, :, drop:], self.values[:, :, drop:], padding, tainted)
-        assert moved.length == kept
-        return moved
+        return KeyValueState(self.buffer.changed(moved, kept, recorded), kept, padding, tainted)
 
 
 @dataclass(frozen=True, eq=False)

@@ -44,11 +44,14 @@ def _encoder() -> Pair:
     )
 
 
+def peer_decoder() -> Any:
+    """SmolLM2 as transformers loads it."""
+    path, build = resolve("smollm2"), _transformers().AutoModelForCausalLM.from_pretrained
+    return build(path.parent, gguf_file=path.name, dtype=torch.float32, attn_implementation="sdpa").eval()
+
+
 def _prefill(length: int) -> Pair:
-    path = resolve("smollm2")
-    ours = load("smollm2")
-    build = _transformers().AutoModelForCausalLM.from_pretrained
-    theirs = build(path.parent, gguf_file=path.name, dtype=torch.float32, attn_implementation="sdpa").eval()
+    ours, theirs = load("smollm2"), peer_decoder()
     tokens = torch.randint(0, 49152, (1, length))
     return Pair(lambda: ours(tokens), lambda: theirs(tokens, use_cache=False).logits, tolerance=1e-3)
 

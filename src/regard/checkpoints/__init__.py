@@ -8,6 +8,7 @@ from typing import Any, Literal
 from uuid import uuid4
 
 import torch
+from torch import Tensor
 
 from regard.checkpoints import gguf, huggingface, native
 from regard.checkpoints.errors import CheckpointError
@@ -16,8 +17,12 @@ from regard.checkpoints.sources import read_json
 from regard.checkpoints.tokenizer import Tokenizer
 from regard.mechanism import Mechanism
 from regard.models.base import Model
+from regard.models.registry import MODELS
 
 __all__ = ["NAMES", "CheckpointError", "Tokenizer", "check_target", "load", "resolve", "save"]
+
+FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+"""All that `save` writes."""
 
 
 def load(
@@ -38,6 +43,7 @@ def load(
     ...     rg.load(rg.save(model, folder + "/model")).config == model.config
     True
     """
+    _check_place(dtype, device)
     path = resolve(name_or_path)
     options: dict[str, Any] = {"mechanism": mechanism, "dtype": dtype, "device": device}
     if path.is_file():
@@ -63,29 +69,60 @@ def save(model: Model, folder: str | Path, *, layout: Literal["regard", "hugging
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
+    model = getattr(model, "_orig_mod", model)  # a compiled model is a shell around one
+    if not isinstance(model, Model):
+        raise ValueError(f"model: expected one of ours, got {type(model).__name__}")
+    if model.quantized:
+        raise ValueError("model: expected one with its own weights, got a quantized one; save the one it was made of")
     if layout == "huggingface":
         values, tensors = huggingface.export(model)
     elif layout == "regard":
+        if MODELS.get(type(model).__name__, (None,))[0] is not type(model):
+            raise ValueError(
+                f"model: expected one of {', '.join(MODELS)}, which load builds, got {type(model).__name__}"
+            )
         values = {"regard": native.VERSION, "model": type(model).__name__, "config": model.config.to_json()}
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
     else:
         raise ValueError(f"layout: expected regard or huggingface, got {layout!r}")
-    target = Path(folder)
-    check_target(target)
+    _check_own(tensors)
+    target = Path(folder).resolve()
+    check_target(Path(folder))
     beside = target.with_name(f".{target.name}-{uuid4().hex[:8]}")
     beside.mkdir(parents=True)
     try:
         try:
             save_file(tensors, beside / "model.safetensors", metadata={"format": "pt"})
         except SafetensorError as error:  # a full disk, mostly
-            raise OSError(f"{target}: {error}") from error
+            raise OSError(f"{folder}: {error}") from error
         (beside / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        # safetensors writes for its owner alone, and who serves a model is often another user
+        shutil.copymode(beside / "config.json", beside / "model.safetensors")
         if model.tokenizer is not None:
             model.tokenizer.save(beside)
         _put(beside, target)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
-    return target
+    return Path(folder)
+
+
+def _check_place(dtype: object, device: torch.device | str) -> None:
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"dtype: expected a floating-point dtype like torch.bfloat16, got {dtype!r}")
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, TypeError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"device: expected one that is here, got {device!r}: {reason:.100}") from None
+
+
+def _check_own(tensors: dict[str, Tensor]) -> None:
+    """Raise ValueError for weights that share memory in a model whose config does not say so: the tie would be lost."""
+    names: dict[int, str] = {}
+    for name, tensor in tensors.items():
+        first = names.setdefault(tensor.data_ptr(), name) if tensor.numel() else name
+        if first != name:
+            raise ValueError(f"model: expected weights of their own, or tied=True in its config, got {first} as {name}")
 
 
 def check_target(target: Path) -> None:
@@ -97,8 +134,15 @@ def check_target(target: Path) -> None:
         raise ValueError(f"folder: expected a place in a folder, got {target}, and {above} is a file")
     if target.exists() and not target.is_dir():
         raise ValueError(f"folder: expected a folder or nothing yet, got the file {target}")
-    if target.is_dir() and any(target.iterdir()) and not (target / "config.json").is_file():
-        raise ValueError(f"folder: expected an earlier checkpoint, an empty folder or nothing yet, got {target}")
+    if not target.is_dir():
+        return
+    # The whole folder is replaced, so it must hold nothing that was not written here.
+    others = sorted(one.name for one in target.iterdir() if one.name not in FILES or not one.is_file())
+    if others:
+        raise ValueError(
+            f"folder: expected an earlier checkpoint, an empty folder or nothing yet, got {target}, "
+            f"which holds {others[0]}"
+        )
 
 
 def _put(beside: Path, target: Path) -> None:

@@ -15,6 +15,8 @@ from regard.models.config import Config
 
 MOST_LAYERS = 4096
 """More is not a model but a mistake, and building it would take forever."""
+LEAST_TENSORS = 4
+"""Of a layer: every form has more."""
 
 
 def assemble(
@@ -31,6 +33,7 @@ def assemble(
 ) -> Model:
     """Build a model and fill it. `shapes` and `read` are the file's names, shapes and tensors; without `links` the
     file's names are ours."""
+    _check_layers(config, len(shapes), path)
     model = _empty(build, config, path)
     wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     pairs = [Link(name, (name,)) for name in wanted] if links is None else list(links(config))
@@ -45,13 +48,22 @@ def assemble(
     return model.eval()
 
 
-def _empty(build: Callable[[Any], Model], config: Config, path: object) -> Model:
-    """The model without memory for its weights."""
+def _check_layers(config: Config, tensors: int, path: object) -> None:
+    """Raise CheckpointError for more layers than a file can fill, before the time is spent to build them."""
     for name, value in vars(config).items():
         if name.startswith("num_") and name.endswith("layers"):
             layers = sum(value) if isinstance(value, tuple) else value or 0
             if layers > MOST_LAYERS:
                 raise CheckpointError(f"{path}: expected at most {MOST_LAYERS} layers, got {name} = {value}")
+            if getattr(config, "num_shared", None) is None and layers * LEAST_TENSORS > tensors:
+                raise CheckpointError(
+                    f"{path}: expected at least {LEAST_TENSORS} tensors a layer, "
+                    f"got {tensors} for {layers} layers ({name} = {value})"
+                )
+
+
+def _empty(build: Callable[[Any], Model], config: Config, path: object) -> Model:
+    """The model without memory for its weights."""
     try:
         with torch.device("meta"), _Unfilled():
             return build(config)

@@ -4,7 +4,7 @@ A form is stated once and read both ways: loading and exporting walk the same li
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -70,7 +70,9 @@ class Form:
     prefix: str = ""
     """What stands before the base model's names, unless it was saved alone."""
     ignored: str = r"$^"
-    """A pattern of names that hold nothing to load: buffers, and copies of tied weights."""
+    """A pattern of names that hold nothing to load."""
+    copies: Mapping[str, str] = field(default_factory=dict)
+    """Tied weights that a file may hold twice, as .bin files do: the second name, and the first one's."""
 
 
 def need(values: Mapping[str, Any], name: str, kind: type | tuple[type, ...] = int) -> Any:

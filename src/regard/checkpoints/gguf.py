@@ -5,6 +5,7 @@ W_k, head by head; loading puts them back, the keys' by the number of key/value 
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,8 @@ def load(
     except (ValueError, TypeError, KeyError, OverflowError, ZeroDivisionError) as error:
         raise CheckpointError(f"{path}: expected the metadata of a llama, got {error!r:.200}") from None
     tokenizer = Tokenizer.from_gguf(file.metadata)
+    ends = () if tokenizer.eos is None else (tokenizer.eos,)
+    config = replace(config, start_token=tokenizer.bos, end_tokens=ends, padding_token=tokenizer.pad)
     if mechanism is not None:
         config = config.with_mechanism(mechanism)
 

@@ -43,6 +43,11 @@ def load(
         ) from None
     if mechanism is not None:
         config = config.with_mechanism(mechanism)
+    if getattr(config, "tied", False):
+        # Only a true copy goes without a word; a second tensor that differs is unexpected.
+        for copy, first in form.copies.items():
+            if {copy, first} <= names.keys() and torch.equal(source.read(names[copy]), source.read(names[first])):
+                del shapes[copy]
     return assemble(
         form.model,
         config,

@@ -92,6 +92,8 @@ def resolve(name_or_path: str | Path) -> Path:
     regard.checkpoints.errors.CheckpointError: smolm2: expected a folder with config.json, a .gguf file or one of \
 smollm2, minilm, rxnmapper, antiberty, got none of them; did you mean smollm2?
     """
+    if not isinstance(name_or_path, str | Path) or not str(name_or_path):
+        raise CheckpointError(f"name_or_path: expected a name or a path, got {name_or_path!r}")
     path = Path(name_or_path)
     name = str(name_or_path)
     wanted = "a folder with config.json, a .gguf file"

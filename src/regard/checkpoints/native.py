@@ -26,12 +26,13 @@ def load(
     """The model of a folder whose config.json holds `values`."""
     path = folder / "config.json"
     name, own = values.get("model"), values.get("config")
-    if values.get("regard") != VERSION or name not in MODELS or not isinstance(own, dict):
+    known = isinstance(name, str) and name in MODELS
+    if values.get("regard") != VERSION or not known or not isinstance(own, dict):
         raise CheckpointError(
             f"{path}: expected regard = {VERSION}, a model of {', '.join(MODELS)} and its config, "
             f"got regard = {values.get('regard')!r:.40}, model = {name!r:.80}"
         )
-    build, config_class = MODELS[name]
+    build, config_class = MODELS[str(name)]
     try:
         config = config_class.from_json(own)
     except (ValueError, TypeError) as error:

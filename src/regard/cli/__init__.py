@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from regard.cli import bench, check, cost, demo, models
+from regard.cli import bench, chat, check, cost, demo, generate, models
 
 # What typer has no public name for in all of its versions: the parent of everything wrong with a command line.
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -87,3 +87,11 @@ app.command(
         "regard convert smollm2 smollm2-hf", "regard convert minilm minilm-elu --to regard --mechanism elu"
     )
 )(models.convert)
+app.command(
+    epilog=_examples(
+        'regard generate smollm2 "The capital of France is" --max-new-tokens 16',
+        'regard generate smollm2 "Write a haiku." --chat --temperature 0.8 --seed 1 --show-cost',
+        "regard generate smollm2 --file prompts.txt --n 2 --temperature 1 --json",
+    )
+)(generate.generate)
+app.command(epilog=_examples("regard chat smollm2", 'regard chat smollm2 --system "Answer briefly."'))(chat.chat)

@@ -11,6 +11,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 
 def output() -> Console:
@@ -85,3 +86,10 @@ def print_json(found: Any) -> None:
 def digits(value: float) -> str:
     """Three digits, or all before the point: 0.999, 31.9, 1,043."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+@contextmanager
+def waiting(words: str) -> Iterator[None]:
+    """A spinner on standard error, where that is somebody's window, for what takes seconds and has no steps."""
+    with Console(stderr=True).status(Text(words)):
+        yield

@@ -1,19 +1,15 @@
 """`regard models` and `regard convert`: checkpoints by name or path, seen and rewritten."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
-from rich.console import Console
-from rich.text import Text
 
 import regard as rg
 from regard.checkpoints import NAMES, check_target, resolve
-from regard.cli.common import one_of, print_json, print_table
+from regard.cli.common import one_of, print_json, print_table, waiting
 from regard.cost import human
 from regard.mechanisms import REGISTRY, named
 
@@ -42,7 +38,7 @@ def models(
         _list_names(as_json)
         return
     for source in sources:
-        with _waiting(f"loading {source}"):
+        with waiting(f"loading {source}"):
             summary = rg.load(source).summary(length)
         if as_json:
             print(json.dumps(summary.to_json(), ensure_ascii=False))
@@ -84,7 +80,7 @@ def convert(
     check_target(folder)
     if resolve(source).resolve().is_relative_to(folder.resolve()):
         raise ValueError(f"folder: expected another than the source's, which would be lost, got {folder}")
-    with _waiting(f"converting {source}"):
+    with waiting(f"converting {source}"):
         model = rg.load(source, mechanism=chosen, dtype=wanted)
         rg.save(model, folder, layout=to)  # type: ignore[arg-type]
     sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
@@ -123,10 +119,3 @@ def _list_names(as_json: bool) -> None:
     for row in rows:
         if not row["installed"]:
             print(f"{row['name']} installs with: {row['command']}")
-
-
-@contextmanager
-def _waiting(words: str) -> Iterator[None]:
-    """A spinner on standard error, where that is somebody's window; what takes seconds here has no steps to count."""
-    with Console(stderr=True).status(Text(words)):
-        yield

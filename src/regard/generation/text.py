@@ -16,7 +16,7 @@ class Writer:
     >>> from regard.generation.text import Writer
     >>> writer = Writer(None, stop=["7 8"])
     >>> writer.add(5), writer.add(7), writer.add(8)
-    ('5', '', '')
+    ('5', ' ', '')
     >>> writer.text, writer.stopped
     ('5 ', True)
     """

@@ -16,6 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from regard.attention import attend, weights
+from regard.layers.int8 import project_all
 from regard.layers.linear import Linear
 from regard.layers.positions import Rotary, Tables
 from regard.layers.ragged import Ragged
@@ -110,7 +111,8 @@ class MultiHeadAttention(nn.Module):
         widths of the inputs that keys and values are made of, the queries' if not given."""
         super().__init__()
         groups = num_heads if num_kv_heads is None else num_kv_heads
-        _check_heads(embedding_dim, num_heads, groups, qk_length, value_length, dropout)
+        lengths = {"qk_length": qk_length, "value_length": value_length, "key_dim": key_dim, "value_dim": value_dim}
+        _check_heads(embedding_dim, num_heads, groups, dropout, **lengths)
         self.embedding_dim, self.num_heads, self.num_kv_heads = embedding_dim, num_heads, groups
         self.qk_length = qk_length or embedding_dim // num_heads
         self.value_length = value_length or self.qk_length
@@ -154,7 +156,11 @@ class MultiHeadAttention(nn.Module):
         and so is the result.
         """
         if key is not None:
+            if self.rotary is not None or positions is not None or ragged is not None:
+                raise ValueError("key: expected none with rotary heads, positions or a ragged batch, got another input")
             return self.cross(query, *self.remember(key, value), mask, bias=bias)
+        if value is not None:
+            raise ValueError("key: expected one beside value, got None")
         q, k, v = self.project(query, positions, ragged)
         out, _ = self.attend(q, k, v, mask, bias)
         return self._finish(out, ragged)
@@ -163,39 +169,50 @@ class MultiHeadAttention(nn.Module):
         self, x: Tensor, positions: Tensor | Tables | None = None, ragged: Ragged | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of self-attention, in heads and turned to their positions."""
-        q, k, v = self.W_q(x), self.W_k(x), self.W_v(x)
+        _check_input("query", x, self.embedding_dim, 3 if ragged is None else 2)
+        if self.W_k.in_features != self.embedding_dim or self.W_v.in_features != self.embedding_dim:
+            raise ValueError(f"key: expected an input of width {self.W_k.in_features} (key_dim), got None")
+        q, k, v = project_all(x, self.W_q, self.W_k, self.W_v)
         if ragged is not None:
             q, k, v = ragged.pad(q), ragged.pad(k), ragged.pad(v)
         q, k = self.split_heads(q, self.qk_length), self.split_heads(k, self.qk_length)
         if self.rotary is not None:
             if positions is None:
                 positions = torch.arange(q.shape[2], device=q.device)
+            if isinstance(positions, Tensor) and positions.shape[-1:] != q.shape[2:3]:
+                raise ValueError(f"positions: expected those of {q.shape[2]} tokens, got {tuple(positions.shape)}")
             tables = self.rotary.tables(positions) if isinstance(positions, Tensor) else positions
             q, k = self.rotary.turn(q, tables), self.rotary.turn(k, tables)
         return q, k, self.split_heads(v, self.value_length)
 
     def remember(self, key: Tensor, value: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The keys and values of cross-attention, in heads: computed once, used at every step."""
-        k, v = self.W_k(key), self.W_v(key if value is None else value)
+        value = key if value is None else value
+        _check_input("key", key, self.W_k.in_features)
+        _check_input("value", value, self.W_v.in_features)
+        k, v = self.W_k(key), self.W_v(value)
         return self.split_heads(k, self.qk_length), self.split_heads(v, self.value_length)
 
     def cross(
         self, query: Tensor, k: Tensor, v: Tensor, mask: AnyMask = None, *, bias: Tensor | None = None
     ) -> Float[Tensor, "B T E"]:
         """Attention of `query` to what `remember` gave."""
+        _check_input("query", query, self.embedding_dim)
         out, _ = self.attend(self.split_heads(self.W_q(query), self.qk_length), k, v, mask, bias)
         return self._finish(out, None)
 
-    def start(self, *, batch: int, capacity: int = 4096) -> Any:
-        """An empty state for `extend`, in this layer's dtype and on its device."""
+    def start(self, *, batch: int, capacity: int = 4096, storage: torch.dtype | None = None) -> Any:
+        """An empty state for `extend`, in this layer's dtype and on its device; `storage=torch.int8` keeps it small."""
+        like = self.W_k.weight
         return self.mechanism.start(
             batch=batch,
             num_kv_heads=self.num_kv_heads,
             qk_length=self.qk_length,
             value_length=self.value_length,
             capacity=capacity,
-            dtype=self.W_k.weight.dtype,
-            device=self.W_k.weight.device,
+            dtype=like.dtype if like.is_floating_point() else torch.float32,  # int8 weights compute in float32
+            device=like.device,
+            storage=storage,
         )
 
     def extend(
@@ -209,6 +226,8 @@ class MultiHeadAttention(nn.Module):
         ragged: Ragged | None = None,
     ) -> tuple[Float[Tensor, "*b E"], Any]:
         """Self-attention of T more tokens over the whole history. Gives the output and the longer state."""
+        if not hasattr(state, "length"):
+            raise ValueError(f"state: expected one from start(…), got {type(state).__name__}")
         if positions is None:
             positions = state.length + torch.arange(x.shape[1], device=x.device)
         q, k, v = self.project(x, positions, ragged)
@@ -220,11 +239,16 @@ class MultiHeadAttention(nn.Module):
         return self.W_o(together if ragged is None else ragged.pack(together))
 
 
-def _check_heads(
-    embedding_dim: int, num_heads: int, groups: int, qk_length: int | None, value_length: int | None, dropout: float
-) -> None:
+def _check_input(name: str, x: Tensor, width: int, axes: int = 3) -> None:
+    if not isinstance(x, Tensor) or x.ndim != axes or x.shape[-1] != width:
+        given = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"{name}: expected {'(B, T, ' if axes == 3 else '(N, '}{width}), got {given}")
+
+
+def _check_heads(embedding_dim: int, num_heads: int, groups: int, dropout: float, **lengths: int | None) -> None:
     sizes = {"embedding_dim": embedding_dim, "num_heads": num_heads, "num_kv_heads": groups}
-    for name, size in {**sizes, "qk_length": qk_length, "value_length": value_length}.items():
+    qk_length = lengths["qk_length"]
+    for name, size in {**sizes, **lengths}.items():
         if size is not None and (not isinstance(size, int) or size < 1):
             raise ValueError(f"{name}: expected a whole number of at least 1, got {size!r}")
     if num_heads % groups:

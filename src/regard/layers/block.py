@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
@@ -19,7 +20,7 @@ from regard.layers.network import PositionWise, norm
 from regard.layers.positions import Rotary, Tables
 from regard.layers.ragged import Ragged
 from regard.layers.streaming import ModelState
-from regard.mask import Mask, as_mask, causal, padding_between, structure, window
+from regard.mask import Band, Mask, as_mask, causal, padding_between, structure, window
 from regard.mechanism import Mechanism
 from regard.state import KeyValueState
 
@@ -129,7 +130,6 @@ class Stack(nn.Module):
         num_shared: int | None = None,
         windows: Sequence[int | None] | None = None,
         bias: nn.Module | None = None,
-        final_norm: bool | None = None,
     ) -> None:
         """`num_shared` is the number of different blocks; `windows` how many tokens each layer sees, itself included;
         `bias` a module that gives the scores' bias from (queries, keys)."""
@@ -140,14 +140,13 @@ class Stack(nn.Module):
         if bias is not None and not mechanism.takes_bias:
             raise ValueError(f"mechanism: expected one with additive scores, for a bias by distance, got {mechanism!r}")
         different = num_layers if num_shared is None else num_shared
-        if not 1 <= different <= max(1, num_layers):
-            raise ValueError(f"num_shared: expected 1 to {num_layers} different blocks, got {different}")
+        if num_shared is not None and not 1 <= num_shared <= num_layers:
+            raise ValueError(f"num_shared: expected 1 to {num_layers} different blocks, got {num_shared}")
         self.num_layers, self.num_heads, self.causal = num_layers, config.num_heads, causal
         self.windows = tuple(windows) if windows is not None else (None,) * num_layers
-        self.blocks = nn.ModuleList(Block(config) for _ in range(min(different, num_layers)))
+        self.blocks = nn.ModuleList(Block(config) for _ in range(different))
         self.bias, self.rotary = bias, config.rotary
-        wanted = config.pre_norm if final_norm is None else final_norm
-        self.norm = norm(config.norm, config.embedding_dim, config.norm_epsilon) if wanted else nn.Identity()
+        self.norm = norm(config.norm, config.embedding_dim, config.norm_epsilon) if config.pre_norm else nn.Identity()
 
     def layer(self, index: int) -> Block:
         """The block that layer `index` runs."""
@@ -202,10 +201,13 @@ class Stack(nn.Module):
             rule = more if rule is None else rule if more is None else more & rule
         return rule
 
-    def start(self, *, batch: int, capacity: int = 4096) -> ModelState:
+    def start(self, *, batch: int, capacity: int = 4096, storage: torch.dtype | None = None) -> ModelState:
         """An empty state, with room for `capacity` tokens; a layer with a window has room for two windows."""
         rooms = (capacity if size is None else min(capacity, 2 * size) for size in self.windows)
-        states = (self.layer(at).attention.start(batch=batch, capacity=room) for at, room in enumerate(rooms))
+        layers = (self.layer(at).attention for at in range(self.num_layers))
+        states = (
+            one.start(batch=batch, capacity=room, storage=storage) for one, room in zip(layers, rooms, strict=True)
+        )
         return ModelState(tuple(states), windows=self.windows)
 
     def remember(self, memory: Float[Tensor, "B S E"]) -> tuple[tuple[Tensor, Tensor], ...]:
@@ -225,5 +227,8 @@ def _recent(rule: Mask | None, gone: int, keys: int) -> Mask | None:
     """What a mask says of the keys that are left once the first ones are gone."""
     known = structure(rule, keys, keys)
     if known.rest is not None:
-        raise ValueError(f"mask: expected padding alone, for a window that has left tokens behind, got {rule!r}")
-    return padding_between(rule, gone, keys, keys)
+        raise ValueError(f"mask: expected padding or a band, for a window that has left tokens behind, got {rule!r}")
+    # A band speaks of distances, which stay what they were.
+    band = None if (known.before, known.after) == (None, None) else Band(known.before, known.after)
+    padding = padding_between(rule, gone, keys, keys)
+    return band if padding is None else padding if band is None else band & padding

@@ -11,7 +11,6 @@ dtype: in half precision neighbouring positions beyond 256 would be turned alike
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -56,8 +55,8 @@ class RotaryScaling:
     def __post_init__(self) -> None:
         if self.kind not in ("linear", "dynamic", "llama3"):
             raise ValueError(f"kind: expected linear, dynamic or llama3, got {self.kind!r}")
-        if not self.factor >= 1:
-            raise ValueError(f"factor: expected at least 1, got {self.factor}")
+        if type(self.factor) not in (int, float) or not self.factor >= 1:
+            raise ValueError(f"factor: expected at least 1, got {self.factor!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +85,8 @@ class Rotary:
     def __post_init__(self) -> None:
         if self.length < 2 or self.length % 2:
             raise ValueError(f"length: expected an even number of at least 2 (rotations turn pairs), got {self.length}")
+        if not 0 < self.base < math.inf:
+            raise ValueError(f"base: expected a number above 0, got {self.base}")
         if self.pairing not in ("halves", "neighbours"):
             raise ValueError(f"pairing: expected halves or neighbours, got {self.pairing!r}")
 
@@ -124,7 +125,6 @@ class Rotary:
         return self.turn(x, self.tables(positions))
 
 
-@lru_cache(maxsize=64)
 def _frequencies(length: int, base: float, scaling: RotaryScaling | None, context: int, reach: int) -> Tensor:
     """Radians a position, for each pair (K/2,)."""
     if scaling is not None and scaling.kind == "dynamic":

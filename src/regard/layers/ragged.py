@@ -8,11 +8,8 @@ that is half padding then costs half.
 from dataclasses import dataclass
 from functools import cached_property
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
-
-from regard.mask import Mask, padding_between
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,9 +39,3 @@ class Ragged:
         """The padded batch again, exactly 0 where there is padding."""
         room = x.new_zeros(self.valid.numel(), x.shape[-1])
         return room.index_copy(0, self.index, x).unflatten(0, tuple(self.valid.shape))
-
-
-def ragged(mask: Mask | None, tokens: int, keys: int, device: torch.device | None = None) -> Ragged | None:
-    """Where the last `tokens` of `keys` are real, if the mask has padding that says so of them; None if all are."""
-    found = padding_between(mask, keys - tokens, keys, keys)
-    return None if found is None else Ragged(found.valid(tokens, device))

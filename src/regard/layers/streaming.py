@@ -64,7 +64,9 @@ class ModelState:
         for size, state in zip(self.windows, self.layers, strict=True):
             gone = self.length - state.length
             if gone and length - (size or 0) + 1 < gone:
-                raise ValueError(f"length: expected at least {gone + (size or 0) - 1}, the window is past, got {length}")
+                raise ValueError(
+                    f"length: expected at least {gone + (size or 0) - 1}, the window is past, got {length}"
+                )
         layers = tuple(state.crop(length - (self.length - state.length)) for state in self.layers)
         padding = None if self.padding is None else self.padding.between(0, length, self.length)
         return replace(self, layers=layers, length=length, padding=padding)

@@ -105,6 +105,8 @@ class FeatureMechanism(Mechanism):
         keys, values = tokens.buffer.keys, tokens.buffer.values
         if not self.linear(keys.shape[3]):
             return tokens.resized(capacity)
+        if tokens.buffer.scales is not None:
+            raise ValueError(f"storage: expected None, {self!r} keeps sums, not keys and values, got torch.int8")
         kind, shape = accumulator(keys.dtype), keys.shape[:2]
         return KernelState(
             mechanism=self,

@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
+from regard.layers.streaming import ModelState
 from regard.models.config import Config
 
 if TYPE_CHECKING:
@@ -17,6 +18,8 @@ class Model(nn.Module):
 
     config: Config
     tokenizer: "Tokenizer | None" = None
+    quantized: bool = False
+    """Whether its projections hold int8 weights; see `regard.quantized`."""
 
     def initialise(self, spread: float = 0.02) -> None:
         """Small random weights, as GPT-2 and BERT begin; norms and biases as they are."""
@@ -28,7 +31,7 @@ class Model(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        return next(self.parameters()).dtype
+        return next(one.dtype for one in self.parameters() if one.is_floating_point())
 
     @property
     def device(self) -> torch.device:
@@ -51,6 +54,12 @@ def check_tokens(name: str, tokens: Int[Tensor, "B T"], vocabulary_size: int) ->
     low, high = (int(one) for one in torch.aminmax(tokens))
     if low < 0 or high >= vocabulary_size:
         raise ValueError(f"{name}: expected tokens from 0 to {vocabulary_size - 1}, got {low if low < 0 else high}")
+
+
+def check_state(state: object) -> None:
+    """Raise ValueError for what is no model's state."""
+    if not isinstance(state, ModelState):
+        raise ValueError(f"state: expected one from start(…), got {type(state).__name__}")
 
 
 def check_length(name: str, length: int, limit: int) -> None:

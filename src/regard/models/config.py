@@ -1,7 +1,8 @@
 """What the models' configs share: frozen values of whole words, checked when made, and written as JSON."""
 
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, TypeVar
+from types import UnionType
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from regard.layers.attention import as_mechanism
 from regard.layers.block import BlockConfig
@@ -38,6 +39,7 @@ class Config:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mechanism", as_mechanism(self.mechanism))
+        hints = get_type_hints(type(self))
         for name, value in vars(self).items():
             if isinstance(value, list):
                 value = tuple(value)
@@ -47,7 +49,10 @@ class Config:
                 given = value if isinstance(value, tuple) else (value,)
                 if value is not None and not all(type(one) is int and one >= least for one in given):
                     raise ValueError(f"{name}: expected a whole number of at least {least}, got {value!r}")
-            elif name.endswith("dropout") and not 0 <= value < 1:
+            if not _fits(value, hints[name]):
+                kind = getattr(hints[name], "__name__", None) if isinstance(hints[name], type) else None
+                raise ValueError(f"{name}: expected {kind or hints[name]}, got {value!r}")
+            if name.endswith("dropout") and not 0 <= value < 1:
                 raise ValueError(f"{name}: expected at least 0 and below 1, got {value}")
 
     def to_json(self) -> dict[str, Any]:
@@ -87,6 +92,20 @@ def block_config(config: Any, **changes: Any) -> BlockConfig:
     shared = {one.name: getattr(config, one.name) for one in fields(BlockConfig) if hasattr(config, one.name)}
     shared["hidden_dim"] = config.hidden_dim or 4 * config.embedding_dim
     return BlockConfig(**shared, **changes)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value is what its annotation says; known words and lengths are left to those who know them."""
+    parts = get_args(hint)
+    if isinstance(hint, UnionType):
+        return any(_fits(value, one) for one in parts)
+    if get_origin(hint) is Literal:
+        return isinstance(value, str)
+    if get_origin(hint) is tuple:
+        return isinstance(value, tuple) and all(_fits(one, parts[0]) for one in value)
+    if hint is float:
+        return type(value) in (int, float)
+    return type(value) is hint if hint in (int, bool) else isinstance(value, hint)
 
 
 def _plain(value: Any) -> Any:

@@ -123,7 +123,7 @@ class DaViT(Model):
     def features(self, images: Float[Tensor, "B C Y X"]) -> tuple[Float[Tensor, "B _ _ _"], ...]:
         """The map each stage leaves, (B, embedding_dim, height, width), the last one the smallest."""
         check_pictures(images, self.config.num_channels)
-        _check_size(images, self.config)
+        check_sides((images.shape[2], images.shape[3]), self.config)
         x, maps = images, []
         for stage in self.stages:
             x = stage(x)
@@ -238,13 +238,14 @@ def _normed(x: Float[Tensor, "B E Y X"], norm: nn.Module) -> Float[Tensor, "B E 
     return rearrange(norm(rearrange(x, "b e y x -> b y x e")), "b y x e -> b e y x")
 
 
-def _check_size(images: Tensor, config: DaViTConfig) -> None:
-    sides: tuple[int, ...] = tuple(images.shape[2:])
+def check_sides(given: tuple[int, int], config: DaViTConfig) -> None:
+    """Raise ValueError for the sides of images that are too small."""
+    sides: tuple[int, ...] = given
     stages = zip(config.patch_size, config.patch_stride, config.patch_padding, strict=True)
     for index, (kernel, stride, padding) in enumerate(stages):
         sides = tuple((side + 2 * padding - kernel) // stride + 1 for side in sides)
         if min(sides) < 1:
             raise ValueError(
-                f"images: expected sides that leave something at each stage, got {tuple(images.shape[2:])}, "
+                f"images: expected sides that leave something at each stage, got {given}, "
                 f"of which nothing is left at stage {index + 1}"
             )

@@ -11,12 +11,14 @@ key/value heads, a window in some layers.
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from regard.layers.attention import AnyMask
 from regard.layers.block import Stack
-from regard.layers.linear import Linear, linear
+from regard.layers.int8 import tied_head
+from regard.layers.linear import Linear
 from regard.layers.positions import Alibi, Rotary, RotaryScaling, sinusoidal
 from regard.layers.streaming import ModelState, places
 from regard.mask import as_mask
@@ -68,6 +70,8 @@ class DecoderConfig(Config):
             raise ValueError(f"positions: expected one of {', '.join(known)}, got {self.positions!r}")
         if self.window is not None and (type(self.window) is not int or self.window < 1):
             raise ValueError(f"window: expected at least 1 token, got {self.window!r}")
+        if any(not 0 <= index < self.num_layers for index in self.window_layers or ()):
+            raise ValueError(f"window_layers: expected layers below {self.num_layers}, got {self.window_layers}")
         if self.qk_length is None and self.embedding_dim % self.num_heads:
             raise ValueError(
                 f"num_heads: expected a divisor of embedding_dim = {self.embedding_dim} (or qk_length given), "
@@ -133,9 +137,13 @@ class Decoder(Model):
         """Logits (B, T, vocabulary). `mask` adds to causality, usually `rg.padding(lengths)`, left or right."""
         return self.predict(self._run(tokens, mask, None)[0])
 
-    def start(self, *, batch: int, capacity: int | None = None) -> ModelState:
-        """An empty state for `extend`, with room for `capacity` tokens, the context's length if not given."""
-        return self.stack.start(batch=batch, capacity=self.config.context_length if capacity is None else capacity)
+    def start(self, *, batch: int, capacity: int | None = None, storage: torch.dtype | None = None) -> ModelState:
+        """An empty state for `extend`, with room for `capacity` tokens, the context's length if not given.
+
+        `storage=torch.int8` keeps keys and values in 8 bits; see `Mechanism.start`.
+        """
+        room = self.config.context_length if capacity is None else capacity
+        return self.stack.start(batch=batch, capacity=room, storage=storage)
 
     def extend(
         self, tokens: Int[Tensor, "B T"], state: ModelState, mask: AnyMask = None
@@ -158,7 +166,7 @@ class Decoder(Model):
 
     def predict(self, hidden: Float[Tensor, "B T E"]) -> Float[Tensor, "B T D"]:
         """Logits from the last layer's tokens."""
-        return linear(hidden, self.embedding.weight) if self.config.tied else self.head(hidden)
+        return tied_head(hidden, self.embedding) if self.config.tied else self.head(hidden)
 
     def _run(self, tokens: Tensor, mask: AnyMask, state: ModelState | None) -> tuple[Tensor, ModelState | None]:
         check_tokens("tokens", tokens, self.config.vocabulary_size)

@@ -118,10 +118,14 @@ class Encoder(Model):
         check_length("tokens", tokens.shape[1], self.config.context_length)
         rule = as_mask(mask)
         x = self.embedding(tokens)
-        if self.config.num_segments:
-            if segments is None:
-                segments = torch.zeros_like(tokens)
+        if segments is not None:
+            if not self.config.num_segments:
+                raise ValueError("segments: expected none, the model tells no sentences apart, got some")
             check_tokens("segments", segments, self.config.num_segments)
+            if segments.shape != tokens.shape:
+                raise ValueError(f"segments: expected one a token, {tuple(tokens.shape)}, got {tuple(segments.shape)}")
+        if self.config.num_segments:
+            segments = torch.zeros_like(tokens) if segments is None else segments
             x = x + self.segments(segments)
         x = self.dropout(self.embedding_norm(x + self.positions(places(tokens, rule))))
         if self.config.factor_dim is not None:
@@ -153,8 +157,10 @@ class Encoder(Model):
         """Embeddings of sentences: the mean of their tokens' hidden states, of length 1 unless `normalize=False`."""
         if self.tokenizer is None:
             raise ValueError("model: expected one with a tokenizer to embed texts, got none; embed tokens with mean()")
-        if isinstance(texts, str):
-            raise ValueError("texts: expected a list of texts, got one text")
+        if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
+            raise ValueError(f"texts: expected a list of texts, got {texts!r:.80}")
+        if type(batch_size) is not int or batch_size < 1:
+            raise ValueError(f"batch_size: expected a whole number of at least 1, got {batch_size!r}")
         if not texts:
             return torch.zeros(0, self.config.embedding_dim, dtype=self.dtype, device=self.device)
         # Texts of like length go together, so that little is padding.

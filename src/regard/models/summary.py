@@ -17,11 +17,11 @@ from regard.layers.block import Stack
 from regard.mask import causal, window
 from regard.mechanism import Mechanism
 from regard.models.base import Model
-from regard.models.davit import DaViT, Half, Stage
+from regard.models.davit import DaViT, Half, Stage, check_sides
 from regard.models.decoder import Decoder
 from regard.models.encoder import Encoder
 from regard.models.transformer import Transformer
-from regard.models.vision import VisionTransformer
+from regard.models.vision import VisionTransformer, pair
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +52,8 @@ class Summary:
     parameters: int
     unit: str
     """What the FLOPs are of: a token, or an image."""
-    length: int
-    """Of the text; of an image's sides."""
+    length: int | tuple[int, int]
+    """Of the text; of an image's sides, both if they differ."""
     flops: int
     state_per_token: int
     """Bytes that each token adds to a stream's state; 0 without a stream."""
@@ -77,11 +77,12 @@ class Summary:
             ).rstrip()
             for row in (head, *rows)
         ]
-        at = f"{self.length}×{self.length} pixels" if self.unit == "image" else f"{self.length:,} tokens"
+        down, across = self.length if isinstance(self.length, tuple) else (self.length, self.length)
+        at = f"{down}×{across} pixels" if self.unit == "image" else f"{down:,} tokens"
         tail = [f"{self.model}, {self.dtype}; FLOPs at {at}"]
         if self.state_per_token or self.state_fixed:
             fixed = f" and {human(self.state_fixed, 'B')} whatever the length" if self.state_fixed else ""
-            total = human(self.state_fixed + self.length * self.state_per_token, "B")
+            total = human(self.state_fixed + down * self.state_per_token, "B")
             tail.append(f"state {human(self.state_per_token, 'B')} a token{fixed}: {total} at {at}")
         return "\n".join([*lines, "", *tail])
 
@@ -92,20 +93,22 @@ class Summary:
 
 def summarise(model: Model, length: int | None = None) -> Summary:
     """The summary of a model at some length, its context's if not given (at most 4,096)."""
+    if length is not None and (type(length) is not int or length < 1):
+        raise ValueError(f"length: expected a whole number of at least 1, got {length!r}")
     if isinstance(model, VisionTransformer | DaViT):
         return _vision(model, length)
     if not isinstance(model, Decoder | Encoder | Transformer):
         raise ValueError(f"model: expected one of ours, got {type(model).__name__}")
     size = min(model.config.context_length, 4096) if length is None else length
-    if type(size) is not int or size < 1:
-        raise ValueError(f"length: expected a whole number of at least 1, got {length!r}")
     streams = {Decoder: ["stack"], Transformer: ["decoder"], Encoder: []}[type(model)]
     parts = list(_parts(model, size, streams))
     states = [_state(getattr(model, name), size, model) for name in streams]
     return _finish(model, parts, "token", size, sum(one for one, _ in states), sum(fixed for _, fixed in states))
 
 
-def _finish(model: Model, parts: list[Part], unit: str, length: int, growing: int = 0, fixed: int = 0) -> Summary:
+def _finish(
+    model: Model, parts: list[Part], unit: str, length: int | tuple[int, int], growing: int = 0, fixed: int = 0
+) -> Summary:
     return Summary(
         model=type(model).__name__,
         parts=tuple(parts),
@@ -190,10 +193,11 @@ def _vision(model: VisionTransformer | DaViT, length: int | None) -> Summary:
             if name != "stack" and _size(child)
         ]
         loose = sum(one.numel() for _, one in model.named_parameters(recurse=False))
-        side = max(model.config.image_size) if isinstance(model.config.image_size, tuple) else model.config.image_size
+        high, wide = pair("image_size", model.config.image_size)
         parts = [Part(name="class token, positions", parameters=loose, flops=0), whole, *rest]
-        return _finish(model, parts, "image", side)
+        return _finish(model, parts, "image", high if high == wide else (high, wide))
     side = 224 if length is None else length
+    check_sides((side, side), model.config)
     return _finish(model, list(_stages(model, side)), "image", side)
 
 

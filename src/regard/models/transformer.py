@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from regard.layers.attention import AnyMask, MultiHeadAttention
 from regard.layers.block import Stack
-from regard.layers.linear import Linear, linear
+from regard.layers.int8 import tied_head
+from regard.layers.linear import Linear
 from regard.layers.positions import RelativeBias, sinusoidal
 from regard.layers.streaming import ModelState, places
 from regard.mask import Mask, as_mask, padding_between
@@ -223,7 +224,7 @@ class Transformer(Model):
         config = self.config
         if config.scaled_output:
             hidden = hidden * config.embedding_dim**-0.5
-        return linear(hidden, self._table("target").weight) if config.tied else self.head(hidden)
+        return tied_head(hidden, self._table("target")) if config.tied else self.head(hidden)
 
     def _check(self, side: Side, tokens: Tensor, mask: AnyMask, state: ModelState | None = None) -> Mask | None:
         config = self.config

@@ -1,8 +1,10 @@
 """A few queries over a long cache, all query heads of a group as rows of one tile.
 
 A decode step is bound by reading the keys and values. With the heads of a group as rows of one query, each key/value
-head is read once for all of them, instead of once for each.
+head is read once for all of them, instead of once for each. Padding is a mask of one row a sequence, (B, 1, 1, S).
 """
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -28,22 +30,30 @@ def cannot(call: Call) -> str | None:
         return "made for the CPU"
     if repeats == 1 and call.q.dtype not in (torch.float32, torch.float64):
         return "every head has keys of its own: nothing to group"
-    if call.structure != EVERYTHING:
+    if replace(call.structure, paddings=()) != EVERYTHING:
         return "the mask hides keys from some queries"
     return None
 
 
 def run(call: Call) -> Tensor:
     """all query heads of a group in one tile, keys and values read once."""
+    valid = call.structure.valid(call.keys, call.q.device)
+    if valid is None:
+        return _tiles(call, None)
+    empty = ~valid.any(-1)[:, None, None, None]
+    return _tiles(call, valid[:, None, None] | empty).masked_fill(empty, 0)
+
+
+def _tiles(call: Call, shown: Tensor | None) -> Tensor:
     rows = call.queries * call.heads // call.groups
-    if rows == call.queries:  # with one head a group, two plain products beat the fused kernel
+    if rows == call.queries and shown is None:  # with one head a group, two plain products beat the fused kernel
         q = call.q.flatten(0, 1) * sdpa.scale(call)
         weights = torch.softmax(torch.bmm(q, call.k.flatten(0, 1).transpose(1, 2)), dim=-1)
         return torch.bmm(weights, call.v.flatten(0, 1)).unflatten(0, (call.batch, call.heads))
     # One tile a group; a single group is halved, so that two cores have work.
     tiles = call.groups * (2 if call.batch * call.groups == 1 and rows % 2 == 0 else 1)
     q = call.q.reshape(call.batch, tiles, call.groups * rows // tiles, call.qk_length)
-    out = sdpa.plain(q, call.k, call.v, scale=sdpa.scale(call))
+    out = sdpa.plain(q, call.k, call.v, scale=sdpa.scale(call), attn_mask=shown)
     return out.reshape(call.batch, call.heads, call.queries, call.value_length)
 
 

@@ -63,8 +63,8 @@ class Adapter:
             k, v, held = self._history(module, k, v, state, output[1])
             rule = held if rule is None else rule if held is None else rule & held
         path = self.recorder.names[module].split(".")
-        crossing = module in self.crossing or "cross" in path or (state is None and q.shape[2] != k.shape[2])
-        kind: Kind = "cross" if crossing else "self"
+        crossing = module in self.crossing or "cross" in path or q.shape[2] != k.shape[2]
+        kind: Kind = "cross" if crossing and state is None else "self"
         self.recorder.meet(module, met(kind, module.mechanism, q, k, v, rule, given.get("bias")))
 
     def _history(self, module: Attend, k: Tensor, v: Tensor, state: Any, longer: Any) -> Any:

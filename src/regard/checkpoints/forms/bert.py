@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+from regard.checkpoints.errors import CheckpointError
 from regard.checkpoints.form import Form, Link, Shapes, choice, linear, link, need, unsupported
 from regard.mechanisms import Softmax
 from regard.models.encoder import Encoder, EncoderConfig
@@ -17,10 +18,16 @@ ACTIVATIONS = {
 NAMES = {"gelu": "gelu", "gelu_tanh": "gelu_new", "relu": "relu", "silu": "silu"}
 
 
-def _shared(values: dict[str, Any], shapes: Shapes) -> dict[str, Any]:
-    """What both configs have in common."""
+def _shared(values: dict[str, Any], shapes: Shapes, pooler: str) -> dict[str, Any]:
+    """What both configs have in common; `pooler` is what its weight is called."""
     unsupported(values, position_embedding_type="absolute", is_decoder=False, add_cross_attention=False)
+    if "classifier.weight" in shapes and pooler not in shapes:
+        raise CheckpointError(
+            "config.json: expected classes of sequences, which stand on a pooler, got a classifier without one: "
+            "classes of tokens are not supported"
+        )
     return {
+        "pooler": pooler in shapes,
         "vocabulary_size": need(values, "vocab_size"),
         "embedding_dim": need(values, "hidden_size"),
         "num_layers": need(values, "num_hidden_layers"),
@@ -70,9 +77,8 @@ def _head(config: EncoderConfig, name: str) -> str:
 def read_bert(values: dict[str, Any], shapes: Shapes) -> EncoderConfig:
     """Our config from Hugging Face's."""
     return EncoderConfig(
-        **_shared(values, shapes),
+        **_shared(values, shapes, "bert.pooler.dense.weight"),
         activation=choice(values, "hidden_act", ACTIVATIONS, "gelu"),
-        pooler="bert.pooler.dense.weight" in shapes,
         masked_words="cls.predictions.bias" in shapes,
         next_sentence="cls.seq_relationship.weight" in shapes,
     )
@@ -120,11 +126,10 @@ def read_albert(values: dict[str, Any], shapes: Shapes) -> EncoderConfig:
     """Our config from Hugging Face's."""
     unsupported(values, inner_group_num=1)
     return EncoderConfig(
-        **_shared(values, shapes),
+        **_shared(values, shapes, "albert.pooler.weight"),
         activation=choice(values, "hidden_act", ACTIVATIONS, "gelu_new"),
         factor_dim=need(values, "embedding_size"),
         num_shared=values.get("num_hidden_groups", 1),
-        pooler="albert.pooler.weight" in shapes,
         masked_words="predictions.bias" in shapes,
         next_sentence="sop_classifier.classifier.weight" in shapes,
     )
@@ -178,8 +183,12 @@ BERT = Form(
     write_config=write_bert,
     links=bert_links,
     prefix="bert.",
-    # Buffers, copies of tied tensors, and three heads that only AntiBERTy has.
-    ignored=r".*embeddings\.position_ids$|cls\.predictions\.decoder\.(weight|bias)$|cls\.(species|chain|graft)\..*",
+    # Buffers, and three heads that only AntiBERTy has.
+    ignored=r".*embeddings\.position_ids$|cls\.(species|chain|graft)\..*",
+    copies={
+        "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
+        "cls.predictions.decoder.bias": "cls.predictions.bias",
+    },
 )
 ALBERT = Form(
     model_types=("albert",),
@@ -189,5 +198,9 @@ ALBERT = Form(
     write_config=write_albert,
     links=albert_links,
     prefix="albert.",
-    ignored=r".*embeddings\.position_ids$|predictions\.decoder\.(weight|bias)$",
+    ignored=r".*embeddings\.position_ids$",
+    copies={
+        "predictions.decoder.weight": "albert.embeddings.word_embeddings.weight",
+        "predictions.decoder.bias": "predictions.bias",
+    },
 )

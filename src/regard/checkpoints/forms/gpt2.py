@@ -95,4 +95,5 @@ FORM = Form(
     links=links,
     prefix="transformer.",
     ignored=r".*\.attn\.(masked_)?bias$",
+    copies={"lm_head.weight": "transformer.wte.weight"},
 )

@@ -64,7 +64,7 @@ def _rotary(values: dict[str, Any]) -> tuple[float, RotaryScaling | None]:
 
 
 def _window(values: dict[str, Any], kind: str, layers: int) -> tuple[int | None, tuple[int, ...] | None]:
-    size = values.get("sliding_window")
+    size = values.get("sliding_window", 4096)  # their default, where a file does not say
     if kind == "llama" or not size or (kind == "qwen2" and not values.get("use_sliding_window", False)):
         return None, None
     if kind == "mistral":
@@ -72,6 +72,11 @@ def _window(values: dict[str, Any], kind: str, layers: int) -> tuple[int | None,
     types = values.get("layer_types")
     if types is None:
         return size, tuple(range(values.get("max_window_layers", 28), layers))
+    if len(types) != layers or not set(types) <= {"full_attention", "sliding_attention"}:
+        raise CheckpointError(
+            f"config.json: expected full_attention or sliding_attention as the layer_types of {layers} layers, "
+            f"got {types!r:.80}"
+        )
     return size, tuple(index for index, one in enumerate(types) if one == "sliding_attention")
 
 
@@ -155,4 +160,5 @@ FORM = Form(
     links=links,
     prefix="model.",
     ignored=r".*rotary_emb\.inv_freq$",
+    copies={"lm_head.weight": "model.embed_tokens.weight"},
 )

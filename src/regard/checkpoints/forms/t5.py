@@ -124,6 +124,7 @@ FORM = Form(
     read_config=read_config,
     write_config=write_config,
     links=links,
-    # Copies of tied weights, and a bias of cross-attention that early files hold and no model reads.
-    ignored=r"((encoder|decoder)\.embed_tokens|lm_head|.*EncDecAttention\.relative_attention_bias)\.weight$",
+    # The embedding by its other names, and a bias of cross-attention that early files hold and no model reads.
+    ignored=r"((encoder|decoder)\.embed_tokens|.*EncDecAttention\.relative_attention_bias)\.weight$",
+    copies={"lm_head.weight": "shared.weight"},
 )

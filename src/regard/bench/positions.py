@@ -1,0 +1,157 @@
+"""What a token costs at each position: decoders of one size that differ in their heads, or in their mechanism.
+
+The states are filled with random keys up to a position, and then some tokens are decoded; nothing of it depends on what
+the keys are. Beside what is measured stands what the cost model says: a step must read the weights and the state, so
+its time is that of the first position and the bytes since then over the memory's rate.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from regard.cost import Work, cost, crossover
+from regard.layers.streaming import ModelState
+from regard.mechanism import Mechanism
+from regard.mechanisms import Quadratic, Softmax
+from regard.models.decoder import Decoder, DecoderConfig
+
+POSITIONS = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
+SIZE = {"vocabulary_size": 1000, "embedding_dim": 512, "num_layers": 4, "num_heads": 8, "context_length": 1 << 20}
+KINDS: dict[str, tuple[dict[str, Any], int]] = {
+    "MHA": ({"num_kv_heads": 8}, 32768),
+    "GQA": ({"num_kv_heads": 2}, 32768),
+    "MQA": ({"num_kv_heads": 1}, 32768),
+    "softmax": ({"num_kv_heads": 8, "qk_length": 32}, 65536),
+    "quadratic": ({"num_kv_heads": 8, "qk_length": 32, "mechanism": Quadratic()}, 65536),
+}
+"""Each decoder's own fields, and its last position. The last two are alike but for their mechanism."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One decoder at one position."""
+
+    kind: str
+    position: int
+    milliseconds: float
+    """Of a token, measured: the median of some."""
+    predicted_milliseconds: float
+    state_bytes: int
+    """Really held, at this length."""
+    predicted_state_bytes: int
+    read_bytes: int
+    """That a token must read at the least: weights and state."""
+
+
+@torch.inference_mode()
+def measure(watch: Callable[[str], None] = lambda words: None, steps: int = 15) -> list[Point]:
+    """Every decoder of `KINDS` at every position up to its last, `steps` tokens each."""
+    rate, points = _memory_rate(), []
+    for kind, (own, last) in KINDS.items():
+        torch.manual_seed(0)
+        model = Decoder(DecoderConfig(**{**SIZE, **own})).eval()
+        state = model.start(batch=1, capacity=last + steps)
+        first: tuple[float, int] | None = None
+        for position in (one for one in POSITIONS if one <= last):
+            watch(f"{kind} at {position:,}")
+            state = _filled(model, state, position)
+            seconds = _step(model, state, steps)
+            read = _read_bytes(model, position)
+            first = first or (seconds, read)
+            points.append(
+                Point(
+                    kind=kind,
+                    position=position,
+                    milliseconds=seconds * 1e3,
+                    predicted_milliseconds=(first[0] + (read - first[1]) / rate) * 1e3,
+                    state_bytes=_held(state),
+                    predicted_state_bytes=_predicted(model, position).state_bytes * model.config.num_layers,
+                    read_bytes=read,
+                )
+            )
+    return points
+
+
+def to_json(points: Sequence[Point]) -> list[dict[str, Any]]:
+    """The points, as JSON has them."""
+    return [asdict(point) for point in points]
+
+
+def crossings(points: Sequence[Point]) -> tuple[int | None, int | None]:
+    """The position from which the kernel's token is cheaper: by the cost model's bytes, and as measured."""
+    own = KINDS["quadratic"][0]
+    work = Work(key_length=4096, num_heads=8, num_kv_heads=8, qk_length=own["qk_length"],
+                value_length=own["qk_length"], dtype=torch.float32)  # fmt: skip
+
+    def price(mechanism: Mechanism, at: Work) -> float:
+        return float(cost(mechanism, at).bytes)
+
+    times: dict[str, dict[int, float]] = {}
+    for point in points:
+        times.setdefault(point.kind, {})[point.position] = point.milliseconds
+    both = sorted(set(times["softmax"]) & set(times["quadratic"]))
+    cheaper = [one for one in both if times["quadratic"][one] < times["softmax"][one]]
+    return crossover(Softmax(), Quadratic(), work, seconds=price), cheaper[0] if cheaper else None
+
+
+def _filled(model: Decoder, state: ModelState, position: int) -> ModelState:
+    """The state with random keys and values up to a position."""
+    layers = []
+    for index, held in enumerate(state.layers):
+        one = model.stack.layer(index).attention
+        while held.length < position:
+            count = min(4096, position - held.length)
+            shape = (1, one.num_kv_heads, count)
+            k, v = torch.randn(*shape, one.qk_length), torch.randn(*shape, one.value_length)
+            if hasattr(held, "append"):
+                held = held.append(k, v)
+            else:
+                q = torch.randn(1, one.num_heads, count, one.qk_length)
+                _, held = one.mechanism.extend(q, k, v, held)
+        layers.append(held)
+    return replace(state, layers=tuple(layers), length=position)
+
+
+def _step(model: Decoder, state: ModelState, steps: int) -> float:
+    token, times = torch.zeros(1, 1, dtype=torch.long), []
+    for _ in range(steps):
+        begin = time.perf_counter()
+        _, state = model.extend(token, state)
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times)
+
+
+def _predicted(model: Decoder, position: int) -> Any:
+    one = model.stack.layer(0).attention
+    work = Work(key_length=position, num_heads=one.num_heads, num_kv_heads=one.num_kv_heads, qk_length=one.qk_length,
+                value_length=one.value_length, dtype=torch.float32)  # fmt: skip
+    return cost(one.mechanism, work)
+
+
+def _read_bytes(model: Decoder, position: int) -> int:
+    weights = sum(parameter.numel() * 4 for parameter in model.parameters())
+    return weights + _predicted(model, position).bytes * model.config.num_layers
+
+
+def _held(state: ModelState) -> int:
+    """Bytes held for the tokens met, without the room to spare."""
+    total = 0
+    for one in state.layers:
+        spare = (one.capacity - one.length) / one.capacity if hasattr(one, "capacity") else 0.0
+        total += round(one.nbytes * (1 - spare))
+    return total
+
+
+def _memory_rate() -> float:
+    """Bytes a second that this machine reads from memory."""
+    large = torch.ones(1 << 27)
+    times = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        large.sum()
+        times.append(time.perf_counter() - begin)
+    return large.numel() * 4 / min(times)

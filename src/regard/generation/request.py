@@ -1,0 +1,166 @@
+"""What is asked for, checked before any work: models that can speak, prompts, limits, seeds; and how it begins."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from regard.generation.engine import Growth, Limits, Row
+from regard.generation.prompt import CHUNK, Prompt, read, with_room
+from regard.generation.sampling import Sampling
+from regard.generation.text import Writer
+from regard.models.base import Model
+from regard.models.decoder import Decoder
+from regard.models.transformer import Transformer
+
+
+def begin(
+    model: Decoder | Transformer,
+    given: Sequence[tuple[int, ...]],
+    *,
+    sampling: Sampling,
+    limits: Limits,
+    seeds: Sequence[Sequence[int]],
+    state: Prompt | None = None,
+    log_probabilities: bool = False,
+    chunk: int = CHUNK,
+    storage: torch.dtype | None = None,
+) -> tuple[Growth, list[Row]]:
+    """Read prompts, unless `state` has them, and make a row of each seed of each of them, ready to grow."""
+    rooms = [room_for(model, tokens) for tokens in given]
+    room = min(limits.max_new_tokens, max(rooms))
+    prompt = state if state is not None else read_prompts(model, given, room, chunk, storage)
+    rows = [
+        new_row(model, tokens, rooms[at], seed, limits, log_probabilities)
+        for at, tokens in enumerate(given)
+        for seed in seeds[at]
+    ]
+    if len(rows) > len(given):
+        prompt = prompt.chosen([at for at, own in enumerate(seeds) for _ in own])
+    return Growth(model, with_room(prompt, room), rows, sampling, limits), rows
+
+
+@torch.inference_mode()
+def read_prompts(
+    model: Decoder | Transformer, given: Any, room: int, chunk: int, storage: torch.dtype | None
+) -> Prompt:
+    """What the model keeps of the prompts."""
+    if type(chunk) is not int or chunk < 1:
+        raise ValueError(f"chunk: expected a whole number of at least 1, got {chunk!r}")
+    return read(model, given, room=room, chunk=chunk, storage=storage)
+
+
+def speaking(model: Model) -> Decoder | Transformer:
+    """The model, if it can generate."""
+    if not isinstance(model, Decoder | Transformer):
+        raise ValueError(f"model: expected a decoder or an encoder-decoder, got {type(model).__name__}")
+    if model.training:
+        raise ValueError("model: expected one in eval mode, got one in training: call model.eval()")
+    return model
+
+
+def given_tokens(model: Decoder | Transformer, prompts: Any, state: Prompt | None) -> list[tuple[int, ...]]:
+    """The prompts' tokens, checked."""
+    if (prompts is None) == (state is None):
+        raise ValueError(f"prompts: expected either prompts or a state, got {'none' if prompts is None else 'both'}")
+    if state is not None:
+        if not isinstance(state, Prompt):
+            raise ValueError(f"state: expected what prefill gives, got {type(state).__name__}")
+        return list(state.tokens)
+    if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int)):
+        prompts = [prompts]
+    if not len(prompts):
+        raise ValueError("prompts: expected at least one, got none")
+    return [prompt_tokens(model, one, at) for at, one in enumerate(prompts)]
+
+
+def prompt_tokens(model: Decoder | Transformer, prompt: Any, at: int) -> tuple[int, ...]:
+    """The tokens of one prompt."""
+    if isinstance(prompt, str):
+        if model.tokenizer is None:
+            raise ValueError("prompts: expected lists of tokens, the model has no tokenizer, got text")
+        found = tuple(model.tokenizer.encode(prompt))
+    else:
+        found = tuple(prompt.tolist() if isinstance(prompt, torch.Tensor) else prompt)
+    if not found:
+        raise ValueError(f"prompts: expected at least one token, got an empty prompt at place {at}")
+    most = model.config.vocabulary_size
+    if not all(type(token) is int and 0 <= token < most for token in found):
+        raise ValueError(f"prompts: expected tokens from 0 to {most - 1}, got others at place {at}")
+    return found
+
+
+def room_for(model: Decoder | Transformer, tokens: Sequence[int]) -> int:
+    """How many new tokens the context has room for."""
+    limit = model.config.context_length
+    if isinstance(model, Transformer):
+        if model.config.positions == "learned" and len(tokens) > limit:
+            raise ValueError(f"prompts: expected at most {limit} tokens (the model's context), got {len(tokens)}")
+        return limit - 1
+    if len(tokens) >= limit:
+        raise ValueError(f"prompts: expected fewer than {limit} tokens (the model's context), got {len(tokens)}")
+    return limit - len(tokens)
+
+
+def limits_of(model: Decoder | Transformer, max_new_tokens: int, stop: Any) -> Limits:
+    """When sequences end: by length, by the model's own tokens, by `stop`."""
+    if type(max_new_tokens) is not int or max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens: expected a whole number of at least 1, got {max_new_tokens!r}")
+    given = (stop,) if isinstance(stop, str | int) else tuple(stop)
+    most = model.config.target_size if isinstance(model, Transformer) else model.config.vocabulary_size
+    for one in given:
+        if isinstance(one, bool) or not isinstance(one, str | int) or one == "":
+            raise ValueError(f"stop: expected texts and tokens, got {one!r}")
+        if isinstance(one, int) and not 0 <= one < most:
+            raise ValueError(f"stop: expected tokens from 0 to {most - 1}, got {one}")
+    ends = set(model.config.end_tokens)
+    if model.tokenizer is not None and model.tokenizer.eos is not None:
+        ends.add(model.tokenizer.eos)
+    return Limits(
+        max_new_tokens=max_new_tokens,
+        ends=frozenset(ends),
+        stop_tokens=frozenset(one for one in given if isinstance(one, int)),
+        stop_strings=tuple(one for one in given if isinstance(one, str)),
+    )
+
+
+def check_counts(n: int, beams: int, length_penalty: float, sampling: Sampling) -> None:
+    """Raise ValueError for samples and beams that cannot be."""
+    for name, value in (("n", n), ("beams", beams)):
+        if type(value) is not int or value < 1:
+            raise ValueError(f"{name}: expected a whole number of at least 1, got {value!r}")
+    if not isinstance(length_penalty, int | float) or not math.isfinite(length_penalty):
+        raise ValueError(f"length_penalty: expected a finite number, got {length_penalty!r}")
+    if beams > 1 and not sampling.greedy:
+        raise ValueError(f"beams: expected 1 with a temperature, which draws and does not search, got {beams}")
+    if beams > 1 and sampling.repetition_penalty != 1:
+        raise ValueError(f"beams: expected 1 with a repetition penalty, got {beams}")
+    if beams > 1 and n > beams:
+        raise ValueError(f"n: expected at most {beams} (beams), got {n}")
+
+
+def seeds_of(seed: Any, count: int, n: int) -> list[list[int]]:
+    """A seed for each sample of each prompt."""
+    if seed is None:
+        bases = [int(torch.randint(2**62, ())) for _ in range(count)]
+    elif isinstance(seed, int) and not isinstance(seed, bool):
+        bases = [seed] * count
+    else:
+        bases = list(seed)
+        if len(bases) != count or not all(type(one) is int for one in bases):
+            raise ValueError(f"seed: expected a whole number, or one for each of {count} prompts, got {seed!r}")
+    if any(not 0 <= one < 2**63 for one in bases):
+        raise ValueError(f"seed: expected whole numbers from 0 to 2**63 - 1, got {seed!r}")
+    return [[(base + sample * 0x9E3779B97F4A7C15) % 2**63 for sample in range(n)] for base in bases]
+
+
+def new_row(
+    model: Decoder | Transformer, tokens: tuple[int, ...], room: int, seed: int, limits: Limits, scored: bool
+) -> Row:
+    """A sequence that has not begun."""
+    # A source is another text than the target, so its tokens are no repetitions.
+    before = () if isinstance(model, Transformer) else tokens
+    generator = torch.Generator().manual_seed(seed)
+    writer = Writer(model.tokenizer, limits.stop_strings)
+    return Row(before, room, generator, writer, [] if scored else None)

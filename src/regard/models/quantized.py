@@ -1,0 +1,67 @@
+"""Models with int8 weights."""
+
+import copy
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from regard.layers.int8 import Int8Embedding, Int8Linear
+from regard.models.base import Model
+from regard.models.decoder import Decoder
+from regard.models.transformer import Transformer
+
+LEAST_WEIGHTS = 1 << 16
+"""Below this a projection is not bound by reading its weights, and rounding them gains nothing."""
+
+SomeModel = TypeVar("SomeModel", bound=Model)
+
+
+def quantized(model: SomeModel, *, least: int = LEAST_WEIGHTS) -> SomeModel:
+    """A copy whose projections of at least `least` weights hold int8 ones, one scale a row; for inference on the CPU.
+
+    A tied head is one of them, and the embedding looks up its table. Everything else is as it was.
+
+    >>> import regard as rg, torch
+    >>> config = rg.DecoderConfig(vocabulary_size=512, embedding_dim=128, num_layers=2, num_heads=4)
+    >>> model = rg.Decoder(config)
+    >>> small, tokens = rg.quantized(model), torch.randint(512, (1, 9))
+    >>> small.embedding.weight.dtype
+    torch.int8
+    >>> with torch.no_grad():
+    ...     torch.allclose(small(tokens), model.eval()(tokens), atol=0.05)
+    True
+    """
+    _check(model, least)
+    # Deep copies take what the memo holds for the originals, which are thus never copied in float32.
+    memo: dict[int, Any] = {id(one): one for one in (model.config, model.tokenizer) if one is not None}
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and module.weight.numel() >= least:
+            memo[id(module)] = Int8Linear(module)
+    table = _tied_table(model)
+    if table is not None and table.weight.numel() >= least:
+        memo[id(table)] = Int8Embedding(table)
+    small = copy.deepcopy(model, memo).requires_grad_(False).eval()
+    small.quantized = True
+    return small
+
+
+def _tied_table(model: Model) -> nn.Embedding | None:
+    if isinstance(model, Decoder | Transformer) and model.config.tied:
+        return model.embedding if isinstance(model, Decoder) else model._table("target")
+    return None
+
+
+def _check(model: Model, least: int) -> None:
+    if not isinstance(model, Model):
+        raise ValueError(f"model: expected one of ours, got {type(model).__name__}")
+    if model.quantized:
+        raise ValueError("model: expected one with float32 weights, got a quantized one")
+    if type(least) is not int or least < 0:
+        raise ValueError(f"least: expected a number of weights, got {least!r}")
+    for name, one in model.named_parameters():
+        if one.dtype != torch.float32 or one.device.type != "cpu":
+            raise ValueError(
+                f"model: expected float32 weights on the CPU, got {name} in {one.dtype} on {one.device}; "
+                "load it with dtype=torch.float32"
+            )
