@@ -65,6 +65,7 @@ def test_a_checkpoint_is_for_whoever_may_read_its_folder(tmp_path):
     assert len({one.stat().st_mode for one in folder.iterdir()}) == 1
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when it loads its compiler
 def test_what_could_not_be_loaded_again_is_not_saved(tmp_path):
     class Mine(rg.Decoder):
         pass

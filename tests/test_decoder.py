@@ -180,6 +180,15 @@ def test_rotary_tables_stay_float32_in_a_half_model():  # transformers#25681
         assert (model(far).double() - exact(far)).abs().max() < 0.05
 
 
+def test_a_stream_runs_under_autocast():
+    model, tokens = rg.Decoder(FORMS["llama"]).eval(), peers.sequences(2, 9, 61)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        logits, state = model.extend(tokens[:, :5], model.start(batch=2, capacity=16))
+        more, _ = model.extend(tokens[:, 5:], state)
+        whole = model(tokens)
+    assert (torch.cat([logits, more], 1) - whole).abs().max() <= 0.05 * whole.abs().max()
+
+
 def test_dropout_acts_in_training_only():  # pytorch#124464
     config = rg.DecoderConfig(
         vocabulary_size=61, embedding_dim=16, num_layers=1, num_heads=2, dropout=0.5, attention_dropout=0.5

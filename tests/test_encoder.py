@@ -62,11 +62,17 @@ def test_parity_with_transformers(name, tmp_path):
     for valid, options, mask in cases:
         expected = heads(theirs, tokens, token_type_ids=kinds, **options)
         hidden = ours(tokens, kinds, mask)
-        found = {head: getattr(ours, head)(hidden) for head in expected if head != "hidden"} | {"hidden": hidden}
+        found = {"hidden": hidden}
+        for head in expected.keys() - {"hidden"}:
+            found[head] = getattr(ours, head)(hidden, *(() if head == "masked_words" else (mask,)))
         for head, tensor in expected.items():
             keep = valid if tensor.ndim == 3 else slice(None)
-            if tensor.ndim == 2 and mask is not None and not valid[:, 0].all():
-                continue  # a left-padded row's first token is padding, which no head should stand on
+            if tensor.ndim == 2 and not valid[:, 0].all():  # theirs stand on the first column, which is padding here
+                first = valid.long().argmax(-1)
+                rolled = torch.stack([row.roll(-int(at)) for row, at in zip(tokens, first, strict=True)])
+                turned = torch.stack([row.roll(-int(at)) for row, at in zip(kinds, first, strict=True)])
+                kept = (torch.arange(70) < valid.sum(-1, keepdim=True)).long()
+                tensor = heads(theirs, rolled, token_type_ids=turned, attention_mask=kept)[head]
             assert (found[head] - tensor)[keep].abs().max() <= 1e-10, head
         if back is None:
             folder = rg.save(ours, tmp_path / "export", layout="huggingface")

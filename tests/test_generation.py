@@ -322,7 +322,7 @@ def test_only_what_can_speak_is_asked_to():
     with pytest.raises(ValueError, match="model: expected a decoder or an encoder-decoder, got Encoder"):
         rg.generate(rg.Encoder(rg.EncoderConfig(vocabulary_size=9, embedding_dim=8, num_layers=1, num_heads=1)), [[1]])
     with pytest.raises(ValueError, match="model: expected one in eval mode"):
-        rg.generate(made("mha").train(), [[1]])
+        rg.generate(rg.Decoder(rg.DecoderConfig(**SIZES, dropout=0.1)), [[1]])
     with pytest.raises(ValueError, match="state: expected one prompt to stream from, got 5"):
         rg.stream(made("mha"), state=rg.prefill(made("mha"), PROMPTS))
 

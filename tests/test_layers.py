@@ -138,6 +138,7 @@ def test_inputs_that_cannot_be_are_named(options, call, message):
         call(rg.MultiHeadAttention(16, 4, **options), torch.randn(2, 5, 16))
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when it loads its exporter
 def test_rotations_outlive_an_export():
     """Nothing that a tracer made may be kept for later calls."""
     layer, x = rg.MultiHeadAttention(16, 4, rotary=Rotary(length=4, base=777.0)).eval(), torch.randn(1, 5, 16)

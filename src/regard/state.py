@@ -15,7 +15,7 @@ from torch import Tensor
 from regard.mask import Padding, Span, padding_of
 
 
-def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
+def quantize(x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """int8 numbers and a scale for each row (…, 1), float32 or better: x rounded to 127 parts of its row's largest.
 
     >>> import torch
@@ -24,7 +24,8 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     >>> numbers.tolist(), round(scale.item() * 127, 6)
     ([[64, -127, 32]], 2.0)
     """
-    scale = x.abs().amax(-1, keepdim=True).to(torch.promote_types(x.dtype, torch.float32)).div_(127)
+    if scale is None:
+        scale = x.abs().amax(-1, keepdim=True).to(torch.promote_types(x.dtype, torch.float32)).div_(127)
     # A row of zeros has scale 0: any divisor will do. Where a scale is nearly too small for its dtype, it is inexact.
     numbers = (x / scale.masked_fill(scale == 0, 1)).round_().clamp_(-127, 127)
     return numbers.to(torch.int8), scale

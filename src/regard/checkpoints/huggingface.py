@@ -45,9 +45,11 @@ def load(
         config = config.with_mechanism(mechanism)
     if getattr(config, "tied", False):
         # Only a true copy goes without a word; a second tensor that differs is unexpected.
-        for copy, first in form.copies.items():
-            if {copy, first} <= names.keys() and torch.equal(source.read(names[copy]), source.read(names[first])):
-                del shapes[copy]
+        for pair in form.copies.items():
+            if set(pair) <= names.keys():
+                copy, first = (source.read(names[one]) for one in pair)
+                if copy.dtype == first.dtype and torch.equal(copy, first):
+                    del shapes[pair[0]]
     return assemble(
         form.model,
         config,

@@ -55,7 +55,7 @@ def speaking(model: Model) -> Decoder | Transformer:
     """The model, if it can generate."""
     if not isinstance(model, Decoder | Transformer):
         raise ValueError(f"model: expected a decoder or an encoder-decoder, got {type(model).__name__}")
-    if model.training:
+    if model.training and (model.config.dropout or model.config.attention_dropout):
         raise ValueError("model: expected one in eval mode, got one in training: call model.eval()")
     return model
 

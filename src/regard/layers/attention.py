@@ -16,7 +16,6 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from regard.attention import attend, weights
-from regard.layers.int8 import project_all
 from regard.layers.linear import Linear
 from regard.layers.positions import Rotary, Tables
 from regard.layers.ragged import Ragged
@@ -172,7 +171,7 @@ class MultiHeadAttention(nn.Module):
         _check_input("query", x, self.embedding_dim, 3 if ragged is None else 2)
         if self.W_k.in_features != self.embedding_dim or self.W_v.in_features != self.embedding_dim:
             raise ValueError(f"key: expected an input of width {self.W_k.in_features} (key_dim), got None")
-        q, k, v = project_all(x, self.W_q, self.W_k, self.W_v)
+        q, k, v = self.W_q(x), self.W_k(x), self.W_v(x)
         if ragged is not None:
             q, k, v = ragged.pad(q), ragged.pad(k), ragged.pad(v)
         q, k = self.split_heads(q, self.qk_length), self.split_heads(k, self.qk_length)
@@ -230,7 +229,8 @@ class MultiHeadAttention(nn.Module):
             raise ValueError(f"state: expected one from start(…), got {type(state).__name__}")
         if positions is None:
             positions = state.length + torch.arange(x.shape[1], device=x.device)
-        q, k, v = self.project(x, positions, ragged)
+        # The state keeps the layer's dtype, also where autocast makes the projections another.
+        q, k, v = (one.to(self.W_o.weight.dtype) for one in self.project(x, positions, ragged))
         out, state = self.attend(q, k, v, mask, bias, state)
         return self._finish(out, ragged), state
 

@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from regard.layers.int8 import project_all
 from regard.layers.linear import Linear
 
 ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
@@ -56,8 +55,7 @@ class PositionWise(nn.Module):
 
     def forward(self, x: Float[Tensor, "*b E"]) -> Float[Tensor, "*b E"]:
         if self.gated:
-            gate, up = project_all(x, self.gate, self.up)
-            return self.down(times(self.activation(gate), up))
+            return self.down(times(self.activation(self.gate(x)), self.up(x)))
         return self.down(self.activation(self.up(x)))
 
 

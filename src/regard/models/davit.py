@@ -74,7 +74,7 @@ class DaViTConfig(Config):
         stages = ("embedding_dim", "num_layers", "num_heads", "num_groups", "patch_size", "patch_stride")
         for name in (*stages, "patch_padding", "norm_first"):
             found = getattr(self, name)
-            if not isinstance(found, tuple) or not found:
+            if not found:
                 raise ValueError(f"{name}: expected a tuple of one value a stage, got {found!r}")
             if len(found) != self.num_stages:
                 raise ValueError(f"{name}: expected {self.num_stages} values, one a stage, got {found!r}")

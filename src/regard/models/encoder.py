@@ -21,7 +21,7 @@ from regard.layers.block import Stack
 from regard.layers.linear import Linear, linear
 from regard.layers.network import ACTIVATIONS, norm
 from regard.layers.streaming import places
-from regard.mask import as_mask, structure
+from regard.mask import as_mask, padding_between, structure
 from regard.models.base import Model, check_length, check_tokens
 from regard.models.config import Config, block_config
 
@@ -138,20 +138,24 @@ class Encoder(Model):
         self._has("masked_words")
         return self.words(hidden, self.embedding.weight)
 
-    def next_sentence(self, hidden: Float[Tensor, "B T E"]) -> Float[Tensor, "B 2"]:
+    def next_sentence(self, hidden: Float[Tensor, "B T E"], mask: AnyMask = None) -> Float[Tensor, "B 2"]:
         """Logits of "the second sentence follows" and "it does not"; for ALBERT, of the right order and the wrong."""
         self._has("next_sentence")
-        return self.order(self.pooled(hidden))
+        return self.order(self.pooled(hidden, mask))
 
-    def classify(self, hidden: Float[Tensor, "B T E"]) -> Float[Tensor, "B D"]:
+    def classify(self, hidden: Float[Tensor, "B T E"], mask: AnyMask = None) -> Float[Tensor, "B D"]:
         """Logits of the classes of each sequence."""
         self._has("num_classes")
-        return self.classes(self.dropout(self.pooled(hidden)))
+        return self.classes(self.dropout(self.pooled(hidden, mask)))
 
-    def pooled(self, hidden: Float[Tensor, "B T E"]) -> Float[Tensor, "B E"]:
-        """The first token, through its own layer."""
+    def pooled(self, hidden: Float[Tensor, "B T E"], mask: AnyMask = None) -> Float[Tensor, "B E"]:
+        """The first token, through its own layer: the first real one, where `mask` says that rows are padded."""
         self._has("pooler")
-        return torch.tanh(self.pooler(hidden[:, 0]))
+        found = padding_between(as_mask(mask), 0, hidden.shape[1], hidden.shape[1])
+        if found is None:
+            return torch.tanh(self.pooler(hidden[:, 0]))
+        first = found.valid(hidden.shape[1], hidden.device).long().argmax(-1)
+        return torch.tanh(self.pooler(hidden[torch.arange(len(hidden), device=hidden.device), first]))
 
     def embed(self, texts: Sequence[str], *, normalize: bool = True, batch_size: int = 32) -> Float[Tensor, "B E"]:
         """Embeddings of sentences: the mean of their tokens' hidden states, of length 1 unless `normalize=False`."""
