@@ -125,7 +125,9 @@ class Mechanism:
     ) -> Any:
         """An empty state. `capacity` limits states that keep every key; a kernel's sums have room for any length.
 
-        `storage=torch.int8` keeps keys and values in 8 bits, with a scale for each token and head; see MEASURED.
+        `storage=torch.int8` keeps keys and values in 8 bits, with a scale for each token and head, and takes no
+        gradients. Softmax attention is then off by 0.8 % (normal keys and values of length 64), and SmolLM2's logits by
+        0.07 on average and 1.6 at most, where their spread is 5.3: the same likeliest token at 97.3 % of 512 places.
 
         >>> import regard as rg
         >>> sizes = {"batch": 1, "num_kv_heads": 1, "qk_length": 8, "value_length": 8}

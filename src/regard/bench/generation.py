@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,7 +33,8 @@ def _theirs(model: Any, prompts: list[list[int]], new: int = NEW) -> Tensor:
     longest = max(len(one) for one in prompts)
     tokens = torch.tensor([[0] * (longest - len(one)) + one for one in prompts])
     kept = torch.tensor([[0] * (longest - len(one)) + [1] * len(one) for one in prompts])
-    options = {"do_sample": False, "max_new_tokens": new, "min_new_tokens": new, "pad_token_id": 0}
+    model.generation_config.eos_token_id = None
+    options = {"do_sample": False, "max_new_tokens": new, "pad_token_id": 0}
     return model.generate(tokens, attention_mask=kept, **options)[:, longest:]
 
 
@@ -42,7 +44,7 @@ def _ours(model: Any, prompts: list[list[int]], new: int = NEW) -> Tensor:
 
 def _endless(model: Any) -> Any:
     """The model without tokens that end a text, so that both sides do the same work."""
-    model.tokenizer = None
+    model.tokenizer, model.config = None, replace(model.config, end_tokens=())
     return model
 
 

@@ -129,6 +129,12 @@ class MultiHeadAttention(nn.Module):
     def mechanism(self) -> Mechanism:
         return self.attend.mechanism
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the layer computes in: its weights' dtype, float32 where they are int8."""
+        own = self.W_o.weight.dtype
+        return own if own.is_floating_point else torch.float32
+
     def split_heads(self, x: Float[Tensor, "B T D"], length: int) -> Float[Tensor, "B H T K"]:
         """(B, T, H·K) to (B, H, T, K), for heads of `length`."""
         return rearrange(x, "b t (h k) -> b h t k", k=length)
@@ -202,15 +208,14 @@ class MultiHeadAttention(nn.Module):
 
     def start(self, *, batch: int, capacity: int = 4096, storage: torch.dtype | None = None) -> Any:
         """An empty state for `extend`, in this layer's dtype and on its device; `storage=torch.int8` keeps it small."""
-        like = self.W_k.weight
         return self.mechanism.start(
             batch=batch,
             num_kv_heads=self.num_kv_heads,
             qk_length=self.qk_length,
             value_length=self.value_length,
             capacity=capacity,
-            dtype=like.dtype if like.is_floating_point() else torch.float32,  # int8 weights compute in float32
-            device=like.device,
+            dtype=self.dtype,
+            device=self.W_k.weight.device,
             storage=storage,
         )
 
@@ -230,7 +235,7 @@ class MultiHeadAttention(nn.Module):
         if positions is None:
             positions = state.length + torch.arange(x.shape[1], device=x.device)
         # The state keeps the layer's dtype, also where autocast makes the projections another.
-        q, k, v = (one.to(self.W_o.weight.dtype) for one in self.project(x, positions, ragged))
+        q, k, v = (one.to(self.dtype) for one in self.project(x, positions, ragged))
         out, state = self.attend(q, k, v, mask, bias, state)
         return self._finish(out, ragged), state
 
