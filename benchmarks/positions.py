@@ -24,7 +24,7 @@ def main() -> None:
             f"{one.state_bytes / 1e6:>9.2f} {one.predicted_state_bytes / 1e6:>10.2f}"
         )
     predicted, measured = crossings(points)
-    print(f"the quadratic token is cheaper from {predicted} by its bytes, from {measured} as measured")
+    print(f"the quadratic token is cheaper from position {predicted} as predicted, {measured} as measured")
     found = {"environment": environment(), "points": to_json(points), "crossover": [predicted, measured]}
     write_text(HERE / "results/positions.json", json.dumps(found, indent=1) + "\n")
     save_figure(positions_figure(points, predicted), HERE.parent / "docs/positions.png")

@@ -9,14 +9,14 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
 
-from regard.cost import Work, cost, crossover
+from regard.cost import Work, cost
 from regard.layers.streaming import ModelState
-from regard.mechanism import Mechanism
-from regard.mechanisms import Quadratic, Softmax
+from regard.mechanisms import Quadratic
 from regard.models.decoder import Decoder, DecoderConfig
 
 POSITIONS = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
@@ -82,20 +82,25 @@ def to_json(points: Sequence[Point]) -> list[dict[str, Any]]:
 
 
 def crossings(points: Sequence[Point]) -> tuple[int | None, int | None]:
-    """The position from which the kernel's token is cheaper: by the cost model's bytes, and as measured."""
-    own = KINDS["quadratic"][0]
-    work = Work(key_length=4096, num_heads=8, num_kv_heads=8, qk_length=own["qk_length"],
-                value_length=own["qk_length"], dtype=torch.float32)  # fmt: skip
+    """The position from which the kernel's token takes less time than softmax's: as predicted, and as measured.
 
-    def price(mechanism: Mechanism, at: Work) -> float:
-        return float(cost(mechanism, at).bytes)
+    >>> slow = [Point("softmax", n, n / 1e3, n / 1e3, 0, 0, 0) for n in (1024, 2048)]
+    >>> flat = [Point("quadratic", n, 1.5, 1.2, 0, 0, 0) for n in (1024, 2048)]
+    >>> crossings(slow + flat)
+    (1200, 1500)
+    """
+    return _crossing(points, "predicted_milliseconds"), _crossing(points, "milliseconds")
 
-    times: dict[str, dict[int, float]] = {}
-    for point in points:
-        times.setdefault(point.kind, {})[point.position] = point.milliseconds
-    both = sorted(set(times["softmax"]) & set(times["quadratic"]))
-    cheaper = [one for one in both if times["quadratic"][one] < times["softmax"][one]]
-    return crossover(Softmax(), Quadratic(), work, seconds=price), cheaper[0] if cheaper else None
+
+def _crossing(points: Sequence[Point], what: str) -> int | None:
+    """Where the second becomes the smaller for good, read between two positions."""
+    of = {(point.kind, point.position): getattr(point, what) for point in points}
+    places = sorted({at for kind, at in of if kind == "quadratic"} & {at for kind, at in of if kind == "softmax"})
+    gains = [(at, of["softmax", at] - of["quadratic", at]) for at in places]
+    for (low, worse), (high, better) in reversed(list(pairwise(gains))):
+        if worse <= 0 < better:
+            return round(low + (high - low) * -worse / (better - worse))
+    return None
 
 
 def _filled(model: Decoder, state: ModelState, position: int) -> ModelState:
