@@ -482,3 +482,14 @@ def test_a_state_needs_a_source_and_room():
         model.extend(tokens(1, 2), model.decoder.start(batch=1, capacity=4))
     with pytest.raises(ValueError, match=r"state: expected at most 4 tokens \(its capacity\)"):
         model.extend(tokens(1, 5), model.start(tokens(1, 3), capacity=4))
+
+
+@torch.no_grad()
+def test_without_positions_the_sources_tokens_may_change_places():
+    torch.manual_seed(0)
+    sizes = {"vocabulary_size": 31, "embedding_dim": 16, "num_layers": 2, "num_heads": 4}
+    model = rg.Transformer(rg.TransformerConfig(**sizes, positions="none")).double().eval()
+    source, target = torch.randint(31, (2, 11)), torch.randint(31, (2, 5))
+    order = torch.randperm(11)
+    assert (model.encode(source[:, order]) - model.encode(source)[:, order]).abs().max() <= 1e-12
+    assert (model(source[:, order], target) - model(source, target)).abs().max() <= 1e-12
