@@ -111,6 +111,6 @@ smollm2, minilm, rxnmapper, antiberty, got none of them; did you mean smollm2?
         if found is None:
             raise CheckpointError(f"{name}: expected it to be installed, got nothing: {NAMES[name].command}")
         return found
-    close = get_close_matches(name, NAMES, 1, 0.5)
+    close = get_close_matches(name, NAMES, 1, 0.7)
     hint = f"; did you mean {close[0]}?" if close else ""
     raise CheckpointError(f"{name}: expected {wanted} or one of {', '.join(NAMES)}, got none of them{hint}")

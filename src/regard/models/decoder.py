@@ -87,11 +87,6 @@ class DecoderConfig(Config):
         biases = {"attention_bias": True, "output_bias": True, "network_bias": True}
         return cls(**{**form, **biases, "context_length": 1024, **changes})
 
-    @classmethod
-    def llama(cls, **changes: Any) -> "DecoderConfig":
-        """Llama's form, which the defaults are."""
-        return cls(**changes)
-
     @property
     def head_length(self) -> int:
         return self.qk_length or self.embedding_dim // self.num_heads
