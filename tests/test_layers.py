@@ -13,7 +13,7 @@ from transformers.models.t5.modeling_t5 import T5Attention
 import regard as rg
 from regard.layers.attention import Attend
 from regard.layers.block import Block, BlockConfig, Stack
-from regard.layers.linear import Linear, by_onednn
+from regard.layers.linear import Linear, by_onednn, lay_together, projections
 from regard.layers.network import ACTIVATIONS, PositionWise, RMSNorm
 from regard.layers.positions import Alibi, RelativeBias, Rotary, alibi_slopes, sinusoidal
 from regard.layers.ragged import Ragged
@@ -262,6 +262,32 @@ def test_both_products_agree_and_are_counted(rows):
     layer(x).sum().backward()
     assert layer.weight.grad is not None
     assert not by_onednn(x.double(), layer.weight.double())
+
+
+def test_projections_of_one_input_are_one_product_once_their_weights_lie_together():
+    layers = [Linear(512, size, bias=False) for size in (512, 256, 256)]
+    values = [layer.weight.clone() for layer in layers]
+    x = torch.randn(1, 512)
+
+    def products():
+        with torch.no_grad(), torch.profiler.profile() as profile:
+            found = projections(x, *layers)
+        for one, layer in zip(found, layers, strict=True):
+            assert (one - F.linear(x, layer.weight)).abs().max() < 1e-5
+        return sum(event.count for event in profile.key_averages() if event.key == "mkldnn::_linear_pointwise")
+
+    before = products()
+    lay_together(*layers)
+    assert all(torch.equal(layer.weight, value) for layer, value in zip(layers, values, strict=True))
+    assert (before, products()) == (3, 1)
+    called = []
+    layers[1].register_forward_hook(lambda *_: called.append(1))
+    assert products() == 3 and called, "a layer that somebody watches runs by itself"
+    layers[0].weight.data = values[0]
+    layers[1]._forward_hooks.clear()
+    assert products() == 3
+    projections(x, *layers)[2].sum().backward()
+    assert layers[2].weight.grad is not None
 
 
 def test_packing_is_undone_by_padding():

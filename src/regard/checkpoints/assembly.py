@@ -10,6 +10,8 @@ from torch.overrides import TorchFunctionMode
 
 from regard.checkpoints.errors import CheckpointError
 from regard.checkpoints.form import Link, Shapes
+from regard.layers.attention import MultiHeadAttention
+from regard.layers.linear import lay_together
 from regard.models.base import Model
 from regard.models.config import Config
 
@@ -45,6 +47,9 @@ def assemble(
                 raise CheckpointError(f"{path}: expected {pair.theirs} to hold real numbers, got {part.dtype}")
             state[name] = part.to(device=device, dtype=dtype or part.dtype).contiguous()
     model.load_state_dict(state, assign=True)
+    for module in model.modules():
+        if isinstance(module, MultiHeadAttention):
+            lay_together(module.W_q, module.W_k, module.W_v)
     return model.eval()
 
 

@@ -11,12 +11,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from regard.attention import attend, weights
-from regard.layers.linear import Linear
+from regard.layers.linear import Linear, projections
 from regard.layers.positions import Rotary, Tables
 from regard.layers.ragged import Ragged
 from regard.mask import Mask, MaskFunction
@@ -137,11 +136,11 @@ class MultiHeadAttention(nn.Module):
 
     def split_heads(self, x: Float[Tensor, "B T D"], length: int) -> Float[Tensor, "B H T K"]:
         """(B, T, H·K) to (B, H, T, K), for heads of `length`."""
-        return rearrange(x, "b t (h k) -> b h t k", k=length)
+        return x.unflatten(-1, (-1, length)).transpose(1, 2)
 
     def combine_heads(self, x: Float[Tensor, "B H T V"]) -> Float[Tensor, "B T D"]:
         """(B, H, T, V) to (B, T, H·V)."""
-        return rearrange(x, "b h t v -> b t (h v)")
+        return x.transpose(1, 2).flatten(2)
 
     def forward(
         self,
@@ -177,7 +176,7 @@ class MultiHeadAttention(nn.Module):
         _check_input("query", x, self.embedding_dim, 3 if ragged is None else 2)
         if self.W_k.in_features != self.embedding_dim or self.W_v.in_features != self.embedding_dim:
             raise ValueError(f"key: expected an input of width {self.W_k.in_features} (key_dim), got None")
-        q, k, v = self.W_q(x), self.W_k(x), self.W_v(x)
+        q, k, v = projections(x, self.W_q, self.W_k, self.W_v)
         if ragged is not None:
             q, k, v = ragged.pad(q), ragged.pad(k), ragged.pad(v)
         q, k = self.split_heads(q, self.qk_length), self.split_heads(k, self.qk_length)
@@ -235,7 +234,9 @@ class MultiHeadAttention(nn.Module):
         if positions is None:
             positions = state.length + torch.arange(x.shape[1], device=x.device)
         # The state keeps the layer's dtype, also where autocast makes the projections another.
-        q, k, v = (one.to(self.dtype) for one in self.project(x, positions, ragged))
+        q, k, v = self.project(x, positions, ragged)
+        if q.dtype != (own := self.dtype):
+            q, k, v = q.to(own), k.to(own), v.to(own)
         out, state = self.attend(q, k, v, mask, bias, state)
         return self._finish(out, ragged), state
 

@@ -114,7 +114,7 @@ class Block(nn.Module):
         return self._add(x, self.network(inner), self.network_norm), state
 
     def _add(self, x: Tensor, found: Tensor, normed: nn.Module) -> Tensor:
-        x = x + self.dropout(found)
+        x = x + (self.dropout(found) if self.training else found)
         return x if self.pre_norm else normed(x)
 
 

@@ -6,7 +6,8 @@ none is recorded: under `torch.no_grad()`.
 """
 
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -14,12 +15,12 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-LEAST_WEIGHTS = 4_000_000
-MOST_ROWS = 256
-"""Between these oneDNN's product is 1.5 to 4 times as fast. Elsewhere it gains a tenth or two, and has two to three
-times the rounding error, which a model of many layers would see in its logits."""
+LEAST_WEIGHTS = ((1, 100_000), (8, 800_000), (256, 4_000_000))
+"""Up to so many rows, from so many weights on, oneDNN's product is used. For one row it is 1.1 to 1.9 times as fast and
+the more exact of the two; for a few rows and large weights 1.3 to 4 times as fast. Elsewhere it gains a tenth or two,
+and has two to three times the rounding error, which a model of many layers would see in its logits."""
 
-_onednn = torch.ops.mkldnn._linear_pointwise if torch.backends.mkldnn.is_available() else None
+_onednn: Any = torch.ops.mkldnn._linear_pointwise if torch.backends.mkldnn.is_available() else None
 
 
 def linear(x: Float[Tensor, "*b D"], weight: Float[Tensor, "E D"], bias: Float[Tensor, "E"] | None = None) -> Tensor:
@@ -33,19 +34,22 @@ def linear(x: Float[Tensor, "*b D"], weight: Float[Tensor, "E D"], bias: Float[T
     >>> torch.allclose(fast, x @ weight.T, atol=1e-3)
     True
     """
-    if _onednn is not None and by_onednn(x, weight):
-        return _onednn(x, weight, bias, "none", [], "")
-    return F.linear(x, weight, bias)
+    if not by_onednn(x, weight):
+        return F.linear(x, weight, bias)
+    return _onednn(x, weight, bias, "none", [], "")
 
 
 def by_onednn(x: Tensor, weight: Tensor) -> bool:
     """Whether oneDNN's product serves and is the faster one."""
+    if _onednn is None or torch.is_grad_enabled() or not (x.dtype is weight.dtype is torch.float32):
+        return False
+    rows, weights = x.numel() // max(1, weight.shape[1]), weight.numel()
+    least = next((least for most, least in LEAST_WEIGHTS if rows <= most), math.inf)
     return (
-        weight.numel() >= LEAST_WEIGHTS
-        and x.dtype == weight.dtype == torch.float32
-        and x.device.type == weight.device.type == "cpu"
-        and 0 < x.numel() <= MOST_ROWS * weight.shape[1]
-        and not torch.is_grad_enabled()
+        weights >= least
+        and rows > 0
+        and x.is_cpu
+        and weight.is_cpu
         and not torch.compiler.is_compiling()
         and not torch.is_autocast_enabled("cpu")
     )
@@ -56,6 +60,48 @@ class Linear(nn.Linear):
 
     def forward(self, x: Float[Tensor, "*b D"]) -> Float[Tensor, "*b E"]:
         return linear(x, self.weight, self.bias)
+
+
+def projections(x: Float[Tensor, "*b D"], *layers: nn.Module) -> Sequence[Float[Tensor, "*b E"]]:
+    """What each layer makes of one input: by one product, where oneDNN serves and `lay_together` made their weights
+    one, since a small product takes as long as one of twice its size.
+
+    >>> import torch
+    >>> from regard.layers.linear import Linear, lay_together, projections
+    >>> layers = [Linear(512, size, bias=False) for size in (512, 128, 128)]
+    >>> lay_together(*layers)
+    >>> x = torch.randn(1, 512)
+    >>> with torch.no_grad():
+    ...     [torch.allclose(one, layer(x), atol=1e-5) for one, layer in zip(projections(x, *layers), layers)]
+    [True, True, True]
+    """
+    if not torch.is_grad_enabled() and (weight := _one_weight(layers)) is not None and by_onednn(x, weight):
+        return linear(x, weight).split([layer.out_features for layer in layers], -1)
+    return [layer(x) for layer in layers]
+
+
+def lay_together(*layers: nn.Linear) -> None:
+    """Let the weights of projections of one input lie one after another in memory. Their values stay as they are."""
+    parts = torch.cat([layer.weight.detach() for layer in layers]).split([layer.out_features for layer in layers])
+    for layer, part in zip(layers, parts, strict=True):
+        layer.weight.data = part
+
+
+def _one_weight(layers: Sequence[nn.Module]) -> Tensor | None:
+    """The weights of layers as one, if they are plain ones without bias whose weights lie together."""
+    end, rows = None, 0
+    for layer in layers:
+        if type(layer) is not Linear or layer.bias is not None or layer._forward_hooks or layer._forward_pre_hooks:
+            return None
+        weight = layer.weight
+        if end not in (None, weight.data_ptr()) or not weight.is_contiguous():
+            return None
+        end, rows = weight.data_ptr() + weight.nbytes, rows + len(weight)
+    first = cast(Tensor, layers[0].weight)
+    numbers = first.storage_offset() + rows * first.shape[1]
+    if first.untyped_storage().nbytes() < numbers * first.element_size():  # neighbours by chance
+        return None
+    return first.as_strided((rows, first.shape[1]), first.stride())
 
 
 def _count_flops(x: Any, weight: Any, *args: Any, **kwargs: Any) -> int:
