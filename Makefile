@@ -3,9 +3,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint bench check fuzz clean
+.PHONY: demo test lint bench check fuzz chaos clean
 
-demo: $(READY) ## a tour of one minute; pictures go to demo/
+demo: $(READY) ## train two translators in under two minutes; runs and pictures go to demo/
+	rm -rf demo
 	$(BIN)/regard demo --out demo
 
 test: $(READY) lint ## everything CI runs
@@ -24,6 +25,9 @@ check: $(READY) ## every law on every mechanism
 
 fuzz: $(READY) ## 20,000 mutations of each checkpoint format
 	$(BIN)/python tests/hostile.py --mutations 20000
+
+chaos: $(READY) ## 200 kills of training runs, 1,000 flipped bits of checkpoints: about 20 minutes
+	$(BIN)/python tests/chaos.py --kills 200 --flips 1000
 
 $(READY): requirements.lock weights.lock pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

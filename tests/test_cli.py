@@ -14,7 +14,7 @@ import pytest
 from regard.cli import main
 
 Inside: TypeAlias = Callable[..., subprocess.CompletedProcess[str]]
-COMMANDS = ("demo", "check", "cost", "bench", "models", "convert", "generate", "chat")
+COMMANDS = ("demo", "check", "cost", "bench", "models", "convert", "generate", "chat", "train", "translate", "classify")
 PNG = b"\x89PNG\r\n\x1a\n"
 QUICK = ("--law", "weights", "--mask", "causal", "--dtype", "float32")
 
@@ -46,7 +46,7 @@ class Sized(rg.Mechanism):
 
 def regard(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "regard.cli", *arguments], cwd=cwd, capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "regard", *arguments], cwd=cwd, capture_output=True, text=True, timeout=240
     )
 
 
@@ -145,7 +145,7 @@ def test_an_error_in_a_process_of_its_own() -> None:
 
 def test_interrupt_is_one_line_and_exit_130() -> None:
     # Channel has few cells and reports at once; the paths of the others take many seconds to be interrupted in.
-    command = [sys.executable, "-u", "-m", "regard.cli", "check", "channel", "softmax", "quadratic", "elu"]
+    command = [sys.executable, "-u", "-m", "regard", "check", "channel", "softmax", "quadratic", "elu"]
     command += ["--law", "paths", "--examples", "20"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
         assert running.stdout is not None
@@ -253,14 +253,18 @@ def test_bench_lists_its_suite(inside: Inside) -> None:
     assert [one["name"] for one in json.loads(lines[-1])["suite"]] == list(SUITE)
 
 
-def test_demo_leaves_a_page_and_its_pictures(tmp_path: Path) -> None:
-    done = regard("demo", "--out", "tour", cwd=tmp_path)
+def test_demo_leaves_runs_a_page_and_its_pictures(tmp_path: Path) -> None:
+    done = regard("demo", "--out", "tour", "--steps", "30", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     page = (tmp_path / "tour" / "index.html").read_text()
     pictures = re.findall(r'src="([^"]+)"', page)
     assert len(pictures) == 4
     assert all((tmp_path / "tour" / name).read_bytes().startswith(PNG) for name in pictures)
-    assert sorted(path.name for path in (tmp_path / "tour").iterdir()) == sorted([*pictures, "index.html"])
+    runs = ["quadratic", "quadratic.log", "softmax", "softmax.log"]
+    assert sorted(path.name for path in (tmp_path / "tour").iterdir()) == sorted([*pictures, *runs, "index.html"])
     assert done.stdout.count("every law holds") == 2
     assert done.stdout.rstrip().endswith("index.html")
     assert "http" not in page
+    again = regard("demo", "--out", "tour", cwd=tmp_path)
+    assert again.returncode == 2
+    assert "out: expected a folder without runs" in again.stderr

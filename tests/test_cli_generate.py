@@ -161,7 +161,7 @@ def test_prompts_from_standard_input_and_files(
 
 
 def test_standard_input_of_a_process(small: str) -> None:
-    command = [sys.executable, "-m", "regard.cli", "generate", small, "--max-new-tokens", "5"]
+    command = [sys.executable, "-m", "regard", "generate", small, "--max-new-tokens", "5"]
     done = subprocess.run(command, input="abc\n", capture_output=True, text=True, timeout=120)
     [expected] = rg.generate(rg.load(small), "abc", max_new_tokens=5)
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{expected}\n", "")
@@ -177,7 +177,7 @@ def test_chat_is_a_users_turn(inside: Inside, small: str) -> None:
 @pytest.mark.parametrize("as_json", [False, True])
 def test_an_interrupted_text_stays_as_far_as_it_came(smollm2: rg.Decoder, as_json: bool) -> None:
     prompts = [FRANCE] if not as_json else [FRANCE, "Once upon a time"]
-    command = [sys.executable, "-m", "regard.cli", "generate", "smollm2", *prompts, "--max-new-tokens", "8000"]
+    command = [sys.executable, "-m", "regard", "generate", "smollm2", *prompts, "--max-new-tokens", "8000"]
     # The first of two ends at once, and so tells that they grow.
     more = ["--json", "--stop", "Paris"] if as_json else []
     with subprocess.Popen([*command, *more], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
@@ -461,7 +461,7 @@ def test_what_a_conversation_cannot_begin_with() -> None:
 
 
 def talk(*arguments: str, given: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "regard.cli", "chat", *arguments]
+    command = [sys.executable, "-m", "regard", "chat", *arguments]
     return subprocess.run(command, input=given, capture_output=True, text=True, timeout=120)
 
 
@@ -487,7 +487,7 @@ def test_chat_says_when_the_context_is_full(inside: Inside, tmp_path: Path, monk
 
 
 def chatting(*arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "regard.cli", "chat", *arguments]
+    command = [sys.executable, "-m", "regard", "chat", *arguments]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, bufsize=1)
 
@@ -520,7 +520,7 @@ def test_an_interrupt_between_answers_ends_the_chat(small: str) -> None:
 
 def test_at_a_terminal_there_is_a_prompt(small: str) -> None:
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "regard.cli", "chat", small, "--seed", "1", "--max-new-tokens", "5"]
+    command = [sys.executable, "-m", "regard", "chat", small, "--seed", "1", "--max-new-tokens", "5"]
     with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=subprocess.PIPE) as running:
         os.close(theirs)
         seen = b""

@@ -231,7 +231,7 @@ def test_the_source_is_never_the_target(inside: Inside, small: Path) -> None:
 def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
     """Files may grow to a megabyte here, and the weights are three."""
     done = subprocess.run(
-        [sys.executable, "-m", "regard.cli", "convert", "rxnmapper", "out"],
+        [sys.executable, "-m", "regard", "convert", "rxnmapper", "out"],
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -252,7 +252,7 @@ def test_a_killed_convert_leaves_a_whole_checkpoint_or_none(small: Path, tmp_pat
         place.mkdir()
         if earlier:
             shutil.copytree(small, place / "out")
-        command = [sys.executable, "-m", "regard.cli", "convert", "smollm2", "out", "--dtype", "bfloat16"]
+        command = [sys.executable, "-m", "regard", "convert", "smollm2", "out", "--dtype", "bfloat16"]
         with subprocess.Popen(command, cwd=place, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as running:
             while not any(path.name != "out" for path in place.iterdir()) and running.poll() is None:
                 time.sleep(0.002)

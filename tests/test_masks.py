@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from PIL import Image
 
 import regard as rg
+from regard.call import Call
 from regard.mask import Band, Mask, as_mask, blocks, count_pairs, positions, reached, structure
+from regard.paths import masked
 
 B, H = 3, 2
 SHAPES = [(4, 4), (2, 6), (6, 2), (1, 6), (6, 4), (8, 8), (0, 4), (1, 1)]
@@ -457,3 +459,17 @@ def test_a_dense_table_gives_nothing_to_queries_it_has_no_row_for() -> None:
     except ValueError:
         return
     assert not mask.visible(1, 1, 4, 2).expand(1, 1, 4, 2)[:, :, :2].any()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_as_a_mask_gives_what_slices_give(side, causal):
+    """What a GPU does with many lengths, here on the CPU, where the path refuses to be chosen."""
+    lengths = torch.tensor([9, 0, 4, 7, 1, 8])[:, None]
+    place = torch.arange(9)
+    rule = rg.padding(valid=place < lengths if side == "right" else place >= 9 - lengths)
+    rule = rg.causal & rule if causal else rule
+    q, k, v = (torch.randn(6, heads, 9, 4, dtype=torch.float64) for heads in (4, 2, 2))
+    call = Call(rg.Softmax(), q, k, v, rule)
+    assert masked.cannot(call) == "made for GPUs"
+    assert (masked.run(call) - rg.attend(q, k, v, mask=rule, path="reference")).abs().max() < 1e-12

@@ -33,10 +33,12 @@ LAYERS = [
     ["generation"],
     ["tracing"],
     ["trace"],
-    ["bench"],
+    ["data"],
     ["plots"],
+    ["training"],
+    ["bench"],
     ["demo"],
-    ["cli"],
+    ["cli", "__main__"],
 ]
 
 
@@ -80,7 +82,19 @@ def test_every_public_name_has_a_docstring_with_an_example(name):
 
 
 def test_importing_regard_loads_nothing_optional():
-    optional = ("matplotlib", "typer", "rich", "triton", "transformers", "gguf", "tokenizers", "safetensors", "jinja2")
+    optional = (
+        "matplotlib",
+        "typer",
+        "rich",
+        "triton",
+        "transformers",
+        "gguf",
+        "tokenizers",
+        "safetensors",
+        "jinja2",
+        "tensorboard",
+        "sacrebleu",
+    )
     code = f"import sys, regard; print(*[m for m in {optional} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""

@@ -1,33 +1,45 @@
-"""A tour: one softmax and one quadratic mechanism side by side, computed, streamed, seen, counted and proved.
+"""The main job in under two minutes: two small translators, one with softmax attention and one with quadratic, trained
+side by side on the phrase-book; what they learned, where they look, what they cost, and a proof.
 
-Each step is a function that does one of the five and gives back what it has to say, its numbers and its pictures.
-`run` prints them and leaves a page of them in a folder.
+Each step is a function that gives back what it has to say, its numbers and its pictures. `run` prints them and leaves a
+page of them in a folder, beside the two runs.
 """
 
 import html
-import math
+import os
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from matplotlib.figure import Figure
-from torch import Tensor
 
 import regard as rg
 from regard.cost import human
+from regard.data.phrasebook import phrasebook, swaps
 from regard.files import save_figure, write_text
 from regard.laws import LAWS
 from regard.laws.case import HEADS
-from regard.plots import cost_figure, masks_figure, mode_crossover, mode_work, weights_figure
+from regard.plots import cost_figure, curves_figure, masks_figure, mode_crossover, mode_work, weights_figure
+from regard.training.metrics import read_metrics
+from regard.training.recipes.translate import alignment, looks, quality, translate
 
-SENTENCE = ["the", "cat", "saw", "the", "dog", "and", "the", "dog", "saw", "the", "cat"]
 SOFTMAX, QUADRATIC = rg.Softmax(), rg.Quadratic()
 MECHANISMS: dict[str, rg.Mechanism] = {"softmax": SOFTMAX, "quadratic": QUADRATIC}
-HEAD_NAMES = ("same word", "previous word")
-WORD_LENGTH, POSITION_LENGTH = 24, 8
+STEPS = 1300
+SIZES = {
+    "count": 40000, "held-out": 300, "vocabulary": 3072, "width": 96, "hidden": 192, "layers": 1, "heads": 2,
+    "batch-tokens": 1024, "learning-rate": 5e-3, "warmup": 100, "keep": 1,
+}  # fmt: skip
+"""A translator of 0.5 million parameters, and how it learns in less than a minute."""
+TESTED, ALIGNED = 300, 60
+"""Held-out sentences that are translated, and those whose words change places that are looked into."""
+SENTENCE = "La voiture rouge est rapide.", "The red car is fast."
 PROOF_MASKS, PROOF_DTYPES = ("causal", "padding right"), ("float64", "float32")
 
 
@@ -50,146 +62,115 @@ class Step:
     pictures: tuple[Picture, ...] = ()
 
 
-Watch: TypeAlias = Callable[[int], AbstractContextManager[Callable[[str], object] | None]]
-"""Given how many cells there are, a context that gives what to call with the name of each as it begins."""
+Watch: TypeAlias = Callable[[int, str], AbstractContextManager[Callable[[str], object] | None]]
+"""Given how many pieces of work there are and their title, a context that gives what to call as each begins."""
 
 
-def unwatched(cells: int) -> AbstractContextManager[None]:
+def unwatched(pieces: int, title: str) -> AbstractContextManager[None]:
     """No progress shown."""
     return nullcontext()
 
 
-def embed(tokens: Sequence[str], seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values of two heads made by hand, (1, H, T, ·): both read one key head, as in MQA.
-
-    A key is a random vector of its word beside a wave of its position. The first head's queries ask for their own word,
-    the second's for the position before their own. A value is the word's vector, so an output says which word was read.
-
-    >>> q, k, v = embed(["a", "b", "a"])
-    >>> q.shape, k.shape, v.shape
-    (torch.Size([1, 2, 3, 32]), torch.Size([1, 1, 3, 32]), torch.Size([1, 1, 3, 24]))
-    """
-    generator = torch.Generator().manual_seed(seed)
-    vocabulary = {word: torch.randn(WORD_LENGTH, generator=generator) for word in dict.fromkeys(tokens)}
-    words = torch.stack([vocabulary[word] / vocabulary[word].norm() for word in tokens])
-    places, before = (_wave(torch.arange(len(tokens)) + shift) for shift in (0, -1))
-    size = 4.0  # a match scores size² = 16: clear at the usual beta, not yet a hard choice
-    q = torch.stack(
-        [torch.cat([words, torch.zeros_like(places)], dim=-1), torch.cat([torch.zeros_like(words), before], dim=-1)]
-    )
-    k = torch.cat([words, places], dim=-1)
-    return size * q[None], size * k[None, None], words[None, None]
-
-
-def _wave(position: Tensor) -> Tensor:
-    angle = position[:, None] * math.pi / 2 ** torch.arange(POSITION_LENGTH // 2)
-    return torch.cat([angle.cos(), angle.sin()], dim=-1) / math.sqrt(POSITION_LENGTH / 2)
-
-
-def compute(seed: int = 0) -> Step:
-    """Attention over a sentence, and the path it took."""
-    q, k, v = embed(SENTENCE, seed)
-    lines = [f"{'':<25}" + " ".join(f"{word:<4}" for word in SENTENCE)]
-    for name, mechanism in MECHANISMS.items():
-        out = rg.attend(q, k, v, mechanism, mask=rg.causal)
-        nearest = (out[0] @ v[0, 0].T).argmax(-1)
-        for head, row in zip(HEAD_NAMES, nearest.tolist(), strict=True):
-            lines.append(f"{name + ', ' + head:<25}" + " ".join(f"{SENTENCE[place]:<4}" for place in row))
-    plans = [str(rg.explain(q, k, v, mechanism, rg.causal)) for mechanism in MECHANISMS.values()]
-    return Step(
-        title="Compute",
-        words=(
-            "One sentence, two heads: one asks for its own word, one for the word before. Both mechanisms get the same "
-            "queries, keys and values; below each word stands the word that its output is nearest to. rg.explain says "
-            "which path computed it, and why."
-        ),
-        numbers="\n\n".join(["\n".join(line.rstrip() for line in lines), *plans]),
-    )
-
-
-def stream_tokens(mechanism: rg.Mechanism, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, int]:
-    """The output of a causal stream, one token at a time, and the bytes its state holds at the end.
-
-    >>> q, k, v = embed(SENTENCE)
-    >>> out, _ = stream_tokens(SOFTMAX, q, k, v)
-    >>> torch.allclose(out, rg.attend(q, k, v, SOFTMAX, mask=rg.causal), atol=1e-6)
-    True
-    """
-    length = k.shape[2]
-    state = mechanism.start(
-        batch=k.shape[0], num_kv_heads=k.shape[1], qk_length=k.shape[3], value_length=v.shape[3], capacity=length
-    )
-    outputs = []
-    for place in range(length):
-        now = slice(place, place + 1)
-        out, state = mechanism.extend(q[:, :, now], k[:, :, now], v[:, :, now], state, mask=rg.causal)
-        outputs.append(out)
-    return torch.cat(outputs, dim=2), state.nbytes
-
-
-def stream(seed: int = 0, lengths: Sequence[int] = (16, 64, 256, 1024)) -> Step:
-    """The same output token by token, and how the state grows with the length."""
-    header = f"{'tokens':>8}  {'mechanism':<10}{'state':>10}{'whole - streamed':>20}"
-    rows = []
-    for length in lengths:
-        q, k, v = embed([SENTENCE[place % len(SENTENCE)] for place in range(length)], seed)
-        for name, mechanism in MECHANISMS.items():
-            streamed, held = stream_tokens(mechanism, q, k, v)
-            apart = (rg.attend(q, k, v, mechanism, mask=rg.causal) - streamed).abs().max().item()
-            rows.append(f"{length:>8,}  {name:<10}{human(held, 'B'):>10}{apart:>20.1e}")
-    return Step(
-        title="Stream",
-        words=(
-            "The sentence again and again, one token at a time. Softmax keeps every key and value, so its state grows "
-            "with the length; quadratic attention keeps sums over them, so its state stays as it is. The output is "
-            "that of the whole sequence, up to rounding: the last column is the largest difference."
-        ),
-        numbers="\n".join([header, *rows]),
-    )
-
-
-def see(seed: int = 0) -> Step:
-    """The exact weights as pictures, and a gallery of masks."""
-    q, k, _ = embed(SENTENCE, seed)
-    usual = 1 / math.sqrt(q.shape[-1])
-    shown: dict[str, rg.Mechanism] = {
-        "softmax, beta = 0.05": rg.Softmax(beta=0.05),
-        f"softmax, beta = 1/√K = {usual:.2f}": SOFTMAX,
-        "softmax, beta = 0.5": rg.Softmax(beta=0.5),
-        "uniform (beta = 0)": rg.Uniform(),
-        "argmax (beta = ∞)": rg.Argmax(),
-        "quadratic, (q·k + 1)²": QUADRATIC,
+def learn(folder: Path, *, steps: int = STEPS, seed: int = 0, watch: Watch = unwatched) -> Step:
+    """Both translators, trained by the command that anybody would type, each on one core."""
+    options = [word for name, value in SIZES.items() for word in (f"--{name}", str(value))]
+    options += ["--steps", str(steps), "--seed", str(seed), "--device", "cpu"]
+    children = {}
+    for name in MECHANISMS:
+        command = [sys.executable, "-m", "regard", "train", "translate", "--mechanism", name, *options]
+        with (folder / f"{name}.log").open("w", encoding="utf-8") as log:
+            children[name] = subprocess.Popen(
+                [*command, "--out", str(folder / name)],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+    try:
+        _follow(folder, children, steps, watch)
+    finally:
+        for child in children.values():
+            child.terminate()
+            child.wait()
+    runs = {name: read_metrics(folder / name) for name in MECHANISMS}
+    rows = [f"{'step':>6}" + "".join(f"{name + ', exact':>20}" for name in runs)]
+    found = {
+        name: {one["step"]: one["evaluation"] for one in lines if "evaluation" in one} for name, lines in runs.items()
     }
+    for step in next(iter(found.values())):
+        rows.append(f"{step:>6,}" + "".join(f"{found[name][step]['exact']:>20.1%}" for name in runs))
+    return Step(
+        title="Train",
+        words=(
+            "Two encoder-decoders of half a million parameters learn French to English from a phrase-book, each on one "
+            "core: the same model, the same sentences, another attention. Exact is the share of held-out sentences "
+            "that they translate word for word; each of those has words together that never met in training."
+        ),
+        numbers="\n".join(rows),
+        pictures=(
+            Picture("curves.png", curves_figure(runs), "Loss over the steps, and results on held-out sentences."),
+        ),
+    )
+
+
+def _follow(folder: Path, children: "Mapping[str, subprocess.Popen[bytes]]", steps: int, watch: Watch) -> None:
+    """Wait for trainings, and say how far they are."""
+    with watch(len(children) * steps, "training") as progress:
+        told = 0
+        while any(child.poll() is None for child in children.values()):
+            time.sleep(0.2)
+            lines = {name: [one for one in read_metrics(folder / name) if "loss" in one] for name in children}
+            done = sum(map(len, lines.values()))
+            losses = "  ".join(f"{name} {one[-1]['loss']:.2f}" for name, one in lines.items() if one)
+            for _ in range(done - told if progress is not None else 0):
+                progress(f"loss: {losses}")  # type: ignore[misc]
+            told = done
+    for name, child in children.items():
+        if child.returncode != 0:
+            words = (folder / f"{name}.log").read_text(encoding="utf-8").strip().splitlines()
+            raise ValueError(f"training with {name}: expected it to finish, got: {words[-1] if words else 'nothing'}")
+
+
+def speak(models: Mapping[str, rg.Transformer]) -> Step:
+    """Held-out sentences, translated."""
+    pairs = [SENTENCE, *phrasebook("held_out", 5)]
+    lines = []
+    found = {name: translate(model, [source for source, _ in pairs]) for name, model in models.items()}
+    for at, (source, target) in enumerate(pairs):
+        lines += [source, f"    {'reference':<12}{target}"]
+        lines += [f"  {'✓' if texts[at] == target else '·'} {name:<12}{texts[at]}" for name, texts in found.items()]
+    return Step(
+        title="Translate",
+        words="Held-out sentences, by the likeliest of four beams. `regard translate` does it with a model that ships.",
+        numbers="\n".join(lines),
+    )
+
+
+def see(models: Mapping[str, rg.Transformer]) -> Step:
+    """Cross-attention of a translation whose words change their order; and a gallery of masks."""
     pictures, lines = [], []
-    for number, head in enumerate(HEAD_NAMES):
-        panels = {
-            name: rg.weights(q, k, mechanism, rg.causal, heads=[number])[0, 0] for name, mechanism in shown.items()
-        }
-        lines += [f"{head:<14} {name:<28} {_on_target(panel, number):6.1%}" for name, panel in panels.items()]
-        figure = weights_figure(panels, SENTENCE, mask=rg.causal, title=f"Exact weights of the head “{head}”")
-        caption = f"Exact weights of the head that asks for the {head}. Grey pairs are hidden by the causal mask."
-        pictures.append(Picture(f"weights-{head.replace(' ', '-')}.png", figure, caption))
+    panels: dict[str, Any] = {}
+    for name, model in models.items():
+        found = alignment(model, swaps("held_out", ALIGNED))
+        head = "the mean of all heads" if found.head is None else f"head {found.head + 1}"
+        lines.append(
+            f"{name:<12}{found.share:>5.0%} of {ALIGNED} sentences: noun looks at noun, adjective at adjective (layer "
+            f"{found.layer + 1}, {head}, with {found.weight:.0%} of the weight)"
+        )
+        rows, columns, weights = looks(model, *SENTENCE)
+        layer = weights[found.layer]
+        panels[name] = layer.mean(0) if found.head is None else layer[found.head]
+    figure = weights_figure(panels, rows, keys=columns, title="Where each word looks as it is written")
+    caption = "Exact weights of cross-attention. French puts the adjective after the noun; the two rows cross there."
+    pictures.append(Picture("cross-attention.png", figure, caption))
     masks, length = gallery()
     figure = masks_figure(masks, length, title="Masks: who may attend to whom")
     pictures.append(Picture("masks.png", figure, "Masks are values that compose with &, | and ~. Filled: may attend."))
     return Step(
         title="See",
-        words=(
-            "rg.weights gives the exact weights of every mechanism. Softmax is one continuum in beta, from the uniform "
-            "average to the hard choice, where ties share. Below: how much of the weight falls on what a head asks "
-            "for, mean over the words."
-        ),
+        words="rg.trace gives the exact weights of every attention in a model, quadratic's as well as softmax's.",
         numbers="\n".join(lines),
         pictures=tuple(pictures),
     )
-
-
-def _on_target(panel: Tensor, head: int) -> float:
-    """The weight on the same word, or on the word before, mean over the queries."""
-    if head == 0:
-        target = torch.tensor([[key == query for key in SENTENCE] for query in SENTENCE])
-        return (panel * target).sum(-1).mean().item()
-    return panel.diagonal(-1).mean().item()
 
 
 def gallery(side: int = 6) -> tuple[Mapping[str, rg.Mask], int]:
@@ -210,6 +191,35 @@ def gallery(side: int = 6) -> tuple[Mapping[str, rg.Mask], int]:
         f"padding([{length - 10}])": rg.padding([length - 10]),
         "segments(ids), 3 documents": rg.segments([documents]),
     }, length
+
+
+def compare(models: Mapping[str, rg.Transformer], folder: Path) -> Step:
+    """Quality and cost of both, measured."""
+    rows = [f"{'':<12}{'exact':>8}{'BLEU':>8}{'tokens/s':>11}{'state at 64':>14}{'state at 4,096':>16}"]
+    for name, model in models.items():
+        found = quality(model, phrasebook("held_out", TESTED))
+        lines = [one for one in read_metrics(folder / name) if "loss" in one]
+        speed = sum(one["tokens"] for one in lines) / lines[-1]["seconds"]
+        held = [_state(model, length) for length in (64, 4096)]
+        bleu = f"{found['bleu']:.1f}" if "bleu" in found else "-"
+        rows.append(
+            f"{name:<12}{found['exact']:>8.1%}{bleu:>8}{speed:>11,.0f}"
+            f"{human(held[0], 'B'):>14}{human(held[1], 'B'):>16}"
+        )
+    return Step(
+        title="Compare",
+        words=(
+            f"{TESTED} held-out sentences; tokens a second in training, each on one core; bytes that the decoder's "
+            "self-attention keeps of what it has written. Softmax's state grows with the text, quadratic's stays as it "
+            "is."
+        ),
+        numbers="\n".join(rows),
+    )
+
+
+def _state(model: rg.Transformer, length: int) -> int:
+    state = model.start(torch.zeros(1, 1, dtype=torch.long), capacity=length)
+    return sum(layer.nbytes for layer in state.layers)
 
 
 def count(lengths: Sequence[int] = (1024, 4096, 16384, 65536)) -> Step:
@@ -247,7 +257,7 @@ def count(lengths: Sequence[int] = (1024, 4096, 16384, 65536)) -> Step:
 def prove(watch: Watch = unwatched) -> Step:
     """Every law on both mechanisms, under a few masks."""
     cells = len(LAWS) * len(PROOF_MASKS) * len(HEADS) * len(PROOF_DTYPES)
-    with watch(len(MECHANISMS) * cells) as progress:
+    with watch(len(MECHANISMS) * cells, "proving") as progress:
         reports = [
             rg.check(mechanism, masks=PROOF_MASKS, dtypes=PROOF_DTYPES, progress=progress)
             for mechanism in MECHANISMS.values()
@@ -263,11 +273,13 @@ def prove(watch: Watch = unwatched) -> Step:
     )
 
 
-def tour(seed: int = 0, watch: Watch = unwatched) -> Iterator[Step]:
-    """The five steps, each computed when it is asked for."""
-    yield compute(seed)
-    yield stream(seed)
-    yield see(seed)
+def tour(folder: Path, *, steps: int = STEPS, seed: int = 0, watch: Watch = unwatched) -> Iterator[Step]:
+    """The steps, each computed when it is asked for."""
+    yield learn(folder, steps=steps, seed=seed, watch=watch)
+    models = {name: rg.load(folder / name) for name in MECHANISMS}
+    yield speak(models)  # type: ignore[arg-type]
+    yield see(models)  # type: ignore[arg-type]
+    yield compare(models, folder)  # type: ignore[arg-type]
     yield count()
     yield prove(watch)
 
@@ -275,20 +287,24 @@ def tour(seed: int = 0, watch: Watch = unwatched) -> Iterator[Step]:
 def run(
     folder: str | Path,
     *,
+    steps: int = STEPS,
     seed: int = 0,
     show: Callable[[Step], object] = lambda step: None,
     watch: Watch = unwatched,
 ) -> Path:
-    """Take the tour, hand each step to `show`, leave the pictures and a page of all in `folder`; the page's path."""
+    """Do the job, hand each step to `show`, leave the pictures and a page of all in `folder`; the page's path."""
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
-    steps = []
-    for step in tour(seed, watch):
+    taken = [name for name in MECHANISMS if (target / name).exists()]
+    if taken:
+        raise ValueError(f"out: expected a folder without runs, got {target}, which has {taken[0]}")
+    found = []
+    for step in tour(target, steps=steps, seed=seed, watch=watch):
         for picture in step.pictures:
             save_figure(picture.figure, target / picture.name)
         show(step)
-        steps.append(step)
-    return write_text(target / "index.html", page(steps))
+        found.append(step)
+    return write_text(target / "index.html", page(found))
 
 
 STYLE = """
@@ -306,9 +322,9 @@ figcaption { color: #55616d; font-size: .9rem; margin-top: .75rem; }
 
 
 def page(steps: Sequence[Step]) -> str:
-    """The tour as one HTML page that needs nothing but the pictures beside it.
+    """The steps as one HTML page that needs nothing but the pictures beside it.
 
-    >>> "<h2>1. Compute</h2>" in page([Step(title="Compute", words="…", numbers="1 < 2")])
+    >>> "<h2>1. Train</h2>" in page([Step(title="Train", words="…", numbers="1 < 2")])
     True
     """
     parts = []
@@ -324,7 +340,7 @@ def page(steps: Sequence[Step]) -> str:
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>Regard: a tour</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<main>\n"
+        f"<title>Regard: two translators</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<main>\n"
         "<h1>Regard</h1>\n<p>State an attention mechanism once; compute, stream, see, count and prove it.</p>\n"
         f"{body}\n</main>\n</body>\n</html>\n"
     )

@@ -1,4 +1,4 @@
-"""The figures: weights as heat maps, masks as a gallery, cost over length.
+"""The figures: weights as heat maps, masks as a gallery, cost over length, training curves.
 
 Each function gives a matplotlib `Figure` of its own, no global state; `regard.files.save_figure` writes it. Colours are
 Okabe and Ito's, told apart by colour-blind readers; heat maps run over one hue, so they read in grey as well.
@@ -9,6 +9,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
+from typing import TYPE_CHECKING, Any
 
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, ListedColormap
@@ -18,10 +19,12 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, FixedLocator, FuncFormatter, LogLocator, NullLocator
 from torch import Tensor
 
-from regard.bench.positions import Point
 from regard.cost import Rate, Work, cost, crossover, with_length
 from regard.mask import Mask
 from regard.mechanism import Mechanism
+
+if TYPE_CHECKING:
+    from regard.bench.positions import Point
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 INK, QUIET, RULE = "#1f2933", "#66727f", "#d5dbe1"
@@ -89,11 +92,17 @@ def mode_crossover(first: Mechanism, second: Mechanism, work: Work, mode: str, p
 
 
 def weights_figure(
-    panels: Mapping[str, Tensor], tokens: Sequence[str], *, mask: Mask | None = None, title: str = ""
+    panels: Mapping[str, Tensor],
+    tokens: Sequence[str],
+    *,
+    keys: Sequence[str] | None = None,
+    mask: Mask | None = None,
+    title: str = "",
 ) -> Figure:
-    """Weights (T, T) side by side as heat maps, a token for each row (query) and column (key).
+    """Weights (T, S) side by side as heat maps, a token for each row (query) and column (key).
 
-    Pairs that `mask` hides are grey, so that they are not taken for weights of 0.
+    `keys` are the columns' tokens, those of the rows if not given. Pairs that `mask` hides are grey, so that they are
+    not taken for weights of 0.
 
     >>> import regard as rg, torch
     >>> q = k = torch.randn(1, 1, 3, 8)
@@ -101,16 +110,16 @@ def weights_figure(
     >>> len(weights_figure(panels, ["a", "b", "c"]).axes)  # and the colour bar
     3
     """
+    across = tokens if keys is None else keys
+    shape = len(tokens), len(across)
     for name, panel in panels.items():
-        if tuple(panel.shape) != (len(tokens), len(tokens)):
-            raise ValueError(
-                f"panels: expected weights of shape {(len(tokens),) * 2}, got {tuple(panel.shape)} for {name!r}"
-            )
+        if tuple(panel.shape) != shape:
+            raise ValueError(f"panels: expected weights of shape {shape}, got {tuple(panel.shape)} for {name!r}")
     rows, columns = _grid(len(panels))
-    side = max(2.1, 0.235 * len(tokens))
-    figure = Figure(figsize=(columns * (side + 0.35) + 1.3, rows * (side + 0.55) + 1.0), dpi=DPI, layout="constrained")
+    high, wide = (max(2.1, 0.235 * count) for count in shape)
+    figure = Figure(figsize=(columns * (wide + 0.35) + 1.3, rows * (high + 0.55) + 1.0), dpi=DPI, layout="constrained")
     cells = figure.subplots(rows, columns, squeeze=False)
-    hidden = None if mask is None else ~mask.draw(len(tokens)).visible
+    hidden = None if mask is None else ~mask.draw(*shape).visible
     image = None
     for number, (name, panel) in enumerate(panels.items()):
         axes = cells.flat[number]
@@ -119,9 +128,9 @@ def weights_figure(
             shown = shown.masked_fill(hidden, math.nan)  # which is drawn as nothing, over the background
         axes.set_facecolor(HIDDEN)
         image = axes.imshow(shown.numpy(), cmap=WEIGHT_MAP, vmin=0, vmax=1)
-        _lattice(axes, len(tokens), len(tokens))
+        _lattice(axes, *shape)
         first_column, last_row = number % columns == 0, number + columns >= len(panels)
-        axes.set_xticks(range(len(tokens)), tokens if last_row else [], rotation=90, fontsize=8)
+        axes.set_xticks(range(len(across)), across if last_row else [], rotation=90, fontsize=8)
         axes.set_yticks(range(len(tokens)), tokens if first_column else [], fontsize=8)
         axes.set_xlabel("key" if last_row else "", fontsize=8, color=QUIET)
         axes.set_ylabel("query" if first_column else "", fontsize=8, color=QUIET)
@@ -368,7 +377,7 @@ def _described(work: Work) -> str:
     )
 
 
-def positions_figure(points: Sequence[Point], crossing: int | None = None) -> Figure:
+def positions_figure(points: "Sequence[Point]", crossing: int | None = None) -> Figure:
     """Time and state of a token over its position, measured (dots) and predicted (lines); `crossing` is marked.
 
     >>> from regard.bench.positions import Point
@@ -389,7 +398,9 @@ def positions_figure(points: Sequence[Point], crossing: int | None = None) -> Fi
     return figure
 
 
-def _over_position(axes: Axes, points: Sequence[Point], kinds: Sequence[str], what: str, title: str, unit: str) -> None:
+def _over_position(
+    axes: Axes, points: "Sequence[Point]", kinds: Sequence[str], what: str, title: str, unit: str
+) -> None:
     for kind, colour in zip(kinds, COLOURS, strict=False):
         own = [point for point in points if point.kind == kind]
         places = [point.position for point in own]
@@ -404,3 +415,46 @@ def _over_position(axes: Axes, points: Sequence[Point], kinds: Sequence[str], wh
     axes.set_ylabel(unit, color=QUIET, fontsize=8)
     axes.grid(True, which="major", color=RULE, linewidth=0.6)
     axes.legend(frameon=False, fontsize=8)
+
+
+def curves_figure(runs: dict[str, list[dict[str, Any]]]) -> Figure:
+    """Loss over steps, and every held-out result in a panel of its own, for one run or several.
+
+    >>> from regard.plots import curves_figure
+    >>> lines = [{"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.0}, {"step": 2, "evaluation": {"loss": 2.1}}]
+    >>> len(curves_figure({"softmax": lines}).axes)
+    1
+    """
+    results: dict[str, dict[str, list[tuple[int, float]]]] = {}
+    for name, lines in runs.items():
+        for line in lines:
+            for kind, value in line.get("evaluation", {}).items():
+                results.setdefault(kind, {}).setdefault(name, []).append((line["step"], value))
+    panels = ["loss", *(kind for kind in results if kind != "loss")]
+    figure = Figure(figsize=(4.6 * min(3, len(panels)), 3.4 * -(-len(panels) // 3)), layout="constrained")
+    axes = figure.subplots(-(-len(panels) // 3), min(3, len(panels)), squeeze=False).flat
+    for panel, axis in zip(panels, axes, strict=False):
+        for number, (name, lines) in enumerate(runs.items()):
+            color = COLOURS[number % len(COLOURS)]
+            if panel == "loss":
+                steps = [(line["step"], line["loss"]) for line in lines if "loss" in line]
+                axis.plot(*zip(*_smooth(steps), strict=True), color=color, alpha=0.45, linewidth=1) if steps else None
+            points = results.get(panel, {}).get(name, [])
+            label = name if panel != "loss" or len(runs) > 1 else "held out"
+            if points:
+                axis.plot(*zip(*points, strict=True), color=color, marker="o", markersize=3, label=label)
+        axis.set_title(panel if panel != "loss" else "loss: training (pale), held out")
+        axis.set_xlabel("step")
+        axis.grid(alpha=0.3)
+        if axis.get_legend_handles_labels()[0] and (len(runs) > 1 or panel == "loss"):
+            axis.legend(frameon=False)
+    for axis in list(axes):
+        axis.remove()
+    return figure
+
+
+def _smooth(points: list[tuple[int, float]], most: int = 400) -> list[tuple[int, float]]:
+    """At most so many points, each the mean of its neighbours."""
+    size = max(1, len(points) // most)
+    groups = [points[start : start + size] for start in range(0, len(points), size)]
+    return [(group[-1][0], sum(value for _, value in group) / len(group)) for group in groups]

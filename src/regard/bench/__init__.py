@@ -7,13 +7,15 @@ belong to the machine; ratios travel better.
 
 import torch
 
-from regard.bench import attention, generation, models
+from regard.bench import attention, generation, models, training
 from regard.bench.harness import Bench, Result, environment, interleaved, save
 from regard.bench.rates import measure, measured_crossover
 
 __all__ = ["SUITE", "Bench", "Result", "environment", "measure", "measured_crossover", "run", "save"]
 
-SUITE: dict[str, Bench] = {bench.name: bench for bench in (*attention.BENCHES, *models.BENCHES, *generation.BENCHES)}
+SUITE: dict[str, Bench] = {
+    bench.name: bench for bench in (*attention.BENCHES, *models.BENCHES, *generation.BENCHES, *training.BENCHES)
+}
 
 
 @torch.no_grad()

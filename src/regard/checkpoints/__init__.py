@@ -23,6 +23,8 @@ __all__ = ["NAMES", "CheckpointError", "Tokenizer", "check_target", "load", "res
 
 FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 """All that `save` writes."""
+RUN = "run.json"
+"""What the folder of a training run has; its best model so far lies in model/."""
 
 
 def load(
@@ -32,7 +34,8 @@ def load(
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
 ) -> Model:
-    """A model with its tokenizer, in eval mode: a name of `regard models`, a checkpoint folder, or a .gguf file.
+    """A model with its tokenizer, in eval mode: a name of `regard models`, a folder (a checkpoint's, a training run's),
+    or a .gguf file.
 
     `mechanism` swaps the attention; `dtype` is the file's if not given, float32 for GGUF. Whatever is wrong with a
     checkpoint is one CheckpointError, and no model.
@@ -48,6 +51,10 @@ def load(
     options: dict[str, Any] = {"mechanism": mechanism, "dtype": dtype, "device": device}
     if path.is_file():
         return gguf.load(path, **options)
+    if (path / RUN).is_file():
+        path = path / "model"
+        if not path.is_dir():
+            raise CheckpointError(f"{path}: expected the model of a run, got none yet: evaluations write it")
     values = read_json(path / "config.json")
     model = (native if "regard" in values else huggingface).load(path, values, **options)
     known = NAMES.get(str(name_or_path))

@@ -104,3 +104,21 @@ def unsupported(values: Mapping[str, Any], **expected: Any) -> None:
             raise CheckpointError(
                 f"config.json: expected {name} = {value!r}, other values are not supported, got {values[name]!r:.80}"
             )
+
+
+def class_names(values: Mapping[str, Any], num_classes: int) -> tuple[str, ...]:
+    """What their config calls the classes; nothing if it only numbers them, or leaves some out."""
+    labels = values.get("id2label")
+    known = [labels.get(str(index)) for index in range(num_classes)] if isinstance(labels, dict) else []
+    found = tuple(one for one in known if isinstance(one, str))
+    numbered = found == tuple(f"LABEL_{index}" for index in range(num_classes))
+    return () if numbered or len(found) < num_classes else found
+
+
+def written_names(names: tuple[str, ...], num_classes: int) -> dict[str, Any]:
+    """The fields of their config that say what classes are called."""
+    labels = dict(enumerate(names or (f"LABEL_{index}" for index in range(num_classes))))
+    return {
+        "id2label": {str(index): name for index, name in labels.items()},
+        "label2id": {name: index for index, name in labels.items()},
+    }

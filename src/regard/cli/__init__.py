@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from regard.cli import bench, chat, check, cost, demo, generate, models
+from regard.cli import bench, chat, check, classify, cost, demo, generate, models, train, translate
 
 # What typer has no public name for in all of its versions: the parent of everything wrong with a command line.
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -33,7 +33,7 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """Run the command line: `regard`, or `python -m regard.cli`."""
+    """Run the command line: `regard`, or `python -m regard`."""
     try:
         code = app(sys.argv[1:] or ["--help"], prog_name="regard", standalone_mode=False)
         sys.stdout.flush()
@@ -95,3 +95,13 @@ app.command(
     )
 )(generate.generate)
 app.command(epilog=_examples("regard chat smollm2", 'regard chat smollm2 --system "Answer briefly."'))(chat.chat)
+app.add_typer(train.app, name="train")
+app.command(
+    epilog=_examples(
+        'regard translate "La voiture rouge est rapide."',
+        "regard translate --model runs/translate --file sentences.txt",
+    )
+)(translate.translate)
+app.command(epilog=_examples('regard classify runs/classify "Return a list of the names in the archive."'))(
+    classify.classify
+)

@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -93,3 +94,13 @@ def waiting(words: str) -> Iterator[None]:
     """A spinner on standard error, where that is somebody's window, for what takes seconds and has no steps."""
     with Console(stderr=True).status(Text(words)):
         yield
+
+
+def read_text(name: str, file: Path) -> str:
+    """A file's text, or standard input's, for -; ValueError about `name` if it is none."""
+    standard = str(file) == "-"
+    try:
+        return (sys.stdin.buffer.read() if standard else file.read_bytes()).decode("utf-8")
+    except UnicodeDecodeError as error:
+        place = "standard input" if standard else str(file)
+        raise ValueError(f"{name}: expected UTF-8 text, got {place} with {error}") from None

@@ -1,4 +1,4 @@
-"""`regard demo`: a tour."""
+"""`regard demo`: the main job."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,9 +15,11 @@ def demo(
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder for the pictures and the page.")] = Path(
         "regard-demo"
     ),
-    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the words' vectors.")] = 0,
+    steps: Annotated[int, typer.Option(metavar="N", min=1, help="Steps of each training.")] = 1300,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed of weights and order.")] = 0,
 ) -> None:
-    """A tour of a minute: a softmax and a quadratic mechanism computed, streamed, seen, counted and proved."""
+    """Train two small translators in under two minutes, one with softmax attention and one with quadratic; translate,
+    look where they look, compare, count, prove."""
     out.mkdir(parents=True, exist_ok=True)  # before the seconds that drawing takes to load
     from regard.demo import run
 
@@ -34,5 +36,5 @@ def demo(
             print(f"-> {out / picture.name}")
 
     with one_thread():
-        page = run(out, seed=seed, show=show, watch=lambda cells: progress(cells, "proving"))
+        page = run(out, steps=steps, seed=seed, show=show, watch=progress)
     print(f"\nAll of it on one page: {page}")

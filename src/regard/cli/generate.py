@@ -17,7 +17,7 @@ from rich.text import Text
 
 import regard as rg
 from regard.checkpoints import resolve
-from regard.cli.common import digits, one_of, output, print_table, waiting
+from regard.cli.common import digits, one_of, output, print_table, read_text, waiting
 from regard.cli.models import ANY_SOURCE, FILE_DTYPES
 from regard.cost import accumulator, human
 from regard.generation.engine import Growth, Row
@@ -213,27 +213,16 @@ def _texts(prompts: Sequence[str] | None, file: Path | None) -> list[str]:
     if prompts:
         found, place = list(prompts), "prompt"
     elif file is not None:
-        text = _standard_input() if str(file) == "-" else _decoded(file.read_bytes(), str(file))
+        text = read_text("prompt", file)
         found, place = text.replace("\r\n", "\n").removesuffix("\n").split("\n"), "line"
     elif sys.stdin.isatty():
         raise ValueError("prompt: expected one or more, --file or standard input, got none")
     else:
-        found, place = [_standard_input().removesuffix("\n")], "prompt"
+        found, place = [read_text("prompt", Path("-")).removesuffix("\n")], "prompt"
     for number, text in enumerate(found, start=1):
         if not text:
             raise ValueError(f"prompt: expected text, got an empty {place}{f' {number}' if len(found) > 1 else ''}")
     return found
-
-
-def _standard_input() -> str:
-    return _decoded(sys.stdin.buffer.read(), "standard input")
-
-
-def _decoded(data: bytes, place: str) -> str:
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"prompt: expected UTF-8 text, got {place} with {error}") from None
 
 
 def _tokens(model: "Model", text: str, chat: bool) -> list[int]:

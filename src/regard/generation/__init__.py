@@ -23,6 +23,9 @@ from regard.models.base import Model
 
 __all__ = ["Generated", "Prompt", "generate", "prefill", "stream"]
 
+TOGETHER = 256
+"""Beams that grow as one batch."""
+
 Texts = str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]]
 
 
@@ -72,9 +75,13 @@ def generate(
         rooms = [room_for(own, tokens) for tokens in given]
         room = min(max_new_tokens, max(rooms))
         prompt = state if state is not None else read_prompts(own, given, room, chunk, storage)
-        options = {"beams": beams, "length_penalty": length_penalty, "results": n}
-        each = (with_room(prompt.chosen([at]), room) for at in range(len(given)))
-        found = (search(own, one, limits, room=rooms[at], **options) for at, one in enumerate(each))  # type: ignore[arg-type]
+        size = max(1, TOGETHER // beams)
+        found = []
+        for start in range(0, len(given), size):
+            part = range(start, min(start + size, len(given)))
+            some = with_room(prompt.chosen(part), room)
+            options = {"beams": beams, "length_penalty": length_penalty, "results": n}
+            found += search(own, some, limits, rooms=[rooms[at] for at in part], **options)  # type: ignore[arg-type]
         return [text for texts in found for text in texts]
     growth, rows = begin(
         own,

@@ -131,8 +131,8 @@ class Stack(nn.Module):
         windows: Sequence[int | None] | None = None,
         bias: nn.Module | None = None,
     ) -> None:
-        """`num_shared` is the number of different blocks; `windows` how many tokens each layer sees, itself included;
-        `bias` a module that gives the scores' bias from (queries, keys)."""
+        """`num_shared` is the number of different blocks; `windows` how many tokens each layer sees, itself included,
+        and, unless `causal`, as many after it; `bias` a module that gives the scores' bias from (queries, keys)."""
         super().__init__()
         mechanism = as_mechanism(config.mechanism)
         if causal and not mechanism.by_pairs:
@@ -197,7 +197,8 @@ class Stack(nn.Module):
         return x, None if state is None else state.extended(tuple(states), tokens, fresh)
 
     def _masked(self, rule: Mask | None, size: int | None) -> Mask | None:
-        for more in (causal if self.causal else None, None if size is None else window(before=size - 1)):
+        near = None if size is None else window(before=size - 1, after=0 if self.causal else size - 1)
+        for more in (causal if self.causal else None, near):
             rule = more if rule is None else rule if more is None else more & rule
         return rule
 

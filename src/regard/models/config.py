@@ -94,6 +94,12 @@ def block_config(config: Any, **changes: Any) -> BlockConfig:
     return BlockConfig(**shared, **changes)
 
 
+def check_class_names(class_names: tuple[str, ...], num_classes: int) -> None:
+    """Raise ValueError for names that are not those of the classes."""
+    if class_names and len(class_names) != num_classes:
+        raise ValueError(f"class_names: expected {num_classes}, one a class, or none, got {len(class_names)}")
+
+
 def _fits(value: Any, hint: Any) -> bool:
     """Whether a value is what its annotation says; known words and lengths are left to those who know them."""
     parts = get_args(hint)

@@ -15,7 +15,8 @@ published weights were trained this way, and the computation here is theirs (Flo
 Ding et al. 2022, "DaViT: Dual Attention Vision Transformers".
 """
 
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch.nn.functional as F
@@ -29,8 +30,8 @@ from regard.layers.network import PositionWise
 from regard.mechanism import Mechanism
 from regard.mechanisms import Channel
 from regard.models.base import Model
-from regard.models.config import Config
-from regard.models.vision import check_pictures
+from regard.models.config import Config, check_class_names
+from regard.models.vision import check_pictures, zero_head
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +65,8 @@ class DaViTConfig(Config):
     """`rg.Channel`'s scale: Florence-2 divides by the root of the tokens, the first DaViT by that of the channels."""
     num_classes: int = 1000
     """0 for a model without a head, which gives what the head would read."""
+    class_names: tuple[str, ...] = ()
+    """What the classes are called, if anyone said so."""
     norm_epsilon: float = 1e-5
     activation: str = "gelu"
     attention_bias: bool = True
@@ -87,6 +90,7 @@ class DaViTConfig(Config):
                     raise ValueError(f"{name}: expected divisors of embedding_dim = {self.embedding_dim}, got {parts}")
         if self.channel_scale not in ("tokens", "channels"):
             raise ValueError(f"channel_scale: expected tokens or channels, got {self.channel_scale!r}")
+        check_class_names(self.class_names, self.num_classes)
 
     @property
     def num_stages(self) -> int:
@@ -129,6 +133,22 @@ class DaViT(Model):
             x = stage(x)
             maps.append(x)
         return tuple(maps)
+
+    def with_classes(self, num_classes: int, class_names: tuple[str, ...] = ()) -> "DaViT":
+        """A copy to fine-tune on other classes: a head that begins at 0 in place of this one.
+
+        >>> import regard as rg, torch
+        >>> config = rg.DaViTConfig(embedding_dim=(8, 16, 32, 32), num_heads=(1, 2, 4, 4), num_groups=(1, 2, 4, 4))
+        >>> rg.DaViT(config).with_classes(2)(torch.randn(1, 3, 32, 32)).tolist()
+        [[0.0, 0.0]]
+        """
+        model = deepcopy(self)
+        model.config = replace(self.config, num_classes=num_classes, class_names=class_names)
+        if hasattr(model, "head"):
+            del model.head
+        if num_classes:
+            model.head = zero_head(self.config.embedding_dim[-1], num_classes, self)
+        return model
 
 
 class Stage(nn.Module):

@@ -170,7 +170,8 @@ class Decoder(Model):
         place = places(tokens, rule, state)
         x = self.embedding(tokens)
         if self.config.positions == "learned":
-            check_length("tokens", past + tokens.shape[1], self.config.context_length)
+            reach = past + tokens.shape[1] if place.ndim == 1 else int(place.max()) + 1  # padding stands nowhere
+            check_length("tokens", reach, self.config.context_length)
             x = x + self.positions(place)
         elif self.config.positions == "sinusoidal":
             x = x + sinusoidal(place, self.config.embedding_dim).to(x.dtype)

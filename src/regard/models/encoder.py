@@ -3,11 +3,12 @@
     x = norm(embedding(tokens) + segment(segments) + positions(place))     [· W, from a narrower embedding: ALBERT]
     x = norm(x + attention(x));  x = norm(x + network(x))                  for each layer, or the same layer L times
 
-Heads, where they exist: the words under masks, whether the second sentence follows the first, classes of a sequence;
-and a sentence's embedding, the mean of its tokens. A padded batch computes only its real tokens.
+Heads, where they exist: the words under masks, whether the second sentence follows the first, whether it is the first
+one inverted, classes of a sequence; and a sentence's embedding, the mean of its tokens. A padded batch computes only
+its real tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,14 +17,14 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from regard.layers.attention import AnyMask
+from regard.layers.attention import AnyMask, as_mechanism
 from regard.layers.block import Stack
 from regard.layers.linear import Linear, linear
 from regard.layers.network import ACTIVATIONS, norm
 from regard.layers.streaming import places
-from regard.mask import as_mask, padding_between, structure
+from regard.mask import Mask, as_mask, global_tokens, padding, padding_between, structure, window
 from regard.models.base import Model, check_length, check_tokens
-from regard.models.config import Config, block_config
+from regard.models.config import Config, block_config, check_class_names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +40,7 @@ class EncoderConfig(Config):
     embedding_dim: int
     num_layers: int
     num_heads: int
+    num_kv_heads: int | None = None
     hidden_dim: int | None = None
     """Of the position-wise network; 4 · embedding_dim if not given."""
     factor_dim: int | None = None
@@ -46,6 +48,8 @@ class EncoderConfig(Config):
     num_shared: int | None = None
     """How many different blocks there are; one for each layer if not given."""
     context_length: int = 512
+    window: int | None = None
+    """How many tokens each sees before it and after it; the first token sees all and is seen by all."""
     num_segments: int = 2
     norm: str = "layer"
     norm_epsilon: float = 1e-12
@@ -55,7 +59,10 @@ class EncoderConfig(Config):
     """Whether the first token has a layer of its own, on which the sequence's heads stand."""
     masked_words: bool = False
     next_sentence: bool = False
+    inverted_sentence: bool = False
     num_classes: int = 0
+    class_names: tuple[str, ...] = ()
+    """What the classes are called, if anyone said so."""
     tied: bool = True
     """Whether the words under masks are scored by the embedding."""
 
@@ -71,8 +78,21 @@ class EncoderConfig(Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if (self.next_sentence or self.num_classes) and not self.pooler:
+        if (self.next_sentence or self.inverted_sentence or self.num_classes) and not self.pooler:
             raise ValueError("pooler: expected True where there are heads for the whole sequence, got False")
+        check_class_names(self.class_names, self.num_classes)
+        if self.embedding_dim % self.num_heads:
+            raise ValueError(
+                f"num_heads: expected a divisor of embedding_dim = {self.embedding_dim}, got {self.num_heads}"
+            )
+        if self.num_kv_heads is not None and self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_kv_heads: expected a divisor of num_heads = {self.num_heads}, got {self.num_kv_heads}"
+            )
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"window: expected at least 1 token, got {self.window}")
+        if self.window is not None and not as_mechanism(self.mechanism).by_pairs:
+            raise ValueError(f"window: expected none with {self.mechanism!r}, which weighs no pairs, got {self.window}")
 
 
 class Encoder(Model):
@@ -106,6 +126,8 @@ class Encoder(Model):
             self.words = _Words(config, narrow)
         if config.next_sentence:
             self.order = Linear(width, 2)
+        if config.inverted_sentence:
+            self.inversion = Linear(width, 2)
         if config.num_classes:
             self.classes = Linear(width, config.num_classes)
         self.initialise()
@@ -130,8 +152,32 @@ class Encoder(Model):
         x = self.dropout(self.embedding_norm(x + self.positions(places(tokens, rule))))
         if self.config.factor_dim is not None:
             x = self.widen(x)
-        hidden, _ = self.stack(x, rule)
+        hidden, _ = self.stack(x, self.sight(tokens.shape[1], rule))
         return hidden
+
+    def sight(self, length: int, mask: AnyMask = None) -> Mask | None:
+        """What the tokens see: `mask` and, where the model has one, its window and the first token of each row.
+
+        >>> import regard as rg
+        >>> sizes = {"vocabulary_size": 9, "embedding_dim": 4, "num_layers": 1, "num_heads": 1}
+        >>> print(rg.Encoder(rg.EncoderConfig(**sizes, window=1)).sight(5).draw(5))
+        ■ ■ ■ ■ ■
+        ■ ■ ■ · ·
+        ■ ■ ■ ■ ·
+        ■ · ■ ■ ■
+        ■ · · ■ ■
+        """
+        rule, size = as_mask(mask), self.config.window
+        if size is None:
+            return rule
+        found = padding_between(rule, 0, length, length)
+        near = window(before=size, after=size)
+        if found is None or (found.rows is not None and all(start == 0 for start, _ in found.rows)):
+            near = near | global_tokens(1)
+        else:  # rows padded on the left begin elsewhere
+            first = found.valid(length, self.device).long().argmax(-1)
+            near = near | (lambda b, h, q, k: (q == first[b]) | (k == first[b]))
+        return near if rule is None else near & rule
 
     def masked_words(self, hidden: Float[Tensor, "*b E"]) -> Float[Tensor, "*b D"]:
         """Logits of the word at each place."""
@@ -142,6 +188,11 @@ class Encoder(Model):
         """Logits of "the second sentence follows" and "it does not"; for ALBERT, of the right order and the wrong."""
         self._has("next_sentence")
         return self.order(self.pooled(hidden, mask))
+
+    def inverted_sentence(self, hidden: Float[Tensor, "B T E"], mask: AnyMask = None) -> Float[Tensor, "B 2"]:
+        """Logits of "the second sentence is the first one inverted" and "it is not"."""
+        self._has("inverted_sentence")
+        return self.inversion(self.pooled(hidden, mask))
 
     def classify(self, hidden: Float[Tensor, "B T E"], mask: AnyMask = None) -> Float[Tensor, "B D"]:
         """Logits of the classes of each sequence."""
@@ -159,28 +210,51 @@ class Encoder(Model):
 
     def embed(self, texts: Sequence[str], *, normalize: bool = True, batch_size: int = 32) -> Float[Tensor, "B E"]:
         """Embeddings of sentences: the mean of their tokens' hidden states, of length 1 unless `normalize=False`."""
+        found = self._of_texts(texts, batch_size, mean, self.config.embedding_dim)
+        return F.normalize(found, dim=-1) if normalize else found
+
+    def probabilities(self, texts: Sequence[str], *, batch_size: int = 32) -> Float[Tensor, "B D"]:
+        """How likely each class is for each text. Of longer texts than the model's context, the beginning counts."""
+        self._has("num_classes")
+        logits = self._of_texts(texts, batch_size, self.classify, self.config.num_classes, self.config.context_length)
+        return logits.float().softmax(-1)
+
+    def _of_texts(
+        self,
+        texts: Sequence[str],
+        batch_size: int,
+        head: Callable[[Tensor, Mask], Tensor],
+        size: int,
+        most: int | None = None,
+    ) -> Tensor:
+        """What a head makes of each text; with `most`, texts of more tokens lose those before their last."""
         if self.tokenizer is None:
-            raise ValueError("model: expected one with a tokenizer to embed texts, got none; embed tokens with mean()")
+            raise ValueError("model: expected one with a tokenizer to read texts, got none")
         if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
             raise ValueError(f"texts: expected a list of texts, got {texts!r:.80}")
         if type(batch_size) is not int or batch_size < 1:
             raise ValueError(f"batch_size: expected a whole number of at least 1, got {batch_size!r}")
-        if not texts:
-            return torch.zeros(0, self.config.embedding_dim, dtype=self.dtype, device=self.device)
+        rows = [self.tokenizer.encode(text) for text in texts]
+        if most is not None:
+            rows = [row if len(row) <= most else [*row[: most - 1], row[-1]] for row in rows]
         # Texts of like length go together, so that little is padding.
-        order = sorted(range(len(texts)), key=lambda index: len(texts[index]))
-        found = torch.empty(len(texts), self.config.embedding_dim, dtype=self.dtype, device=self.device)
+        order = sorted(range(len(rows)), key=lambda index: len(rows[index]))
+        found = torch.empty(len(rows), size, dtype=self.dtype, device=self.device)
         training = self.training
         self.eval()
         try:
             with torch.no_grad():
                 for start in range(0, len(order), batch_size):
                     chosen = order[start : start + batch_size]
-                    tokens, mask = self.tokenizer.batch([texts[index] for index in chosen])
-                    found[chosen] = mean(self(tokens.to(self.device), mask=mask), mask)
+                    lengths = [len(rows[index]) for index in chosen]
+                    tokens = torch.zeros(len(chosen), max(lengths), dtype=torch.long)
+                    for place, index in enumerate(chosen):
+                        tokens[place, : len(rows[index])] = torch.tensor(rows[index])
+                    mask = padding(lengths)
+                    found[chosen] = head(self(tokens.to(self.device), mask=mask), mask)
         finally:
             self.train(training)
-        return F.normalize(found, dim=-1) if normalize else found
+        return found
 
     def _has(self, head: str) -> None:
         if not getattr(self.config, head):

@@ -129,7 +129,7 @@ def _parts(model: Decoder | Encoder | Transformer, length: int, streams: list[st
             yield _stack(name, child, length, model, stream=name in streams)
         elif any(True for _ in child.parameters()):
             # Heads of an encoder that stand on one token a sequence cost next to nothing a token.
-            once = name in ("pooler", "order", "classes")
+            once = name in ("pooler", "order", "inversion", "classes")
             tied = 2 * model.embedding.weight.numel() if name == "words" and model.config.tied else 0
             yield Part(name=name, parameters=_size(child), flops=0 if once else _products(child) + tied)
     if not isinstance(model, Encoder) and model.config.tied:
@@ -143,7 +143,9 @@ def _stack(name: str, stack: Stack, length: int, model: Model, *, stream: bool) 
     blocks = [stack.layer(index) for index in range(stack.num_layers)]
     flops = 0
     for block, size in zip(blocks, stack.windows, strict=True):
-        mask = None if not stack.causal else causal if size is None else causal & window(before=size - 1)
+        mask = model.sight(length) if isinstance(model, Encoder) else causal if stack.causal else None
+        if size is not None:
+            mask = window(before=size - 1, after=0 if stack.causal else size - 1)
         queries = 1 if stream else length
         attention = block.attention
         flops += _products(block) + _attention(attention, queries, length, model, mask) // queries

@@ -14,7 +14,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from jaxtyping import Float, Int
+import torch
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from regard.layers.attention import AnyMask, MultiHeadAttention
@@ -62,6 +63,9 @@ class TransformerConfig(Config):
     """Of relative positions."""
     longest_distance: int = 128
     """From which on relative positions are alike."""
+    window: int | None = None
+    """How many tokens the source's see on each side of them, and how many the target's see of the target, themselves
+    included; the target sees all of the source. Everything if not given."""
     norm: str = "layer"
     norm_epsilon: float = 1e-5
     pre_norm: bool = False
@@ -87,6 +91,8 @@ class TransformerConfig(Config):
             raise ValueError(
                 f"longest_distance: expected more than num_buckets / 2 = {least}, got {self.longest_distance}"
             )
+        if self.window is not None and (type(self.window) is not int or self.window < 1):
+            raise ValueError(f"window: expected at least 1 token, got {self.window!r}")
 
     @classmethod
     def t5(cls, **changes: Any) -> "TransformerConfig":
@@ -139,9 +145,19 @@ class Transformer(Model):
             self.target_positions = nn.Embedding(config.context_length, config.embedding_dim)
         self.dropout = nn.Dropout(config.dropout)
         block = block_config(config)
-        self.encoder = Stack(block, config.num_layers, bias=_bias(config, bidirectional=True))
+        around = None if config.window is None else config.window + 1  # a stack counts the token itself
+        self.encoder = Stack(
+            block,
+            config.num_layers,
+            windows=(around,) * config.num_layers,
+            bias=_bias(config, bidirectional=True),
+        )
         self.decoder = Stack(
-            replace(block, cross=True), config.decoder_layers, causal=True, bias=_bias(config, bidirectional=False)
+            replace(block, cross=True),
+            config.decoder_layers,
+            causal=True,
+            windows=(config.window,) * config.decoder_layers,
+            bias=_bias(config, bidirectional=False),
         )
         if not config.tied:
             self.head = Linear(config.embedding_dim, config.target_size, bias=False)
@@ -170,15 +186,23 @@ class Transformer(Model):
         target: Int[Tensor, "B T"],
         source_mask: AnyMask = None,
         target_mask: AnyMask = None,
-    ) -> Float[Tensor, "B T D"]:
-        """Logits (B, T, vocabulary). Masks are usually `rg.padding(…)`, left or right; causality is the model's own."""
+        *,
+        at: Bool[Tensor, "B T"] | None = None,
+    ) -> Float[Tensor, "*b D"]:
+        """Logits (B, T, vocabulary). Masks are usually `rg.padding(…)`, left or right; causality is the model's own.
+
+        With `at`, logits (N, vocabulary) of those places alone, one after another: others are not computed.
+        """
         rule, target_rule = self._check("source", source, source_mask), self._check("target", target, target_mask)
         if len(target) != len(source):
             raise ValueError(f"target: expected as many sequences as the source's {len(source)}, got {len(target)}")
+        if at is not None and (at.dtype != torch.bool or at.shape != target.shape):
+            raise ValueError(f"at: expected bool {tuple(target.shape)}, got {at.dtype} {tuple(at.shape)}")
         memory = self.decoder.remember(self._encode(source, rule))
         padding = padding_between(rule, 0, source.shape[1], source.shape[1])
         x = self._embed("target", target, target_rule)
-        return self.predict(self.decoder(x, target_rule, memory=memory, memory_mask=padding)[0])
+        hidden, _ = self.decoder(x, target_rule, memory=memory, memory_mask=padding)
+        return self.predict(hidden if at is None else hidden[at])
 
     def encode(self, source: Int[Tensor, "B S"], source_mask: AnyMask = None) -> Float[Tensor, "B S E"]:
         """What the encoder makes of the source, exactly 0 where it is padding."""
@@ -219,7 +243,7 @@ class Transformer(Model):
         assert longer is not None
         return hidden, longer
 
-    def predict(self, hidden: Float[Tensor, "B T E"]) -> Float[Tensor, "B T D"]:
+    def predict(self, hidden: Float[Tensor, "*b E"]) -> Float[Tensor, "*b D"]:
         """Logits from the decoder's last tokens."""
         config = self.config
         if config.scaled_output:

@@ -7,11 +7,15 @@
 The positions are learned, one for each patch in reading order; nothing else tells the model where a patch stands. For
 images of another size they are interpolated on the grid of patches, and the rest of the model stays as it is.
 
+With a window a patch sees the patches around it and the class token, which sees all: `window2d` on the grid, and the
+class token global.
+
 Dosovitskiy et al. 2020, "An Image is Worth 16x16 Words".
 """
 
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Literal
 
 import torch
@@ -23,8 +27,10 @@ from torch import Tensor, nn
 from regard.layers.attention import AnyMask
 from regard.layers.block import Stack
 from regard.layers.linear import Linear
+from regard.mask import Mask, as_mask, dense, window2d
+from regard.mechanism import Mechanism
 from regard.models.base import Model
-from regard.models.config import Config, block_config
+from regard.models.config import Config, block_config, check_class_names
 
 SPREAD = 0.02
 """Of the first weights."""
@@ -46,10 +52,16 @@ class VisionConfig(Config):
     embedding_dim: int
     num_layers: int
     num_heads: int
+    num_kv_heads: int | None = None
+    """Of keys and values; as many as num_heads if not given."""
+    window: int | None = None
+    """How many patches away a patch sees others, down and across; all of them if not given."""
     hidden_dim: int | None = None
     """Of the position-wise network; 4 · embedding_dim if not given."""
     num_classes: int = 1000
     """0 for a model without its last layer, which gives what that layer would read."""
+    class_names: tuple[str, ...] = ()
+    """What the classes are called, if anyone said so."""
     head: Literal["linear", "mlp"] = "linear"
     """`mlp` has a hidden tanh layer, for pre-training; `linear` is the one of fine-tuning."""
     representation_dim: int | None = None
@@ -69,6 +81,11 @@ class VisionConfig(Config):
         image, patch = pair("image_size", self.image_size), pair("patch_size", self.patch_size)
         if any(side % part for side, part in zip(image, patch, strict=True)):
             raise ValueError(f"image_size: expected multiples of patch_size = {patch}, got {image}")
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"window: expected at least 1 patch, or None for all, got {self.window}")
+        if self.window is not None and not (isinstance(self.mechanism, Mechanism) and self.mechanism.by_pairs):
+            raise ValueError(f"window: expected none with {self.mechanism!r}, which weighs no pairs, got {self.window}")
+        check_class_names(self.class_names, self.num_classes)
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -129,6 +146,9 @@ class VisionTransformer(Model):
         x = torch.cat([self.class_token.expand(x.shape[0], -1, -1), x], dim=1)
         if self.config.positions == "learned":
             x = x + self.positions
+        if self.config.window is not None:
+            near, rule = local(self.config.grid, self.config.window, x.device), as_mask(mask)
+            mask = near if rule is None else near & rule
         return self.stack(self.dropout(x), mask)[0]
 
     def predict(self, features: Float[Tensor, "B T E"]) -> Float[Tensor, "B D"]:
@@ -157,7 +177,7 @@ class VisionTransformer(Model):
             model.positions = nn.Parameter(both, requires_grad=self.positions.requires_grad)
         return model
 
-    def with_classes(self, num_classes: int) -> "VisionTransformer":
+    def with_classes(self, num_classes: int, class_names: tuple[str, ...] = ()) -> "VisionTransformer":
         """A copy to fine-tune on other classes: one linear layer, which begins at 0, in place of the head.
 
         >>> import regard as rg, torch
@@ -167,15 +187,48 @@ class VisionTransformer(Model):
         [[0.0, 0.0, 0.0]]
         """
         model = deepcopy(self)
-        model.config = replace(self.config, num_classes=num_classes, head="linear", representation_dim=None)
+        model.config = replace(
+            self.config, num_classes=num_classes, class_names=class_names, head="linear", representation_dim=None
+        )
         for name in ("hidden", "head"):
             if hasattr(model, name):
                 delattr(model, name)
         if num_classes:
-            model.head = Linear(self.config.embedding_dim, num_classes, device=self.device, dtype=self.dtype)
-            nn.init.zeros_(model.head.weight)
-            nn.init.zeros_(model.head.bias)
+            model.head = zero_head(self.config.embedding_dim, num_classes, self)
         return model
+
+
+@cache
+def local(grid: tuple[int, int], radius: int, device: torch.device) -> Mask:
+    """Which tokens see which: patches those within a radius, the class token before them all, and all see it.
+
+    >>> import torch
+    >>> from regard.models.vision import local
+    >>> print(local((1, 3), 1, torch.device("cpu")).draw(4))
+    ■ ■ ■ ■
+    ■ ■ ■ ·
+    ■ ■ ■ ■
+    ■ · ■ ■
+    """
+    patches = grid[0] * grid[1]
+    with torch.device("cpu"):  # also where a model is being built without memory
+        table = window2d(grid, radius).visible(1, 1, patches, patches)
+    return dense(F.pad(table, (1, 0, 1, 0), value=True).to(device))
+
+
+def zero_head(width: int, num_classes: int, like: Model) -> Linear:
+    """A last layer that begins at 0, with a model's dtype and on its device.
+
+    >>> import regard as rg
+    >>> from regard.models.vision import zero_head
+    >>> sizes = {"image_size": 32, "patch_size": 8, "embedding_dim": 16, "num_layers": 1, "num_heads": 4}
+    >>> zero_head(16, 3, rg.VisionTransformer(rg.VisionConfig(**sizes))).weight.abs().sum().item()
+    0.0
+    """
+    head = Linear(width, num_classes, device=like.device, dtype=like.dtype)
+    nn.init.zeros_(head.weight)
+    nn.init.zeros_(head.bias)
+    return head
 
 
 def pair(name: str, size: int | tuple[int, int]) -> tuple[int, int]:

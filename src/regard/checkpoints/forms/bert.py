@@ -4,7 +4,18 @@ from collections.abc import Iterator
 from typing import Any
 
 from regard.checkpoints.errors import CheckpointError
-from regard.checkpoints.form import Form, Link, Shapes, choice, linear, link, need, unsupported
+from regard.checkpoints.form import (
+    Form,
+    Link,
+    Shapes,
+    choice,
+    class_names,
+    linear,
+    link,
+    need,
+    unsupported,
+    written_names,
+)
 from regard.mechanisms import Softmax
 from regard.models.encoder import Encoder, EncoderConfig
 
@@ -26,6 +37,7 @@ def _shared(values: dict[str, Any], shapes: Shapes, pooler: str) -> dict[str, An
             "config.json: expected classes of sequences, which stand on a pooler, got a classifier without one: "
             "classes of tokens are not supported"
         )
+    num_classes = shapes["classifier.weight"][0] if "classifier.weight" in shapes else 0
     return {
         "pooler": pooler in shapes,
         "vocabulary_size": need(values, "vocab_size"),
@@ -36,7 +48,8 @@ def _shared(values: dict[str, Any], shapes: Shapes, pooler: str) -> dict[str, An
         "context_length": need(values, "max_position_embeddings"),
         "num_segments": values.get("type_vocab_size", 2),
         "norm_epsilon": float(values.get("layer_norm_eps", 1e-12)),
-        "num_classes": shapes["classifier.weight"][0] if "classifier.weight" in shapes else 0,
+        "num_classes": num_classes,
+        "class_names": class_names(values, num_classes),
         "tied": bool(values.get("tie_word_embeddings", True)),
         "dropout": float(values.get("hidden_dropout_prob") or 0.0),
         "attention_dropout": float(values.get("attention_probs_dropout_prob") or 0.0),
@@ -46,7 +59,9 @@ def _shared(values: dict[str, Any], shapes: Shapes, pooler: str) -> dict[str, An
 def _written(config: EncoderConfig) -> dict[str, Any] | None:
     if (config.norm, config.pre_norm, config.mechanism) != ("layer", False, Softmax()):
         return None
-    if config.activation not in NAMES or not config.num_segments:
+    if config.activation not in NAMES or not config.num_segments or config.inverted_sentence:
+        return None
+    if config.window is not None or config.num_kv_heads not in (None, config.num_heads):
         return None
     return {
         "vocab_size": config.vocabulary_size,
@@ -61,7 +76,7 @@ def _written(config: EncoderConfig) -> dict[str, Any] | None:
         "tie_word_embeddings": config.tied,
         "hidden_dropout_prob": config.dropout,
         "attention_probs_dropout_prob": config.attention_dropout,
-        **({"num_labels": config.num_classes} if config.num_classes else {}),
+        **(written_names(config.class_names, config.num_classes) if config.num_classes else {}),
     }
 
 

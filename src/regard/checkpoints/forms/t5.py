@@ -65,6 +65,8 @@ def write_config(config: TransformerConfig) -> dict[str, Any] | None:
         return None
     if config.num_kv_heads not in (None, config.num_heads) or config.value_length not in (None, config.head_length):
         return None
+    if config.window is not None:
+        return None
     names = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
     if config.activation not in names:
         return None

@@ -7,7 +7,18 @@ classifier gives the pooler's output. Next to a classifier it computes nothing, 
 from collections.abc import Iterator
 from typing import Any
 
-from regard.checkpoints.form import Form, Link, Shapes, choice, linear, link, need, unsupported
+from regard.checkpoints.form import (
+    Form,
+    Link,
+    Shapes,
+    choice,
+    class_names,
+    linear,
+    link,
+    need,
+    unsupported,
+    written_names,
+)
 from regard.mechanisms import Softmax
 from regard.models.vision import VisionConfig, VisionTransformer
 
@@ -37,6 +48,7 @@ def read_config(values: dict[str, Any], shapes: Shapes) -> VisionConfig:
         num_heads=need(values, "num_attention_heads"),
         hidden_dim=need(values, "intermediate_size"),
         num_classes=shapes["classifier.weight"][0] if classified else 0,
+        class_names=class_names(values, shapes["classifier.weight"][0]) if classified else (),
         head="mlp" if pooled else "linear",
         representation_dim=(values.get("pooler_output_size") or width) if pooled else None,
         norm_epsilon=float(values.get("layer_norm_eps", 1e-12)),
@@ -56,9 +68,10 @@ def write_config(config: VisionConfig) -> dict[str, Any] | None:
     """Hugging Face's config of ours; None if ours is not ViT's form."""
     if (config.norm, config.positions, config.mechanism) != ("layer", "learned", Softmax()):
         return None
+    if config.window is not None or config.num_kv_heads not in (None, config.num_heads):
+        return None
     if config.activation not in NAMES or (config.head == "mlp" and config.num_classes):
         return None
-    labels = {index: f"LABEL_{index}" for index in range(config.num_classes)}
     return {
         "architectures": ["ViTForImageClassification" if config.num_classes else "ViTModel"],
         "model_type": "vit",
@@ -76,8 +89,7 @@ def write_config(config: VisionConfig) -> dict[str, Any] | None:
         "qkv_bias": config.attention_bias,
         "hidden_dropout_prob": config.dropout,
         "attention_probs_dropout_prob": config.attention_dropout,
-        **({"id2label": {str(index): name for index, name in labels.items()}} if labels else {}),
-        **({"label2id": {name: index for index, name in labels.items()}} if labels else {}),
+        **(written_names(config.class_names, config.num_classes) if config.num_classes else {}),
     }
 
 

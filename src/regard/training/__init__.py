@@ -1,0 +1,11 @@
+"""Training: recipes, any mechanism, one machine or many, nothing lost.
+
+A recipe gives a `Task` (a model, its examples, its loss); `train` runs it in a folder that holds everything about the
+run and that `rg.load` opens.
+"""
+
+from regard.training.loop import Report, train
+from regard.training.settings import Settings, option
+from regard.training.task import IGNORED, Batch, Task, Totals
+
+__all__ = ["IGNORED", "Batch", "Report", "Settings", "Task", "Totals", "option", "train"]

@@ -1,0 +1,73 @@
+"""Which examples make up each step: a pure function of seed and epoch, so that only the step's number need be kept.
+
+Examples are shuffled, examples of like size are put together within a stretch of the shuffled order, and the batches
+are shuffled again: little is padding, and the order stays random.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+STRETCH = 64
+"""Batches within which examples are sorted by size."""
+
+
+def plan(
+    sizes: Sequence[int], seed: int, epoch: int, *, batch_tokens: int | None = None, batch_size: int | None = None
+) -> list[list[int]]:
+    """The batches of an epoch as lists of indices: of `batch_size` examples, or as many as fit `batch_tokens` when all
+    are padded to the longest. A last batch of less than half the size is left out, unless it is the only one.
+
+    >>> from regard.training.batches import plan
+    >>> plan([5, 1, 4, 2], seed=0, epoch=0, batch_size=2) == plan([5, 1, 4, 2], seed=0, epoch=0, batch_size=2)
+    True
+    >>> sorted(sum(plan([5, 1, 4, 2], seed=0, epoch=0, batch_tokens=10), []))
+    [0, 1, 2, 3]
+    """
+    known = np.asarray(sizes)
+    if not len(known):
+        raise ValueError("sizes: expected at least one example, got none")
+    if batch_tokens is not None and int(known.max()) > batch_tokens:
+        raise ValueError(
+            f"batch_tokens: expected room for the longest example, {int(known.max())} tokens, got {batch_tokens}"
+        )
+    random = np.random.default_rng((seed, epoch))
+    order = random.permutation(len(known))
+    each = batch_size or max(1, int(batch_tokens or 0) // max(1, int(known.mean())))
+    if known.min() != known.max():
+        stretches = (order[start : start + STRETCH * each] for start in range(0, len(order), STRETCH * each))
+        order = np.concatenate([part[np.argsort(known[part], kind="stable")] for part in stretches])
+    if batch_size is not None:
+        batches = [order[start : start + batch_size].tolist() for start in range(0, len(order), batch_size)]
+        if len(batches) > 1 and 2 * len(batches[-1]) < batch_size:
+            batches.pop()
+    else:
+        batches = _filled(order, known, batch_tokens or 0)
+    random.shuffle(batches)
+    return batches
+
+
+def _filled(order: np.ndarray, sizes: np.ndarray, tokens: int) -> list[list[int]]:
+    """Batches of as many examples as fit, each counted as long as its longest."""
+    batches: list[list[int]] = [[]]
+    longest = 0
+    for index, size in zip(order.tolist(), sizes[order].tolist(), strict=True):
+        longest = max(longest, size)
+        if batches[-1] and longest * (len(batches[-1]) + 1) > tokens:
+            batches.append([])
+            longest = size
+        batches[-1].append(index)
+    return batches
+
+
+def waste(sizes: Sequence[int], batches: Sequence[Sequence[int]]) -> float:
+    """The share of a plan's tokens that is padding.
+
+    >>> from regard.training.batches import waste
+    >>> waste([4, 2, 3], [[0, 1], [2]]) == 2 / 11
+    True
+    """
+    known = np.asarray(sizes)
+    room = sum(int(known[list(batch)].max()) * len(batch) for batch in batches)
+    held = sum(int(known[list(batch)].sum()) for batch in batches)
+    return (room - held) / room if room else 0.0

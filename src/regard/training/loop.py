@@ -1,0 +1,342 @@
+"""The loop: batches, steps, evaluations, checkpoints; the same on one process and on many, before and after a kill.
+
+What a run needs to go on bitwise as if nothing had happened: weights, the optimizer's memory, random states, and where
+in the order of examples it stands. The rest follows from settings and data.
+"""
+
+import math
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from regard.call import all_finite
+from regard.layers.block import Block
+from regard.training import store
+from regard.training.batches import plan, waste
+from regard.training.metrics import Metrics
+from regard.training.optimizer import adamw, memory, rate
+from regard.training.parallel import Objective, Place, spread, unsynchronised
+from regard.training.records import write_card, write_curves, write_model
+from regard.training.settings import Settings
+from regard.training.signals import listening
+from regard.training.task import Batch, Task
+
+QUEUED = 20
+"""Steps whose losses a GPU may owe before they are read: reading waits for it."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """How a run stands.
+
+    >>> from regard.training import Report
+    >>> Report(step=10, steps=10, results={"loss": 0.5}).finished
+    True
+    """
+
+    step: int
+    steps: int
+    results: dict[str, float] = field(default_factory=dict)
+    """Of the best evaluation, whose model the run's folder holds."""
+    loss: float = math.nan
+    seconds: float = 0.0
+    """In steps; evaluations and checkpoints of other steps included."""
+    tokens_per_second: float = 0.0
+    seconds_left: float = 0.0
+    samples: tuple[str, ...] = ()
+    """Lines to show, after an evaluation."""
+    message: str = ""
+    kind: Literal["step", "evaluated", "message", "end"] = "step"
+    """What has just happened."""
+    interrupted: bool = False
+    early: bool = False
+    """Whether it stopped for want of better results."""
+
+    @property
+    def finished(self) -> bool:
+        return self.early or self.step >= self.steps
+
+
+Watch = Callable[[Report], object]
+
+
+def train(
+    task: Task, settings: Settings, folder: str | Path, *, place: Place | None = None, watch: Watch | None = None
+) -> Report:
+    """Train a task in a folder, from the newest good checkpoint there if there is one. Gives how the run ended.
+
+    The folder gets metrics.jsonl, tensorboard/, checkpoints/, model/ (the best so far; `rg.load(folder)` opens it),
+    curves.png and README.md. `watch` is called after each step and each evaluation.
+
+    >>> import tempfile, regard as rg
+    >>> from regard.training import Settings, train
+    >>> from regard.training.recipes import translate
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     task = translate.build(translate.Options(count=200, width=16, heads=2, layers=1), Path(folder), seed=0)
+    ...     train(task, Settings(steps=2, batch_size=8), folder).finished
+    True
+    """
+    return _Run(task, settings, Path(folder), place or Place(0, 1, task.model.device), watch or (lambda _: None)).go()
+
+
+class _Course:
+    """Where in the order of examples a run stands."""
+
+    def __init__(self, task: Task, settings: Settings) -> None:
+        self.sizes = task.sizes()
+        self.options: dict[str, Any] = {
+            "seed": settings.seed,
+            "batch_tokens": settings.batch_tokens,
+            "batch_size": settings.batch_size,
+        }
+        self.move(0, 0)
+
+    def move(self, epoch: int, batch: int) -> None:
+        self.epoch, self.batch = epoch, batch
+        self.batches = plan(self.sizes, epoch=epoch, **self.options)
+
+    def next(self) -> tuple[list[int], int]:
+        """The examples of the next step, and their epoch."""
+        if self.batch >= len(self.batches):
+            self.move(self.epoch + 1, 0)
+        self.batch += 1
+        return self.batches[self.batch - 1], self.epoch
+
+
+class _Run:
+    def __init__(self, task: Task, settings: Settings, folder: Path, place: Place, watch: Watch) -> None:
+        self.task, self.settings, self.folder, self.place, self.watch = task, settings, folder, place, watch
+        torch.manual_seed(settings.seed * 65537 + place.rank + 1)
+        model = task.model.to(place.device).train()
+        if settings.precision == "float64":
+            model.double()
+        if settings.recompute:
+            _recompute(model)
+        self.objective = Objective(task)
+        if settings.compile:
+            self.objective.compile()
+        self.runner = spread(self.objective, place)
+        self.optimizer = adamw(self.objective, settings)
+        self.course = _Course(task, settings)
+        self.step, self.tokens, self.seconds = 0, 0, 0.0
+        self.best: dict[str, float] | None = None
+        self.stale = 0
+        self.owed: list[tuple[int, Tensor, Tensor, int]] = []
+        self.loss, self.loss_terms = math.nan, tuple[str, ...]()
+        self.resumed = self._resume()
+        self.metrics = Metrics(folder, self.step) if place.first else None
+
+    def go(self) -> Report:
+        try:
+            interrupted = self._loop()
+        finally:
+            if self.metrics is not None:
+                self.metrics.close()
+        if self.place.first:
+            write_curves(self.folder)
+            write_card(self.task, self.settings, self.folder, self._report())
+        return self._report(kind="end", interrupted=interrupted)
+
+    def _loop(self) -> bool:
+        """Steps until the end, or until somebody asks to stop: then True."""
+        if self.resumed:
+            self.watch(self._report(kind="message", message=self.resumed))
+        settings, place = self.settings, self.place
+        share = waste(self.course.sizes, self.course.batches)
+        self.watch(self._report(kind="message", message=f"padding is {share:.1%} of an epoch's tokens"))
+        began, asked = time.perf_counter() - self.seconds, False
+        with listening() as signals:
+            while self.step < settings.steps and not asked and not self._tired():
+                asked = self._advance(stop=signals.asked is not None)
+                self.seconds = time.perf_counter() - began
+                due = self.step % settings.between_evaluations == 0 or self.step == settings.steps
+                if len(self.owed) >= (QUEUED if place.device.type == "cuda" else 1) or due or asked:
+                    self._settle()
+                if due:
+                    self._evaluate()
+                if (
+                    asked
+                    or self.step == settings.steps
+                    or self.step % settings.between_checkpoints == 0
+                    or self._tired()
+                ):
+                    self._save()
+                self.watch(self._report())
+        return asked and self.step < settings.steps
+
+    def _advance(self, stop: bool) -> bool:
+        """One step. Gives whether any process was asked to stop."""
+        settings, place, task = self.settings, self.place, self.task
+        indices, epoch = self.course.next()
+        parts = place.world * settings.accumulate
+        pieces = [indices[place.rank * settings.accumulate + at :: parts] for at in range(settings.accumulate)]
+        # A piece without examples computes one for nothing: every process must take part.
+        batches = [task.batch(piece or indices[:1], epoch) for piece in pieces]
+        counts: dict[str, float] = {}
+        for piece, batch in zip(pieces, batches, strict=True):
+            for name, count in task.counts(batch).items():
+                counts[name] = counts.get(name, 0) + (count if piece else 0)
+        summed = place.added(torch.tensor([*counts.values(), float(stop)], dtype=torch.float64)).tolist()
+        counts = {name: max(1.0, found) for name, found in zip(counts, summed, strict=False)}
+        self.step += 1
+        terms = torch.zeros(len(counts), dtype=torch.float64, device=place.device)
+        for at, (piece, batch) in enumerate(zip(pieces, batches, strict=True)):
+            with unsynchronised(self.runner, at == len(pieces) - 1):
+                with self._precision(), all_finite():
+                    totals = self.runner(_moved(batch, place.device))
+                # Processes average their gradients, so that each counts for all.
+                loss = sum(totals[name] / count for name, count in counts.items()) * (place.world if piece else 0)
+                loss.backward()
+            if piece:
+                terms += torch.stack([totals[name].detach().double() for name in counts])
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate(settings, self.step)
+        norm = nn.utils.clip_grad_norm_(self.objective.parameters(), settings.clip or math.inf)
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        size = sum(self.course.sizes[index] for index in indices)
+        self.tokens += size
+        self.loss_terms = tuple(counts)
+        divisor = torch.tensor(list(counts.values()), dtype=torch.float64).to(place.device, non_blocking=True)
+        self.owed.append((self.step, terms / divisor, norm.detach().double(), size))
+        return summed[-1] > 0
+
+    def _precision(self) -> Any:
+        wanted = self.settings.precision == "bfloat16"
+        return torch.autocast(self.place.device.type, torch.bfloat16) if wanted else nullcontext()
+
+    def _settle(self) -> None:
+        """Read the losses that are owed and write them down."""
+        if not self.owed:
+            return
+        found = self.place.added(torch.stack([terms for _, terms, _, _ in self.owed])).cpu()
+        norms = torch.stack([norm for _, _, norm, _ in self.owed]).tolist()
+        for (step, _, _, size), row, norm in zip(self.owed, found, norms, strict=True):
+            self.loss = float(row.sum())
+            values = {"step": step, "loss": self.loss, "norm": norm, "rate": rate(self.settings, step), "tokens": size}
+            if len(row) > 1:
+                values |= {f"{name} loss": float(one) for name, one in zip(self.loss_terms, row, strict=True)}
+            if self.metrics is not None:
+                self.metrics.add({**values, "seconds": round(self.seconds, 3)})
+            if not math.isfinite(self.loss) or not math.isfinite(norm):
+                last, _ = store.newest(self.folder / "checkpoints")
+                raise ValueError(
+                    f"loss: expected a finite number, got {self.loss} (gradient {norm}) at step {step}; try a lower "
+                    f"learning rate. The last checkpoint is {'none' if last is None else last.name}"
+                )
+        self.owed = []
+
+    def _evaluate(self) -> None:
+        self.objective.eval()
+        eager = torch.compiler.set_stance("force_eager") if self.settings.compile else nullcontext()
+        with torch.no_grad(), self._precision(), eager:
+            results = self.runner(None) if self.place.strategy == "fsdp" else self.objective(None)
+        name, way = self.task.watched
+        better = self.best is None or (
+            results[name] < self.best[name] if way == "least" else results[name] > self.best[name]
+        )
+        self.stale = 0 if better else self.stale + 1
+        if better:
+            self.best = dict(results)
+            write_model(self.objective, self.folder / "model", self.place)
+        lines = tuple(self.task.samples(self.task.model)) if self._speaks() else ()
+        self.objective.train()
+        if self.metrics is not None:
+            self.metrics.add({"step": self.step, "evaluation": results})
+        self.watch(self._report(kind="evaluated", results=results, samples=lines))
+
+    def _speaks(self) -> bool:
+        return self.place.first and self.place.strategy == "ddp"
+
+    def _tired(self) -> bool:
+        return self.settings.patience is not None and self.stale >= self.settings.patience
+
+    def _save(self) -> None:
+        if self.metrics is not None:
+            self.metrics.flush()
+        note = {
+            "step": self.step,
+            "epoch": self.course.epoch,
+            "batch": self.course.batch,
+            "tokens": self.tokens,
+            "seconds": self.seconds,
+            "best": self.best,
+            "stale": self.stale,
+            "world": self.place.world,
+        }
+        store.save(
+            self.folder / "checkpoints", self.step, {**self._tensors(), **self._random()}, note, keep=self.settings.keep
+        )
+
+    def _tensors(self) -> dict[str, Tensor]:
+        model = {f"model.{name}": tensor for name, tensor in self.objective.model.state_dict().items()}
+        return model | {f"optimizer.{name}": tensor for name, tensor in memory(self.objective, self.optimizer).items()}
+
+    def _random(self) -> dict[str, Tensor]:
+        found = {f"random.cpu.{self.place.rank}": torch.get_rng_state()}
+        if self.place.device.type == "cuda":
+            found[f"random.cuda.{self.place.rank}"] = torch.cuda.get_rng_state(self.place.device)
+        return found
+
+    def _resume(self) -> str:
+        """Go on where the newest good checkpoint ends. Gives what there is to say about it."""
+        path, damaged = store.newest(self.folder / "checkpoints")
+        if path is None:
+            return " ".join(damaged)
+        tensors, random = self._tensors(), self._random()
+        note = store.read_note(path)
+        alike = note["world"] == self.place.world
+        store.load(path, {**tensors, **(random if alike else {})})
+        if alike:
+            torch.set_rng_state(random[f"random.cpu.{self.place.rank}"])
+            if self.place.device.type == "cuda":
+                torch.cuda.set_rng_state(random[f"random.cuda.{self.place.rank}"], self.place.device)
+        self.step, self.tokens, self.seconds = note["step"], note["tokens"], note["seconds"]
+        self.best, self.stale = note["best"], note["stale"]
+        self.course.move(note["epoch"], note["batch"])
+        return " ".join([*damaged, f"going on after step {self.step}"])
+
+    def _report(self, **changes: Any) -> Report:
+        passed = max(self.seconds, 1e-9)
+        left = passed / max(1, self.step) * (self.settings.steps - self.step)
+        values: dict[str, Any] = {
+            "step": self.step,
+            "steps": self.settings.steps,
+            "results": self.best or {},
+            "loss": self.loss,
+            "seconds": self.seconds,
+            "tokens_per_second": self.tokens / passed,
+            "seconds_left": left,
+            "early": self._tired(),
+        }
+        return Report(**{**values, **changes})
+
+
+def _moved(batch: Batch, device: torch.device) -> Batch:
+    if device.type != "cuda":
+        return {name: tensor.to(device) for name, tensor in batch.items()}
+    return {name: tensor.pin_memory().to(device, non_blocking=True) for name, tensor in batch.items()}
+
+
+def _recompute(model: nn.Module) -> None:
+    """Let blocks be computed again in the backward pass instead of kept."""
+    for module in model.modules():
+        if isinstance(module, Block):
+            module.forward = _again(module.forward)  # type: ignore[method-assign]
+
+
+def _again(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    return run

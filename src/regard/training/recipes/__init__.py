@@ -1,0 +1,35 @@
+"""Recipes: one file each, with its `Options`, its default `settings()` and `build(options, folder, seed)`, which gives
+the task."""
+
+import importlib
+from types import ModuleType
+
+from regard.mechanisms import named
+from regard.mechanisms.kernel import FeatureMechanism
+
+NAMES = ("translate", "lm", "bert", "classify", "vision")
+
+
+def recipe(name: str) -> ModuleType:
+    """The module of a recipe.
+
+    >>> from regard.training.recipes import recipe
+    >>> recipe("translate").Options().mechanism
+    'softmax'
+    """
+    if name not in NAMES:
+        raise ValueError(f"recipe: expected one of {', '.join(NAMES)}, got {name!r}")
+    return importlib.import_module(f"regard.training.recipes.{name}")
+
+
+def check_causal(mechanism: str, window: int | None) -> None:
+    """Raise ValueError for a mechanism that a decoder cannot have, or not with a window.
+
+    >>> from regard.training.recipes import check_causal
+    >>> check_causal("softmax", window=16)
+    """
+    found = named(mechanism)
+    if not found.by_pairs:
+        raise ValueError(f"mechanism: expected one that can be causal, got {mechanism}")
+    if window is not None and isinstance(found, FeatureMechanism):
+        raise ValueError(f"window: expected none with {mechanism}, whose sums forget nothing, got {window}")

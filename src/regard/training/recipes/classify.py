@@ -1,0 +1,240 @@
+"""Classes of texts, by a pre-trained encoder with a new head (Devlin et al. 2018, 4.1), or by one from scratch.
+
+    loss = -mean log p(class | text)
+
+The embedded texts are sentences of Python's documentation, by the area of the standard library they come from.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from regard.checkpoints import load
+from regard.checkpoints.tokenizer import Tokenizer
+from regard.data.labels import Integers, LabelledTokens, labelled, split_labelled
+from regard.data.vocabulary import train_wordpiece
+from regard.mask import padding
+from regard.mechanisms import REGISTRY, named
+from regard.models.base import Model
+from regard.models.encoder import Encoder, EncoderConfig
+from regard.training.settings import Settings, option
+from regard.training.task import Batch, Task, Totals
+
+JUDGED = 2048
+"""Held-out texts that an evaluation looks at."""
+TOGETHER = 64
+"""Of them in one batch."""
+SHOWN = 4
+SIZES = {"vocabulary": 4096, "width": 128, "layers": 2, "heads": 4}
+"""Of a model from scratch, unless they are given."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What to classify, and with what.
+
+    >>> from regard.training.recipes.classify import Options
+    >>> Options(start="runs/bert", window=16).start
+    'runs/bert'
+    """
+
+    data: str | None = option(None, "A table, `label TAB text` a line; areas of Python's documentation if not given.")
+    start: str | None = option(None, "A run, a checkpoint or a name of `regard models` to begin with; scratch if none.")
+    length: int = option(128, "Tokens of a text; of longer ones the beginning counts.")
+    dropout: float = option(0.1, "Share of what each sub-layer adds that is dropped in training.")
+    mechanism: str | None = option(None, f"Attention, one of {', '.join(REGISTRY)}; softmax, or the start's.")
+    window: int | None = option(None, "Tokens that each sees before it and after it; all, or the start's.")
+    vocabulary: int | None = option(None, f"From scratch: word pieces, at most; {SIZES['vocabulary']} if not given.")
+    width: int | None = option(None, f"From scratch: numbers of a token; {SIZES['width']} if not given.")
+    layers: int | None = option(None, f"From scratch: layers; {SIZES['layers']} if not given.")
+    heads: int | None = option(None, f"From scratch: heads of an attention; {SIZES['heads']} if not given.")
+    kv_heads: int | None = option(None, "From scratch: key/value heads; as many as heads if not given, 1 is MQA.")
+
+    def __post_init__(self) -> None:
+        for name in (*SIZES, "kv_heads"):
+            given = getattr(self, name)
+            if given is not None and self.start is not None:
+                raise ValueError(f"{name}: expected none, the model that training starts from has its own, got {given}")
+        if self.length < 8:
+            raise ValueError(f"length: expected at least 8, got {self.length}")
+        if self.mechanism is not None:
+            named(self.mechanism)
+        if self.start is None:
+            self.config(self.size("vocabulary"))
+
+    def size(self, name: str) -> int:
+        """A size of a model from scratch."""
+        given = getattr(self, name)
+        return SIZES[name] if given is None else int(given)
+
+    def config(self, vocabulary_size: int) -> EncoderConfig:
+        """The config of a model from scratch, as yet without classes."""
+        return EncoderConfig(
+            vocabulary_size=vocabulary_size,
+            embedding_dim=self.size("width"),
+            num_layers=self.size("layers"),
+            num_heads=self.size("heads"),
+            num_kv_heads=self.kv_heads,
+            window=self.window,
+            context_length=self.length,
+            mechanism=self.mechanism or "softmax",
+            padding_token=0,
+        )
+
+
+def settings() -> Settings:
+    """What learns the embedded classes in a minute or two on two cores; a pre-trained model needs less."""
+    return Settings(steps=1500, learning_rate=5e-4, warmup=100, batch_size=32)
+
+
+def build(options: Options, folder: Path, seed: int) -> "Classification":
+    """The task. `folder` gets the tokenizer and the tokens, or gives them, if it has them.
+
+    >>> import tempfile
+    >>> from regard.training.recipes import classify
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     table = Path(folder, "own.tsv")
+    ...     _ = table.write_text("".join(f"{'odd' if n % 2 else 'even'}\\tThe number {n}.\\n" for n in range(99)))
+    ...     small = classify.Options(data=str(table), vocabulary=80, width=16, heads=2, layers=1)
+    ...     task = classify.build(small, Path(folder), seed=0)
+    >>> task.model.config.class_names
+    ('even', 'odd')
+    """
+    source = None if options.start is None else _started(options)
+    tokenizer = Tokenizer.from_folder(folder)
+    paths = [folder / "train.npz", folder / "held-out.npz"]
+    if tokenizer is None or not all(path.is_file() for path in paths):
+        examples = labelled(None if options.data is None else Path(options.data))
+        parts = split_labelled(examples)
+        names = sorted({label for label, _ in examples})
+        tokenizer = source.tokenizer if source is not None else None
+        if tokenizer is None:
+            tokenizer = train_wordpiece((text for _, text in parts[0]), options.size("vocabulary"))
+        length = options.length if source is None else min(options.length, source.config.context_length)
+        tokenizer.save(folder)
+        for part, path in zip(parts, paths, strict=True):
+            LabelledTokens.of(part, names, tokenizer, length).save(path)
+    train, held_out = (LabelledTokens.load(path) for path in paths)
+    config = options.config(tokenizer.vocabulary_size) if source is None else source.config
+    torch.manual_seed(seed)
+    model = Encoder(
+        replace(
+            config,
+            pooler=True,
+            masked_words=False,
+            next_sentence=False,
+            inverted_sentence=False,
+            num_classes=len(train.class_names),
+            class_names=train.class_names,
+            dropout=options.dropout,
+            attention_dropout=0.0,
+        )
+    )
+    if source is not None:
+        # What both have: not the heads of pre-training, and not the new one; a pooler, if it had one.
+        shared = {name: one for name, one in source.state_dict().items() if not name.startswith("classes.")}
+        own = model.state_dict()
+        model.load_state_dict({name: shared.get(name, one) for name, one in own.items()})
+    model.tokenizer = tokenizer
+    return Classification(model, train, held_out, options)
+
+
+def _started(options: Options) -> Encoder:
+    """The encoder to start from, with the options' attention."""
+    source = load(str(options.start), mechanism=options.mechanism, dtype=torch.float32)
+    if not isinstance(source, Encoder):
+        raise ValueError(f"from: expected an encoder, got {options.start}, which is a {type(source).__name__}")
+    if source.tokenizer is None or source.tokenizer.classification is None:
+        raise ValueError(f"from: expected an encoder with a tokenizer that puts [CLS] first, got {options.start}")
+    if options.window is not None:
+        source.config = replace(source.config, window=options.window)
+    return source
+
+
+class Classification(Task):
+    """Classes of texts."""
+
+    name: ClassVar[str] = "classify"
+    model: Encoder
+
+    def __init__(self, model: Encoder, train: LabelledTokens, held_out: LabelledTokens, options: Options) -> None:
+        self.model, self.train, self.held_out, self.options = model, train, held_out, options
+        self.judged = np.sort(np.arange(len(held_out.labels))[:: -(-len(held_out.labels) // JUDGED)])
+        counts = np.bincount(train.labels, minlength=len(train.class_names))
+        self.baseline = float((held_out.labels[self.judged] == counts.argmax()).mean())
+
+    def sizes(self) -> Sequence[int]:
+        return self.train.sizes.tolist()
+
+    def batch(self, indices: Sequence[int], epoch: int) -> Batch:
+        return {name: torch.from_numpy(one) for name, one in self.train.batch(indices).items()}
+
+    def counts(self, batch: Batch) -> dict[str, int]:
+        return {"loss": len(batch["labels"])}
+
+    def totals(self, model: nn.Module, batch: Batch) -> Totals:
+        return {"loss": F.cross_entropy(self._logits(model, batch), batch["labels"], reduction="sum")}
+
+    def _logits(self, model: nn.Module, batch: Batch) -> Tensor:
+        mask = padding(batch["lengths"])
+        return self.model.classify(model(batch["tokens"], None, mask), mask)
+
+    def evaluate(self, model: Model) -> dict[str, float]:
+        """Loss, accuracy and the classes' mean F1 on held-out texts; and what the most frequent class would reach."""
+        order = self.judged[np.argsort(self.held_out.sizes[self.judged], kind="stable")]
+        loss, guesses = 0.0, []
+        for start in range(0, len(order), TOGETHER):
+            rows = self.held_out.batch(order[start : start + TOGETHER].tolist())
+            batch = {name: torch.from_numpy(one).to(model.device) for name, one in rows.items()}
+            logits = self._logits(model, batch)
+            loss += float(F.cross_entropy(logits, batch["labels"], reduction="sum"))
+            guesses.append(logits.argmax(-1).cpu().numpy())
+        labels, found = self.held_out.labels[order], np.concatenate(guesses)
+        return {
+            "loss": loss / len(order),
+            "accuracy": float((found == labels).mean()),
+            "baseline": self.baseline,
+            "macro F1": macro_f1(labels, found),
+        }
+
+    def card(self) -> dict[str, Any]:
+        source = Path(self.options.data).name if self.options.data else "Sentences of Python's documentation, by area"
+        begun = f" Training began with {self.options.start}." if self.options.start else ""
+        return {
+            "data": f"{source}: {len(self.train.labels):,} texts of {len(self.train.class_names)} classes "
+            f"({', '.join(self.train.class_names)}); {len(self.held_out.labels):,} held out.{begun}",
+            "use": "Classes of texts like these: `regard classify RUN TEXT`.",
+        }
+
+    def samples(self, model: Model) -> list[str]:
+        """Some held-out texts and what the model says of them."""
+        chosen = self.judged[:: -(-len(self.judged) // SHOWN)].tolist()
+        batch = {name: torch.from_numpy(one).to(model.device) for name, one in self.held_out.batch(chosen).items()}
+        guesses = self._logits(model, batch).argmax(-1).tolist()
+        assert self.model.tokenizer is not None
+        lines = []
+        for row, length, label, guess in zip(batch["tokens"], batch["lengths"], batch["labels"], guesses, strict=True):
+            said, true = self.train.class_names[guess], self.train.class_names[int(label)]
+            text = self.model.tokenizer.decode(row[: int(length)])
+            lines.append(f"{said}{'' if said == true else f', not {true}'}: {text}")
+        return lines
+
+
+def macro_f1(labels: Integers, guesses: Integers) -> float:
+    """The mean over classes of 2 · hits / (examples + guesses), of classes that have either.
+
+    >>> import numpy as np
+    >>> from regard.training.recipes.classify import macro_f1
+    >>> macro_f1(np.array([0, 0, 1, 2]), np.array([0, 1, 1, 1]))
+    0.38888888888888884
+    """
+    size = int(max(labels.max(), guesses.max())) + 1
+    hits = np.bincount(labels[labels == guesses], minlength=size)
+    both = np.bincount(labels, minlength=size) + np.bincount(guesses, minlength=size)
+    return float((2 * hits[both > 0] / both[both > 0]).mean())

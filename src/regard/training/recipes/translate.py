@@ -1,0 +1,414 @@
+"""Translation: the original encoder-decoder (Vaswani et al. 2017), French to English or whatever the pairs are.
+
+    loss = Σ over target tokens of  (1 - ε) · -log p(token) + ε · mean over the vocabulary of -log p
+
+The embedded pairs are a phrase-book whose held-out sentences combine words that never met in training. Real pairs come
+from tables (.tsv) and message catalogues (.po, .mo).
+"""
+
+import re
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from regard.checkpoints.tokenizer import Tokenizer
+from regard.data.pairs import Pair, read_pairs, split_pairs
+from regard.data.phrasebook import Swap, phrasebook
+from regard.data.vocabulary import train_bpe
+from regard.generation import Generated, generate
+from regard.mask import padding
+from regard.mechanisms import REGISTRY
+from regard.models.base import Model
+from regard.models.transformer import Transformer, TransformerConfig
+from regard.trace import trace
+from regard.training.recipes import check_causal
+from regard.training.settings import Settings, option
+from regard.training.task import Batch, Task, Totals
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+PAD, START, END = 0, 1, 2
+LONGEST = 256
+"""Tokens of a source or a target; longer pairs are left out."""
+TRANSLATED = 200
+"""Held-out sentences that an evaluation translates."""
+TOGETHER = 64
+"""Sentences that are translated as one batch."""
+SHIPPED = Path(__file__).parents[2] / "shipped" / "translator"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What to translate, and with what.
+
+    >>> from regard.training.recipes.translate import Options
+    >>> Options(mechanism="quadratic", kv_heads=1).width
+    128
+    """
+
+    data: tuple[str, ...] = option((), "Files or folders of pairs: .tsv, .po, .mo. The phrase-book if none.")
+    count: int = option(100000, "Phrase-book sentences to train on.")
+    held_out: int = option(1000, "Pairs kept for evaluation.")
+    vocabulary: int = option(3072, "Tokens of the vocabulary that both languages share, at most.")
+    width: int = option(128, "Numbers of a token.")
+    layers: int = option(2, "Layers of the encoder, and of the decoder.")
+    heads: int = option(4, "Heads of an attention.")
+    hidden: int = option(512, "Hidden units of a position-wise network.")
+    dropout: float = option(0.0, "Share of what each sub-layer adds that is dropped in training.")
+    pre_norm: bool = option(True, "Norms before sub-layers; after them, as in the original, if not.")
+    label_smoothing: float = option(0.1, "Share of the probability that targets give to all tokens alike.")
+    mechanism: str = option("softmax", f"Attention, one of {', '.join(REGISTRY)}.")
+    kv_heads: int | None = option(None, "Key/value heads; as many as heads if not given, 1 is MQA.")
+    window: int | None = option(None, "Tokens that source and target tokens see of their own text; all if not given.")
+    beams: int = option(1, "Beams of the translations that are evaluated.")
+
+    def __post_init__(self) -> None:
+        for name, least in (("count", 1), ("held_out", 1), ("vocabulary", 8), ("beams", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}: expected at least {least}, got {getattr(self, name)}")
+        if not 0 <= self.label_smoothing < 1:
+            raise ValueError(f"label_smoothing: expected at least 0 and below 1, got {self.label_smoothing}")
+        check_causal(self.mechanism, self.window)
+        self.config(self.vocabulary)
+
+    def config(self, vocabulary_size: int) -> TransformerConfig:
+        """The model's config."""
+        return TransformerConfig(
+            vocabulary_size=vocabulary_size,
+            embedding_dim=self.width,
+            num_layers=self.layers,
+            num_heads=self.heads,
+            num_kv_heads=self.kv_heads,
+            hidden_dim=self.hidden,
+            dropout=self.dropout,
+            pre_norm=self.pre_norm,
+            mechanism=self.mechanism,
+            window=self.window,
+            context_length=2 * LONGEST,
+            start_token=START,
+            end_tokens=(END,),
+            padding_token=PAD,
+        )
+
+
+def settings() -> Settings:
+    """What trains the phrase-book in minutes on two cores."""
+    return Settings(steps=5000, learning_rate=2e-3, warmup=200, batch_tokens=2048)
+
+
+def build(options: Options, folder: Path, seed: int) -> "Translation":
+    """The task. `folder` gets the tokenizer, or gives it, if it has one.
+
+    >>> import tempfile
+    >>> from regard.training.recipes import translate
+    >>> small = translate.Options(count=100, held_out=10, width=16, heads=2, layers=1)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     task = translate.build(small, Path(folder), seed=0)
+    >>> len(task.sizes()), sorted(task.batch([0, 1], epoch=0))
+    (100, ['source', 'source_lengths', 'target', 'target_lengths'])
+    """
+    if options.data:
+        train, held_out = split_pairs(read_pairs(options.data), options.held_out, seed)
+    else:
+        train = phrasebook("train", options.count, seed)
+        held_out = phrasebook("held_out", options.held_out, seed)
+    tokenizer = Tokenizer.from_folder(folder)
+    if tokenizer is None:
+        tokenizer = train_bpe((text for pair in train for text in pair), options.vocabulary)
+        tokenizer.save(folder)
+    torch.manual_seed(seed)
+    model = Transformer(options.config(tokenizer.vocabulary_size))
+    model.tokenizer = tokenizer
+    return Translation(options, model, train, held_out)
+
+
+class _Rows:
+    """Token sequences of many lengths, one after another in one array."""
+
+    def __init__(self, rows: Sequence[Sequence[int]]) -> None:
+        self.lengths = np.array([len(row) for row in rows], dtype=np.int64)
+        self.starts = np.concatenate([[0], self.lengths.cumsum()])
+        self.tokens = np.fromiter((token for row in rows for token in row), dtype=np.int32, count=int(self.starts[-1]))
+
+    def padded(self, indices: np.ndarray) -> tuple[Tensor, Tensor]:
+        """Some of them as a table filled up on the right, and their lengths."""
+        lengths = self.lengths[indices]
+        place = np.arange(lengths.max())
+        inside = place < lengths[:, None]
+        table = np.full(inside.shape, PAD, dtype=np.int64)
+        table[inside] = self.tokens[(self.starts[indices][:, None] + place)[inside]]
+        return torch.from_numpy(table), torch.from_numpy(lengths)
+
+
+class _Examples:
+    """Pairs as tokens: sources as the model reads them, targets between their first token and their last."""
+
+    def __init__(self, pairs: Sequence[Pair], tokenizer: Tokenizer) -> None:
+        rows = [(tokenizer.encode(source), [START, *tokenizer.encode(target)]) for source, target in pairs]
+        fits = [at for at, row in enumerate(rows) if max(map(len, row)) <= LONGEST]
+        self.pairs = [pairs[at] for at in fits]
+        self.sources = _Rows([rows[at][0] for at in fits])
+        self.targets = _Rows([rows[at][1] for at in fits])
+        self.sizes = (self.sources.lengths + self.targets.lengths - 1).tolist()
+
+    def batch(self, indices: Sequence[int]) -> Batch:
+        chosen = np.asarray(indices)
+        source, source_lengths = self.sources.padded(chosen)
+        target, target_lengths = self.targets.padded(chosen)
+        return {
+            "source": source,
+            "source_lengths": source_lengths,
+            "target": target,
+            "target_lengths": target_lengths,
+        }
+
+
+class Translation(Task):
+    """Pairs of sentences, and the encoder-decoder that learns to make one of the other."""
+
+    name: ClassVar[str] = "translate"
+    model: Transformer
+
+    def __init__(self, options: Options, model: Transformer, train: Sequence[Pair], held_out: Sequence[Pair]) -> None:
+        assert model.tokenizer is not None
+        self.options, self.model = options, model
+        self.train, self.held_out = _Examples(train, model.tokenizer), _Examples(held_out, model.tokenizer)
+        for name, found in (("data", self.train), ("held_out", self.held_out)):
+            if not found.pairs:
+                raise ValueError(f"{name}: expected pairs of at most {LONGEST} tokens, got none")
+
+    def sizes(self) -> Sequence[int]:
+        return self.train.sizes
+
+    def batch(self, indices: Sequence[int], epoch: int) -> Batch:
+        return self.train.batch(indices)
+
+    def counts(self, batch: Batch) -> dict[str, int]:
+        return {"loss": int((batch["target_lengths"] - 1).sum())}
+
+    def totals(self, model: nn.Module, batch: Batch) -> Totals:
+        logits, labels = _predictions(model, batch)
+        smoothing = self.options.label_smoothing
+        return {"loss": F.cross_entropy(logits, labels, reduction="sum", label_smoothing=smoothing)}
+
+    def evaluate(self, model: Model) -> dict[str, float]:
+        """Loss without smoothing and the share of right tokens, of all held-out pairs; exact translations and BLEU, of
+        the first `TRANSLATED`."""
+        loss, right, count = 0.0, 0, 0
+        for indices in _like_sizes(self.held_out.sizes):
+            batch = {name: one.to(model.device) for name, one in self.held_out.batch(indices).items()}
+            logits, labels = _predictions(model, batch)
+            loss += float(F.cross_entropy(logits.float(), labels, reduction="sum"))
+            right += int((logits.argmax(-1) == labels).sum())
+            count += len(labels)
+        found = quality(model, self.held_out.pairs[:TRANSLATED], beams=self.options.beams)
+        return {"loss": loss / count, "accuracy": right / count, **found}
+
+    def card(self) -> dict[str, Any]:
+        options = self.options
+        known, kept = len(self.train.pairs), len(self.held_out.pairs)
+        if options.data:
+            data = (
+                f"{known:,} pairs of {', '.join(Path(path).name for path in options.data)}; {kept:,} others held out."
+            )
+        else:
+            data = (
+                f"{known:,} sentences of the embedded French-English phrase-book, and {kept:,} held-out ones, which "
+                "combine words that never met in training."
+            )
+        told = {"data": data, "use": "Translates sentences like those it was trained on: `regard translate`."}
+        if _sacrebleu() is None:
+            told["data"] += " BLEU was not measured, for want of sacrebleu."
+        return told
+
+    def samples(self, model: Model) -> list[str]:
+        pairs = self.held_out.pairs[:3]
+        found = translate(model, [source for source, _ in pairs], beams=self.options.beams)
+        return [f"{source} → {text} ({target})" for (source, target), text in zip(pairs, found, strict=True)]
+
+
+def _predictions(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Logits (N, D) and labels (N,) of the real places of a batch's targets."""
+    target, lengths = batch["target"], batch["target_lengths"] - 1
+    at = torch.arange(target.shape[1] - 1, device=target.device) < lengths[:, None]
+    logits = model(batch["source"], target[:, :-1], padding(batch["source_lengths"]), padding(lengths), at=at)
+    return logits, target[:, 1:][at]
+
+
+def _like_sizes(sizes: Sequence[int]) -> Iterator[list[int]]:
+    """All places, in batches of like sizes."""
+    order = np.argsort(np.asarray(sizes), kind="stable").tolist()
+    return (order[start : start + TOGETHER] for start in range(0, len(order), TOGETHER))
+
+
+def translate(
+    model: Model, texts: Sequence[str], *, beams: int = 4, max_new_tokens: int | None = None
+) -> list[Generated]:
+    """Translations of texts, in their order, by the likeliest of some beams, or token by token with `beams=1`.
+
+    `max_new_tokens` is of each, at most; twice as many as the longest text has, and 16, if not given.
+
+    >>> from regard.training.recipes.translate import shipped, translate
+    >>> translate(shipped(), ["La voiture rouge est rapide."])
+    ['The red car is fast.']
+    """
+    sources = [_tokenizer(model).encode(text) for text in texts]
+    most = max_new_tokens or 2 * max(map(len, sources), default=0) + 16
+    found: dict[int, Generated] = {}
+    for part in _like_sizes([len(source) for source in sources]):
+        written = generate(model, [sources[at] for at in part], max_new_tokens=most, beams=beams)
+        found |= zip(part, written, strict=True)
+    return [found[at] for at in range(len(sources))]
+
+
+def _tokenizer(model: Model) -> Tokenizer:
+    """The tokenizer of a model that can translate."""
+    if not isinstance(model, Transformer):
+        raise ValueError(f"model: expected an encoder-decoder, got {type(model).__name__}")
+    if model.tokenizer is None:
+        raise ValueError("model: expected one with a tokenizer, got one without")
+    return model.tokenizer
+
+
+def quality(model: Model, pairs: Sequence[Pair], *, beams: int = 1) -> dict[str, float]:
+    """How good translations are: `exact`, the share equal to their reference, and `bleu`, where sacrebleu is installed.
+
+    >>> from regard.data.phrasebook import phrasebook
+    >>> from regard.training.recipes.translate import quality, shipped
+    >>> quality(shipped(), phrasebook("held_out", 50))["exact"] > 0.9
+    True
+    """
+    found = translate(model, [source for source, _ in pairs], beams=beams)
+    references = [target for _, target in pairs]
+    results = {"exact": sum(map(str.__eq__, found, references)) / len(pairs)}
+    sacrebleu = _sacrebleu()
+    if sacrebleu is not None:
+        results["bleu"] = sacrebleu.corpus_bleu(found, [references]).score
+    return results
+
+
+def _sacrebleu() -> Any:
+    try:
+        import sacrebleu
+    except ImportError:
+        return None
+    return sacrebleu
+
+
+def shipped() -> Transformer:
+    """The translator that comes with the package, trained on the phrase-book."""
+    from regard.checkpoints import load
+
+    model = load(SHIPPED, dtype=torch.float32)
+    assert isinstance(model, Transformer)
+    return model
+
+
+@torch.inference_mode()
+def looks(model: Model, source: str, target: str) -> tuple[list[str], list[str], Float[Tensor, "L H T S"]]:
+    """Where the decoder looks as it writes each word: words of the target, words of the source, and the weights of
+    cross-attention between them, for each layer and head.
+
+    A row is the mean of those at which the word's tokens are predicted; a column sums over a word's tokens. Special
+    tokens are words of their own, so that rows sum to 1.
+
+    >>> from regard.training.recipes.translate import looks, shipped
+    >>> rows, columns, weights = looks(shipped(), "La voiture rouge est rapide.", "The red car is fast.")
+    >>> rows[:3], columns[:3], weights.shape[2:] == (len(rows), len(columns))
+    (['The', 'red', 'car'], ['La', 'voiture', 'rouge'], True)
+    """
+    tokenizer = _tokenizer(model)
+    read, written = tokenizer.encode(source), tokenizer.encode(target)
+    with trace(model, keep=("weights",)) as found:
+        model(torch.tensor([read], device=model.device), torch.tensor([[START, *written[:-1]]], device=model.device))
+    (columns, across), (rows, down) = _words(tokenizer, read), _words(tokenizer, written)
+    kept = torch.stack([layer.need("weights")[0] for layer in found.select(kind="cross").layers])
+    across, down = across.to(kept), down.to(kept)
+    return rows, columns, torch.einsum("it,lhts,js->lhij", down / down.sum(-1, keepdim=True), kept, across)
+
+
+def _words(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[list[str], Bool[Tensor, "W T"]]:
+    """The words that tokens make up, signs and special tokens among them, and which tokens each has.
+
+    A token belongs to the run of letters, or of signs, that it ends in: l' is a word of its own.
+    """
+    special = {tokenizer.bos, tokenizer.eos, tokenizer.pad, tokenizer.unk}
+    text = tokenizer.decode([one for one in ids if one not in special])
+    runs = [run.end() for run in re.finditer(r"\w+|[^\w\s]+", text)]
+    words: list[list[int]] = []
+    last, plain = None, list[int]()
+    for at, token in enumerate(ids):
+        if token not in special:
+            plain.append(token)
+        # Half a character counts as the whole one, so that the length tells where a token ends.
+        place = ("special", at) if token in special else ("run", bisect_left(runs, len(tokenizer.decode(plain))))
+        if place != last:
+            words.append([])
+        words[-1].append(at)
+        last = place
+    owns = torch.zeros(len(words), len(ids), dtype=torch.bool)
+    for word, places in enumerate(words):
+        owns[word, places] = True
+    return [tokenizer.decode([ids[at] for at in places], special=True).strip() for places in words], owns
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """How well cross-attention pairs words that change places."""
+
+    share: float
+    """Of sentences in which the adjective looks at the adjective and the noun at the noun."""
+    layer: int
+    """Of the decoder, where that is so most often."""
+    head: int | None
+    """None for the mean of the layer's heads."""
+    weight: float
+    """That the right words get there, on average."""
+
+
+def alignment(model: Model, swaps: Sequence[Swap]) -> Alignment:
+    """How often noun and adjective look across their swap, in the layer and head that do it best.
+
+    A word looks at the source's word that has most of its weight, special tokens among them.
+
+    >>> from regard.data.phrasebook import swaps
+    >>> from regard.training.recipes.translate import alignment, shipped
+    >>> alignment(shipped(), swaps("held_out", 20)).share > 0.9
+    True
+    """
+    right, held = [], []
+    for source, target, read, written in swaps:
+        rows, columns, weights = looks(model, source, target)
+        every = torch.cat([weights, weights.mean(1, keepdim=True)], dim=1)  # the mean as one more head
+        down, across = [rows.index(word) for word in written], [columns.index(word) for word in read]
+        right.append((every[..., down, :].argmax(-1).cpu() == torch.tensor(across)).all(-1))
+        held.append(every[..., down, across].mean(-1))
+    shares, means = torch.stack(right).double().mean(0), torch.stack(held).mean(0)
+    layers, heads = shares.shape
+    places = [(layer, head) for layer in range(layers) for head in range(heads)]
+    layer, head = max(places, key=lambda at: (float(shares[at]), float(means[at])))
+    return Alignment(float(shares[layer, head]), layer, None if head == heads - 1 else head, float(means[layer, head]))
+
+
+def attention_figure(model: Model, source: str, target: str) -> "Figure":
+    """Where each word of a translation looks in its source, a heat map for each layer of the decoder.
+
+    >>> from regard.training.recipes.translate import attention_figure, shipped
+    >>> figure = attention_figure(shipped(), "La voiture rouge est rapide.", "The red car is fast.")
+    >>> [axes.get_title(loc="left") for axes in figure.axes][:2]
+    ['layer 1', 'layer 2']
+    """
+    from regard.plots import weights_figure
+
+    rows, columns, weights = looks(model, source, target)
+    panels = {f"layer {number}": layer.mean(0) for number, layer in enumerate(weights, start=1)}
+    return weights_figure(panels, rows, keys=columns, title="Where each word looks as it is written")

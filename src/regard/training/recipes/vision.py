@@ -1,0 +1,367 @@
+"""Image classification: a ViT or a DaViT, on rendered letters and digits, IDX files, CIFAR-10 or folders of pictures.
+
+    loss = Σ over images of  -Σ over classes of  target · log p      target: 1 - ε for the class, and ε spread over all
+
+An example is its bytes and some random numbers. Images are shifted, mirrored, erased and mixed where the model is, a
+whole batch at once.
+
+Pre-training may have a head with a hidden layer (`head="mlp"`); fine-tuning starts from a run or a checkpoint (`start`)
+and puts one linear layer in its place, which begins at 0 (Dosovitskiy et al. 2020).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int64, UInt8
+from torch import Tensor, nn
+
+from regard.checkpoints import load
+from regard.data.glyphs import CHARACTERS, glyphs
+from regard.data.images import Images, draws, pixels, read_images
+from regard.mechanisms import REGISTRY, named
+from regard.models.base import Model
+from regard.models.davit import DaViT, DaViTConfig
+from regard.models.vision import VisionConfig, VisionTransformer
+from regard.training.settings import Settings, option
+from regard.training.task import Batch, Task, Totals
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "vit": {"patch": 7, "width": 96, "layers": "4", "heads": 3},
+    "davit": {"patch": 4, "width": 32, "layers": "1,1", "heads": 1},
+}
+"""What the models are if nothing else is said."""
+OWN = ("model", "patch", "width", "layers", "heads", "kv_heads", "window")
+"""Options that a model which training starts from has answered."""
+TRAIN_GLYPHS, TEST_GLYPHS = 20_000, 2_000
+GLYPH_SIZE = 28
+TESTED = 500
+"""Images that are tested as one batch."""
+SHOWN = 6
+"""Test images whose classes are shown."""
+CHANGES = 7
+"""Random numbers of an image: down, across, mirrored, and the erased part's height, width, top and left."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What to classify, and with what.
+
+    >>> from regard.training.recipes.vision import Options
+    >>> Options(model="davit", layers="1,2").stages
+    (1, 2)
+    """
+
+    data: str | None = option(
+        None, "A folder: IDX files (MNIST, Fashion-MNIST), CIFAR-10, or pictures by class. Rendered glyphs if none."
+    )
+    size: int | None = option(None, f"Side of a rendered glyph's image; {GLYPH_SIZE} if not given.")
+    start: str | None = option(None, "A run or a checkpoint to fine-tune: its model, with a new head.")
+    model: str | None = option(None, "vit or davit; vit if not given.")
+    head: str = option("linear", "A ViT's last part: linear, or mlp, with a hidden layer, for pre-training.")
+    patch: int | None = option(
+        None, "Pixels of a patch's side; for a DaViT the stride that its first stage begins with."
+    )
+    width: int | None = option(None, "Numbers of a token; a DaViT's first stage, twice as many at each further one.")
+    layers: str | None = option(None, "Layers; for a DaViT those of each stage, like 1,2,1.")
+    heads: int | None = option(None, "Heads of an attention; a DaViT's first stage, as width.")
+    kv_heads: int | None = option(None, "A ViT's key/value heads; as many as heads if not given, 1 is MQA.")
+    window: int | None = option(
+        None, "ViT: patches see those so many patches away, and the class token all. DaViT: its windows' side, 7."
+    )
+    mechanism: str | None = option(None, f"Attention, one of {', '.join(REGISTRY)}; softmax if not given.")
+    dropout: float = option(0.0, "Share of what each sub-layer adds that is dropped in training.")
+    label_smoothing: float = option(0.1, "Share of the probability that targets give to all classes alike.")
+    shift: int = option(1, "Pixels that images are shifted by at most, down and across.")
+    flip: bool | None = option(None, "Mirror half of the images; if not given, those of Fashion-MNIST and CIFAR-10.")
+    erase: float = option(0.0, "Sides of a rectangle that is erased, at most, as a part of the image's.")
+    mixup: float = option(0.0, "Share of another image that is mixed in, at most.")
+
+    def __post_init__(self) -> None:
+        for name, known in (("model", (None, *SHAPES)), ("head", ("linear", "mlp"))):
+            if (given := getattr(self, name)) not in known:
+                raise ValueError(f"{name}: expected {' or '.join(one for one in known if one)}, got {given!r}")
+        for name in ("patch", "width", "heads", "kv_heads", "window"):
+            if (given := getattr(self, name)) is not None and given < 1:
+                raise ValueError(f"{name}: expected at least 1, got {given}")
+        for name in ("dropout", "label_smoothing"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name}: expected at least 0 and below 1, got {getattr(self, name)}")
+        for name, most in (("erase", 1.0), ("mixup", 0.5)):
+            if not 0 <= getattr(self, name) <= most:
+                raise ValueError(f"{name}: expected 0 to {most}, got {getattr(self, name)}")
+        if self.shift < 0:
+            raise ValueError(f"shift: expected at least 0, got {self.shift}")
+        if self.mechanism is not None:
+            named(self.mechanism)
+        if self.data is not None and self.size is not None:
+            raise ValueError(f"size: expected none with data, whose images have their own, got {self.size}")
+        if self.size is not None and self.size < 8:
+            raise ValueError(f"size: expected at least 8, got {self.size}")
+        self._check_kind()
+
+    def _check_kind(self) -> None:
+        if self.start is not None:
+            for name in OWN:
+                if (given := getattr(self, name)) is not None:
+                    raise ValueError(
+                        f"{name}: expected none with a model to start from, which has its own, got {given}"
+                    )
+        if self.head == "mlp" and (self.start is not None or self.model == "davit"):
+            who = "a DaViT" if self.model == "davit" else "fine-tuning"
+            raise ValueError(f"head: expected linear for {who}, got mlp")
+        if self.model == "davit" and self.kv_heads is not None:
+            raise ValueError(f"kv_heads: expected none for a DaViT, got {self.kv_heads}")
+        if self.model != "davit" and len(self.stages) != 1:
+            raise ValueError(f"layers: expected one number for a ViT, got {self.layers!r}")
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """How many layers each stage has; a ViT has one stage."""
+        text = str(self._shape["layers"])
+        if not all(part.isascii() and part.isdigit() and int(part) for part in text.split(",")):
+            raise ValueError(f"layers: expected numbers of at least 1, like 4 or 1,2,1, got {text!r}")
+        return tuple(int(part) for part in text.split(","))
+
+    @property
+    def _shape(self) -> dict[str, Any]:
+        default = SHAPES[self.model or "vit"]
+        return {name: value if (own := getattr(self, name)) is None else own for name, value in default.items()}
+
+    def config(self, images: Images) -> VisionConfig | DaViTConfig:
+        """The model's config, for images."""
+        shape, stages = self._shape, self.stages
+        shared: dict[str, Any] = {
+            "num_channels": images.train.images.shape[1],
+            "num_classes": len(images.class_names),
+            "class_names": images.class_names,
+            "mechanism": self.mechanism or "softmax",
+            "dropout": self.dropout,
+        }
+        if self.model != "davit":
+            return VisionConfig(
+                image_size=_sides(images),
+                patch_size=shape["patch"],
+                embedding_dim=shape["width"],
+                num_layers=stages[0],
+                num_heads=shape["heads"],
+                num_kv_heads=self.kv_heads,
+                window=self.window,
+                head="mlp" if self.head == "mlp" else "linear",
+                **shared,
+            )
+        further = len(stages) - 1
+        kernel = max(3, 2 * shape["patch"] - 1)
+        heads = tuple(shape["heads"] * 2**index for index in range(len(stages)))
+        return DaViTConfig(
+            embedding_dim=tuple(shape["width"] * 2**index for index in range(len(stages))),
+            num_layers=stages,
+            num_heads=heads,
+            num_groups=heads,
+            patch_size=(kernel, *[3] * further),
+            patch_stride=(shape["patch"], *[2] * further),
+            patch_padding=(kernel // 2, *[1] * further),
+            norm_first=(False, *[True] * further),
+            window_size=self.window or 7,
+            **shared,
+        )
+
+
+def settings() -> Settings:
+    """For rendered glyphs on two cores: some minutes.
+
+    >>> from regard.training.recipes import vision
+    >>> vision.settings().batch_size
+    64
+    """
+    return Settings(steps=4000, batch_size=64, learning_rate=1e-3, warmup=100, weight_decay=0.05)
+
+
+def build(options: Options, folder: Path, seed: int) -> "Vision":
+    """The task: images, and a model for them.
+
+    >>> from pathlib import Path
+    >>> from regard.training.recipes import vision
+    >>> task = vision.build(vision.Options(width=16, heads=2, layers="1"), Path(), seed=0)
+    >>> sorted((name, tuple(one.shape)) for name, one in task.batch([3, 5], epoch=0).items())
+    [('draws', (2, 9)), ('images', (2, 1, 28, 28)), ('labels', (2,))]
+    """
+    images = _rendered(options, seed) if options.data is None else read_images(Path(options.data))
+    torch.manual_seed(seed)
+    return Vision(_model(options, images), images, options, seed)
+
+
+class Vision(Task):
+    """Images and a model that tells their classes."""
+
+    name: ClassVar[str] = "vision"
+    watched: ClassVar[tuple[str, Literal["least", "most"]]] = ("accuracy", "most")
+    model: VisionTransformer | DaViT
+
+    def __init__(self, model: VisionTransformer | DaViT, images: Images, options: Options, seed: int) -> None:
+        self.model, self.images, self.options, self.seed = model, images, options, seed
+        self.flip = images.mirrored if options.flip is None else options.flip
+
+    def sizes(self) -> Sequence[int]:
+        high, wide = _sides(self.images)
+        if isinstance(self.model, VisionTransformer):
+            tokens = 1 + self.model.config.num_patches
+        else:
+            stride = self.model.config.patch_stride[0]
+            tokens = -(-high // stride) * -(-wide // stride)
+        return [tokens] * len(self.images.train.labels)
+
+    def batch(self, indices: Sequence[int], epoch: int) -> Batch:
+        picked, (images, labels) = torch.tensor(indices), self.images.train
+        numbers = draws(self.seed, epoch, indices, 2 + (2 if self.options.mixup else 1) * CHANGES)
+        found = {"images": images[picked], "labels": labels[picked], "draws": numbers}
+        if self.options.mixup:
+            others = (numbers[:, 0] * len(labels)).long()
+            found |= {"other images": images[others], "other labels": labels[others]}
+        return found
+
+    def counts(self, batch: Batch) -> dict[str, int]:
+        return {"classes": len(batch["labels"])}
+
+    def totals(self, model: nn.Module, batch: Batch) -> Totals:
+        numbers, share = batch["draws"], batch["draws"][:, 1] * self.options.mixup
+        images = self._changed(batch["images"], numbers[:, 2 : 2 + CHANGES])
+        if "other images" in batch:
+            others = self._changed(batch["other images"], numbers[:, 2 + CHANGES :])
+            images = torch.lerp(images, others, share[:, None, None, None].to(images.dtype))
+        logits = model(images)
+        losses = self._losses(logits, batch["labels"])
+        if "other labels" in batch:
+            losses = torch.lerp(losses, self._losses(logits, batch["other labels"]), share.to(losses.dtype))
+        return {"classes": losses.sum()}
+
+    def _changed(self, images: UInt8[Tensor, "B C Y X"], numbers: Float[Tensor, "B D"]) -> Float[Tensor, "B C Y X"]:
+        options = self.options
+        moved = shifted(images, numbers[:, :3], options.shift, self.flip)
+        found = pixels(moved, self.model.dtype)
+        return erased(found, numbers[:, 3:], options.erase) if options.erase else found
+
+    def _losses(self, logits: Float[Tensor, "B D"], labels: Int64[Tensor, "B"]) -> Float[Tensor, "B"]:
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return F.cross_entropy(wide, labels, reduction="none", label_smoothing=self.options.label_smoothing)
+
+    def evaluate(self, model: Model) -> dict[str, float]:
+        """Accuracy and loss on all test images."""
+        images, labels = self.images.test
+        right, loss = torch.zeros((), device=model.device), torch.zeros((), dtype=torch.float64, device=model.device)
+        for low in range(0, len(labels), TESTED):
+            truth = labels[low : low + TESTED].to(model.device)
+            logits = self._logits(model, images[low : low + TESTED])
+            right += (logits.argmax(-1) == truth).sum()
+            loss += F.cross_entropy(logits, truth, reduction="sum")
+        return {"accuracy": right.item() / len(labels), "loss": loss.item() / len(labels)}
+
+    def samples(self, model: Model) -> list[str]:
+        images, labels = self.images.test
+        found = self._logits(model, images[:SHOWN]).softmax(-1).max(-1)
+        names = self.images.class_names
+        return [
+            f"{names[truth]}: taken for {names[guess]} ({sure:.0%})"
+            for truth, guess, sure in zip(
+                labels[:SHOWN].tolist(), found.indices.tolist(), found.values.tolist(), strict=True
+            )
+        ]
+
+    def _logits(self, model: Model, images: UInt8[Tensor, "B C Y X"]) -> Float[Tensor, "B D"]:
+        with torch.no_grad():
+            return model(pixels(images.to(model.device), model.dtype)).double()
+
+    def card(self) -> dict[str, Any]:
+        high, wide = _sides(self.images)
+        train, test, names = len(self.images.train.labels), len(self.images.test.labels), self.images.class_names
+        return {
+            "data": f"{self.images.name}: {train:,} images of {high}×{wide} to train on, {test:,} to test on.",
+            "intended use": f"To tell {len(names)} classes apart: {', '.join(names)[:300]}. Pixels go from -1 to 1.",
+        }
+
+
+def shifted(
+    images: UInt8[Tensor, "B C Y X"], numbers: Float[Tensor, "B 3"], most: int, flip: bool
+) -> UInt8[Tensor, "B C Y X"]:
+    """Images shifted by up to `most` pixels down and across, black where they came from, and mirrored if `flip` says so
+    and their third number is below one half.
+
+    >>> import torch
+    >>> from regard.training.recipes.vision import shifted
+    >>> image = torch.tensor([[[[1, 2], [3, 4]]]], dtype=torch.uint8)
+    >>> shifted(image, torch.tensor([[0.5, 0.9, 0.1]]), 1, flip=True).tolist()
+    [[[[1, 0], [3, 0]]]]
+    """
+    (high, wide), places = images.shape[2:], images.device
+    down, across = ((numbers[:, :2] * (2 * most + 1)).long() - most).unbind(1)
+    rows = torch.arange(high, device=places) + down[:, None]
+    columns = torch.arange(wide, device=places) + across[:, None]
+    inside = ((rows >= 0) & (rows < high))[:, None, :, None] & ((columns >= 0) & (columns < wide))[:, None, None, :]
+    rows, columns = rows.clamp(0, high - 1), columns.clamp(0, wide - 1)
+    if flip:
+        columns = torch.where(numbers[:, 2:] < 0.5, wide - 1 - columns, columns)
+    batch = torch.arange(len(images), device=places)[:, None, None, None]
+    channels = torch.arange(images.shape[1], device=places)[:, None, None]
+    return images[batch, channels, rows[:, None, :, None], columns[:, None, None, :]] * inside
+
+
+def erased(images: Float[Tensor, "B C Y X"], numbers: Float[Tensor, "B 4"], most: float) -> Float[Tensor, "B C Y X"]:
+    """Images with a grey rectangle somewhere, its sides from 0 to `most` of the image's.
+
+    >>> import torch
+    >>> from regard.training.recipes.vision import erased
+    >>> erased(torch.ones(1, 1, 2, 4), torch.tensor([[0.5, 0.5, 0.99, 0.99]]), 1.0).tolist()
+    [[[[1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 0.0, 0.0]]]]
+    """
+    down = _stretch(images.shape[2], numbers[:, 0] * most, numbers[:, 2])
+    across = _stretch(images.shape[3], numbers[:, 1] * most, numbers[:, 3])
+    return images.masked_fill(down[:, None, :, None] & across[:, None, None, :], 0)
+
+
+def _stretch(side: int, share: Float[Tensor, "B"], place: Float[Tensor, "B"]) -> Bool[Tensor, "B N"]:
+    """Which pixels of a side are in a stretch of some share of it, from its beginning (place 0) to its end (1)."""
+    first = place * (1 - share) * side
+    pixel = torch.arange(side, device=share.device)
+    return (pixel >= first.round()[:, None]) & (pixel < (first + share * side).round()[:, None])
+
+
+def _rendered(options: Options, seed: int) -> Images:
+    size = options.size or GLYPH_SIZE
+    return Images(
+        name="letters and digits in matplotlib's typefaces, some of them held out",
+        train=glyphs("train", TRAIN_GLYPHS, size=size, seed=seed),
+        test=glyphs("test", TEST_GLYPHS, size=size, seed=seed),
+        class_names=tuple(CHARACTERS),
+    )
+
+
+def _model(options: Options, images: Images) -> VisionTransformer | DaViT:
+    if options.start is None:
+        return _built(options.config(images))
+    found = load(options.start, mechanism=options.mechanism, dtype=torch.float32)
+    if not isinstance(found, VisionTransformer | DaViT):
+        raise ValueError(f"from: expected a model of images at {options.start}, got a {type(found).__name__}")
+    channels = images.train.images.shape[1]
+    if found.config.num_channels != channels:
+        raise ValueError(
+            f"from: expected a model for images of {channels} channels, as {images.name} has, "
+            f"got {options.start}, which is for {found.config.num_channels}"
+        )
+    if isinstance(found, VisionTransformer):
+        found = found.resized(_sides(images))
+    found = found.with_classes(len(images.class_names), images.class_names)
+    # How much is dropped in training is this run's own, and part of what a model is built from.
+    model = _built(replace(found.config, dropout=options.dropout))
+    model.load_state_dict(found.state_dict())
+    return model
+
+
+def _built(config: VisionConfig | DaViTConfig) -> VisionTransformer | DaViT:
+    return VisionTransformer(config) if isinstance(config, VisionConfig) else DaViT(config)
+
+
+def _sides(images: Images) -> tuple[int, int]:
+    return images.train.images.shape[2], images.train.images.shape[3]

@@ -1,0 +1,108 @@
+"""What a run leaves for people: the best model, a picture of its curves, a model card, the environment it ran in."""
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from regard.checkpoints import save
+from regard.files import save_figure, write_text
+from regard.training.metrics import read_metrics
+from regard.training.parallel import Objective, Place
+from regard.training.settings import Settings
+from regard.training.task import Task
+
+if TYPE_CHECKING:
+    from regard.training.loop import Report
+
+
+def write_model(objective: Objective, folder: Path, place: Place) -> None:
+    """The model as it stands, for `rg.load`; all processes call it, the first one writes."""
+    model = objective.model
+    for left in folder.parent.glob(f".{folder.name}-*") if place.first else ():  # of a save that a kill cut short
+        shutil.rmtree(left, ignore_errors=True)
+    if place.strategy == "fsdp" and place.world > 1:
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+        whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        if place.first:
+            copy = type(model)(model.config).to(model.dtype)
+            copy.load_state_dict(whole)
+            copy.tokenizer = model.tokenizer
+            save(copy, folder)
+    elif place.first:
+        save(model, folder)
+    place.wait()
+
+
+def environment(place: Place) -> dict[str, Any]:
+    """The machine, the versions and the command, for whoever wants to repeat a run."""
+    packages = {}
+    for name in ("torch", "numpy", "tokenizers", "safetensors", "regard"):
+        try:
+            packages[name] = version(name)
+        except PackageNotFoundError:
+            packages[name] = "not installed"
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": " ".join(["regard", *sys.argv[1:]]),
+        "python": platform.python_version(),
+        "packages": packages,
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "processes": place.world,
+        "strategy": place.strategy if place.world > 1 else "one process",
+        "device": torch.cuda.get_device_name(place.device) if place.device.type == "cuda" else place.device.type,
+        "commit": _commit(),
+    }
+
+
+def _commit() -> str | None:
+    """The commit of a checkout that the package runs from."""
+    here = Path(__file__).parent
+    command = ["git", "-C", str(here), "describe", "--always", "--dirty", "--exclude", "*"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except OSError:
+        return None
+    return done.stdout.strip() or None
+
+
+def write_curves(folder: Path) -> None:
+    """curves.png of a run."""
+    from regard.plots import curves_figure
+
+    lines = read_metrics(folder)
+    if lines:
+        save_figure(curves_figure({folder.resolve().name: lines}), folder / "curves.png")
+
+
+def write_card(task: Task, settings: Settings, folder: Path, report: "Report") -> None:
+    """README.md of a run: what was trained on what, how, and with which results."""
+    told = task.card()
+    model = task.model
+    rows = "\n".join(f"| {name} | {value:.4g} |" for name, value in report.results.items())
+    numbers = sum(one.numel() for one in model.parameters())
+    parts = [
+        f"# {task.name}: a {type(model).__name__.lower()} of {numbers:,} parameters",
+        f"Mechanism: `{model.config.mechanism!r}`. Trained for {report.step:,} of {settings.steps:,} steps"
+        + (", stopped early." if report.early else "."),
+        "## Data\n" + told.get("data", "Not described."),
+        "## Results on held-out examples, of the best evaluation\n| | |\n|---|---|\n" + rows,
+        "![curves](curves.png)",
+        "## Use\n"
+        + told.get("use", "An experiment.")
+        + f"\n\n```python\nimport regard as rg\n\nmodel = rg.load({str(folder)!r})\n```",
+        "## Settings\n```json\n" + json.dumps(settings.to_json(), indent=1) + "\n```",
+        "Options are in run.json, the machine and the versions in environment.json, every step in metrics.jsonl.",
+    ]
+    write_text(folder / "README.md", "\n\n".join(parts) + "\n")

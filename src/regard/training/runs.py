@@ -1,0 +1,119 @@
+"""Run folders: what was asked for, so that a run can go on or be repeated from its folder alone.
+
+run.json            recipe, options, settings, a fingerprint of the data
+environment.json    machine, versions, command
+data/               tokenizer and token files, made once
+checkpoints/        step-00000100/ …
+model/              the best model so far: rg.load opens the run
+metrics.jsonl  tensorboard/  curves.png  README.md
+"""
+
+import hashlib
+import json
+import shutil
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+from regard.checkpoints.errors import CheckpointError
+from regard.files import write_text
+from regard.training.parallel import Place
+from regard.training.recipes import recipe
+from regard.training.records import environment
+from regard.training.settings import Settings
+from regard.training.task import Task
+
+VERSION = 1
+BEFORE = {"data", "environment.json"}
+"""What a run's folder holds before run.json, with which it begins."""
+SAMPLED = 16
+"""Examples that a fingerprint looks at whole; of the others it knows the size."""
+
+
+def begin(name: str, options: Any, settings: Settings, folder: str | Path, place: Place) -> Task:
+    """A new run in a new folder; all processes call it.
+
+    >>> import tempfile, torch
+    >>> from regard.training import Settings
+    >>> from regard.training.parallel import Place
+    >>> from regard.training.recipes import translate
+    >>> from regard.training.runs import begin, reopen
+    >>> options = translate.Options(count=100, width=16, heads=2, layers=1)
+    >>> place = Place(0, 1, torch.device("cpu"))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     task = begin("translate", options, Settings(steps=2, batch_size=8), Path(folder) / "run", place)
+    ...     reopen(Path(folder) / "run", place)[1].steps
+    2
+    """
+    target = Path(folder)
+    if place.first:
+        _check_new(target)
+        shutil.rmtree(target / "data", ignore_errors=True)
+        (target / "data").mkdir(parents=True, exist_ok=True)
+    place.wait()
+    task = _built(name, options, settings, target, place)
+    if place.first:
+        values = {
+            "regard": VERSION,
+            "recipe": name,
+            "options": asdict(options),
+            "settings": settings.to_json(),
+            "data": fingerprint(task),
+        }
+        write_text(target / "environment.json", json.dumps(environment(place), indent=1) + "\n")
+        write_text(target / "run.json", json.dumps(values, indent=1, ensure_ascii=False) + "\n")
+    place.wait()
+    return task
+
+
+def _check_new(target: Path) -> None:
+    """Raise ValueError for a folder that something stands in. A run that was killed before it began may begin again."""
+    if target.exists() and (not target.is_dir() or {one.name for one in target.iterdir()} - BEFORE):
+        again = f"; to go on with it: regard train resume {target}" if (target / "run.json").exists() else ""
+        raise ValueError(f"out: expected a new folder, got {target}, which is there already{again}")
+
+
+def reopen(folder: str | Path, place: Place, steps: int | None = None) -> tuple[Task, Settings]:
+    """The task and the settings of a run that goes on, perhaps for more steps than it was to have."""
+    target = Path(folder)
+    path = target / "run.json"
+    if not path.is_file():
+        raise ValueError(f"run: expected a folder that a run began in, got {target}, which has no run.json")
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        name, given, found = values["recipe"], values["options"], values["data"]
+        settings = Settings(**values["settings"])
+        known = {one.name for one in fields(recipe(name).Options)}
+        lists = {key: tuple(one) if isinstance(one, list) else one for key, one in given.items() if key in known}
+        options = recipe(name).Options(**lists)
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path}: expected what `regard train` wrote, got {error!s:.200}") from None
+    if steps is not None:
+        settings = replace(settings, steps=steps)
+    task = _built(name, options, settings, target, place)
+    if fingerprint(task) != found:
+        raise ValueError(f"data: expected what the run began with, got other examples; {target} cannot go on with them")
+    if place.first and steps is not None:
+        write_text(path, json.dumps({**values, "settings": settings.to_json()}, indent=1, ensure_ascii=False) + "\n")
+    place.wait()
+    return task, settings
+
+
+def _built(name: str, options: Any, settings: Settings, folder: Path, place: Place) -> Task:
+    with place.first_alone():
+        return recipe(name).build(options, folder / "data", settings.seed)
+
+
+def fingerprint(task: Task) -> str:
+    """A hash of a task's examples: their sizes, and some of them whole."""
+    sizes = task.sizes()
+    digest = hashlib.sha256(json.dumps([len(sizes), [int(one) for one in sizes]]).encode())
+    for name, tensor in sorted(task.batch(list(range(min(SAMPLED, len(sizes)))), 0).items()):
+        digest.update(name.encode() + tensor.contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def default_folder(name: str) -> Path:
+    """Where a run goes if nobody says: runs/NAME, or the next free number."""
+    base = Path("runs") / name
+    return next(one for one in (base, *(base.with_name(f"{name}-{n}") for n in range(2, 10_000))) if not one.exists())

@@ -1,0 +1,101 @@
+"""How a run is trained: everything that is not the task."""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+PRECISIONS = ("float32", "float64", "bfloat16")
+SCHEDULES = ("cosine", "inverse_root", "constant")
+
+
+def option(default: Any, help: str) -> Any:
+    """A field with the sentence that the command's `--help` says about it.
+
+    >>> from dataclasses import dataclass, fields
+    >>> from regard.training.settings import option
+    >>> @dataclass
+    ... class Options:
+    ...     window: int | None = option(None, "How many tokens each sees.")
+    >>> Options().window, fields(Options)[0].metadata["help"]
+    (None, 'How many tokens each sees.')
+    """
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The numbers of a run.
+
+    >>> from regard.training import Settings
+    >>> settings = Settings(steps=1000, learning_rate=3e-4, batch_tokens=4096)
+    >>> Settings(**settings.to_json()) == settings
+    True
+    """
+
+    steps: int = option(1000, "Steps to train.")
+    learning_rate: float = option(1e-3, "The highest learning rate, reached after the warm-up.")
+    warmup: int = option(100, "Steps over which the learning rate rises.")
+    schedule: Literal["cosine", "inverse_root", "constant"] = option(
+        "cosine", "The rate after the warm-up: half a cosine, the original Transformer's 1/√step, or constant."
+    )
+    final_rate: float = option(0.05, "What a cosine ends at, as a part of the highest rate.")
+    batch_tokens: int | None = option(None, "Tokens of a step, padding included.")
+    batch_size: int | None = option(None, "Examples of a step; instead of --batch-tokens.")
+    accumulate: int = option(1, "Pieces that a step is computed in, to hold less in memory. The step stays the same.")
+    weight_decay: float = option(0.01, "Decay of matrices; norms and biases have none.")
+    beta1: float = option(0.9, "AdamW's memory of gradients.")
+    beta2: float = option(0.98, "AdamW's memory of their squares.")
+    clip: float | None = option(1.0, "The longest that a step's gradient may be.")
+    precision: Literal["float32", "float64", "bfloat16"] = option(
+        "float32", "What products are computed in; bfloat16 keeps weights in float32."
+    )
+    recompute: bool = option(False, "Compute blocks again in the backward pass instead of keeping them: less memory.")
+    compile: bool = option(False, "Compile the model with torch.compile.")
+    evaluate_every: int | None = option(None, "Steps between evaluations; a tenth of the run if not given.")
+    save_every: int | None = option(None, "Steps between checkpoints; as evaluations if not given.")
+    keep: int = option(2, "How many checkpoints stay.")
+    patience: int | None = option(None, "Evaluations without a better result after which the run stops early.")
+    seed: int = option(0, "Of weights, order and everything random.")
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "accumulate", "keep"):
+            _at_least(name, getattr(self, name), 1)
+        _at_least("warmup", self.warmup, 0)
+        for name in ("batch_tokens", "batch_size", "evaluate_every", "save_every", "patience"):
+            if getattr(self, name) is not None:
+                _at_least(name, getattr(self, name), 1)
+        if (self.batch_tokens is None) == (self.batch_size is None):
+            raise ValueError(
+                "batch_tokens: expected either this or batch_size, "
+                f"got batch_tokens = {self.batch_tokens}, batch_size = {self.batch_size}"
+            )
+        for name, known in (("schedule", SCHEDULES), ("precision", PRECISIONS)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name}: expected one of {', '.join(known)}, got {getattr(self, name)!r}")
+        for name, low, high in (
+            ("learning_rate", 0, 100),
+            ("final_rate", 0, 1),
+            ("weight_decay", 0, 100),
+            ("beta1", 0, 1),
+            ("beta2", 0, 1),
+        ):
+            if not low <= getattr(self, name) <= high:
+                raise ValueError(f"{name}: expected {low} to {high}, got {getattr(self, name)}")
+        if self.clip is not None and not self.clip > 0:
+            raise ValueError(f"clip: expected a length above 0, got {self.clip}")
+
+    @property
+    def between_evaluations(self) -> int:
+        return self.evaluate_every or max(1, self.steps // 10)
+
+    @property
+    def between_checkpoints(self) -> int:
+        return self.save_every or self.between_evaluations
+
+    def to_json(self) -> dict[str, Any]:
+        """The settings as JSON has them."""
+        return asdict(self)
+
+
+def _at_least(name: str, value: object, least: int) -> None:
+    if type(value) is not int or value < least:
+        raise ValueError(f"{name}: expected a whole number of at least {least}, got {value!r}")

@@ -1,0 +1,63 @@
+"""What the training loop asks of a recipe.
+
+    loss = Σ over terms of  total(term) / count(term)
+
+A recipe gives totals, sums over predictions, and counts, how many predictions there were. The loop divides by the
+counts of the whole step, over all its pieces and processes, so that ragged pieces weigh what they hold: a step is the
+same whether it is taken at once, in pieces, or on many machines.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal
+
+from torch import Tensor, nn
+
+from regard.models.base import Model
+
+Batch = dict[str, Tensor]
+"""Tensors by name, first axis the examples; the loop moves them to the device."""
+Totals = dict[str, Tensor]
+"""Sums over predictions, one number a term, part of the graph."""
+
+IGNORED = -100
+"""The target of places that nothing is predicted at, as torch's cross-entropy has it."""
+
+
+class Task(ABC):
+    """A model, its examples and what it is to learn. Everything is a pure function of the arguments: a run that goes on
+    after an interruption makes the same batches again."""
+
+    name: ClassVar[str]
+    model: Model
+    watched: ClassVar[tuple[str, Literal["least", "most"]]] = ("loss", "least")
+    """Which result of `evaluate` is the one to stop by, and which way is better."""
+
+    @abstractmethod
+    def sizes(self) -> Sequence[int]:
+        """How many tokens each example has. Examples of like size go together."""
+
+    @abstractmethod
+    def batch(self, indices: Sequence[int], epoch: int) -> Batch:
+        """Some examples as tensors. What is random about an example (masked words, shifted images) follows from the
+        task's seed, the epoch and the example's index, never from the others it stands with."""
+
+    @abstractmethod
+    def counts(self, batch: Batch) -> dict[str, int]:
+        """How many predictions each term of the loss has."""
+
+    @abstractmethod
+    def totals(self, model: nn.Module, batch: Batch) -> Totals:
+        """The terms of the loss, summed over predictions. `model` is this task's model, perhaps wrapped: call it."""
+
+    @abstractmethod
+    def evaluate(self, model: Model) -> dict[str, float]:
+        """Results on held-out examples; `watched` is among them. The model is in eval mode, gradients are off."""
+
+    def card(self) -> dict[str, Any]:
+        """What the model card says beyond results: "data" and "intended use" as sentences."""
+        return {}
+
+    def samples(self, model: Model) -> list[str]:
+        """A few lines that a person would like to see after an evaluation: translations, continuations."""
+        return []

@@ -1,0 +1,574 @@
+"""Checkpoints of a run: bitwise what was saved, whole or skipped, the same on one process and on two."""
+
+import json
+import os
+import pickle
+import random
+import resource
+import shutil
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import chaos
+from regard.checkpoints.errors import CheckpointError
+from regard.checkpoints.sources import DTYPES
+from regard.training import store
+
+
+def examples():
+    """Every type, and every shape that is easily forgotten."""
+    generator = torch.Generator().manual_seed(0)
+    numbers = torch.randn(6, 5, generator=generator)
+    shared = torch.randn(4, 4, generator=generator)
+    return {
+        **{f"of type {kind}": (numbers * 3).to(dtype) for kind, dtype in DTYPES.items()},
+        "one number": torch.tensor(-0.0),
+        "one whole number": torch.tensor(2**62 + 1),
+        "none": torch.zeros(0),
+        "none of many": torch.zeros(3, 0, 2, dtype=torch.bfloat16),
+        "not finite": torch.tensor([float("nan"), float("inf"), -float("inf"), 5e-324], dtype=torch.float64),
+        "bytes": torch.arange(256, dtype=torch.uint8)[1:],
+        "turned": shared.t(),
+        "every second": shared[:, ::2],
+        "tied": shared,
+        "tied again": shared,
+        "parameter": nn.Parameter(torch.ones(3)),
+        'a "name" / of [0:1], äöü\n': torch.ones(1),
+    }
+
+
+def bits(tensor):
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def same(first, second):
+    return (first.shape, first.dtype) == (second.shape, second.dtype) and torch.equal(bits(first), bits(second))
+
+
+def empty(tensors):
+    return {name: torch.full(one.shape, 7).to(one.dtype) for name, one in tensors.items()}
+
+
+def names(folder):
+    return sorted(entry.name for entry in folder.iterdir())
+
+
+def save(folder, *steps, keep=2, value=1.0):
+    for step in steps:
+        path = store.save(folder, step, {"weight": torch.full((3, 3), value)}, {"step": step}, keep=keep)
+    return path
+
+
+def test_what_is_saved_is_loaded_bitwise(tmp_path):
+    tensors, note = examples(), {"step": 5, "best": float("-inf"), "words": "äöü", "none": None, "list": [1, 2.5]}
+    path = store.save(tmp_path / "run" / "checkpoints", 5, tensors, note, keep=1)
+    found = empty(tensors)
+    assert store.load(path, found) == note
+    assert store.read_note(path) == note
+    assert [name for name in tensors if not same(tensors[name], found[name])] == []
+
+
+def test_loading_fills_in_place_what_is_asked_for_and_no_more(tmp_path):
+    path = store.save(tmp_path, 1, {"a": torch.ones(4), "b": torch.ones(2)}, {}, keep=1)
+    weight = nn.Parameter(torch.zeros(2, 4))
+    store.load(path, {"a": weight.data[1]})
+    assert weight.tolist() == [[0] * 4, [1] * 4]
+    shutil.rmtree(path)
+    assert weight.sum() == 4, "what is loaded does not depend on its file"
+
+
+def test_files_are_safetensors_and_json_and_no_pickle(tmp_path, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError("a pickle")
+
+    for name in ("load", "loads", "dump", "dumps", "Unpickler", "Pickler"):
+        monkeypatch.setattr(pickle, name, refuse)
+    monkeypatch.setattr(torch, "load", refuse)
+    monkeypatch.setattr(torch, "save", refuse)
+    tensors = examples()
+    path = store.save(tmp_path, 5, tensors, {}, keep=1)
+    assert store.newest(tmp_path) == (path, [])
+    store.load(path, empty(tensors))
+    assert names(path) == ["manifest.json", "part-00000-of-00001.safetensors"]
+    assert load_file(path / "part-00000-of-00001.safetensors").keys() == tensors.keys()
+    manifest = json.loads((path / "manifest.json").read_text())
+    assert manifest["tensors"].keys() == tensors.keys()
+
+
+def test_saving_holds_no_second_copy(tmp_path):
+    # In a process of its own, whose highest use of memory is known.
+    script = f"""
+import resource, torch
+from pathlib import Path
+from regard.training import store
+tensors = {{f"weight.{{n}}": torch.ones(2**20) for n in range(16)}}
+store.save(Path({str(tmp_path)!r}), 0, {{"small": torch.ones(3)}}, {{}}, keep=1)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+store.save(Path({str(tmp_path)!r}), 1, tensors, {{}}, keep=1)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+    told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    assert int(told) < 16 * 1024, f"{told} KiB more for 65,536 KiB of tensors"
+
+
+def test_the_newest_stay(tmp_path):
+    save(tmp_path, 5, 10, 15, 20, keep=3)
+    assert names(tmp_path) == ["step-00000010", "step-00000015", "step-00000020"]
+    assert store.newest(tmp_path) == (tmp_path / "step-00000020", [])
+    save(tmp_path, 25, keep=1)
+    assert names(tmp_path) == ["step-00000025"]
+
+
+def test_what_does_not_look_whole_is_not_counted_among_those_that_stay(tmp_path):
+    save(tmp_path, 5, 10, 15, keep=3)
+    (tmp_path / "step-00000010" / "manifest.json").write_text("")
+    save(tmp_path, 20, keep=3)
+    assert names(tmp_path) == ["step-00000005", "step-00000015", "step-00000020"]
+
+
+def test_a_run_that_goes_back_keeps_what_it_saves(tmp_path):
+    save(tmp_path, 5, 10)
+    next(chaos.flips(tmp_path / "step-00000010", 1, random.Random(0)))
+    save(tmp_path, 6, keep=1)
+    assert names(tmp_path) == ["step-00000006", "step-00000010"]
+    assert store.newest(tmp_path)[0] == tmp_path / "step-00000006"
+    save(tmp_path, 10, keep=1)
+    assert names(tmp_path) == ["step-00000010"]
+    assert store.newest(tmp_path) == (tmp_path / "step-00000010", [])
+
+
+def test_steps_are_ordered_as_numbers(tmp_path):
+    save(tmp_path, 99_999_999, 100_000_000, keep=5)
+    assert store.newest(tmp_path)[0].name == "step-100000000"
+
+
+def test_saving_a_step_again_replaces_it(tmp_path):
+    save(tmp_path, 5, value=1.0)
+    path = save(tmp_path, 5, value=2.0)
+    weight = torch.zeros(3, 3)
+    store.load(path, {"weight": weight})
+    assert weight.sum() == 18
+    assert names(tmp_path) == ["step-00000005"]
+
+
+def test_a_kill_while_a_step_is_replaced_loses_nothing(tmp_path):
+    path = save(tmp_path, 5)
+    displaced = path.rename(tmp_path / ".step-00000005-old")
+    assert store.newest(tmp_path) == (displaced, [])
+    assert store.load(displaced, {"weight": torch.zeros(3, 3)}) == {"step": 5}
+    save(tmp_path, 10)
+    assert names(tmp_path) == ["step-00000005", "step-00000010"]
+    shutil.copytree(tmp_path / "step-00000005", displaced)
+    assert store.newest(tmp_path)[0].name == "step-00000010"
+    save(tmp_path, 15, keep=3)
+    assert names(tmp_path) == ["step-00000005", "step-00000010", "step-00000015"]
+
+
+def test_what_killed_saves_left_is_named_and_then_removed(tmp_path):
+    save(tmp_path, 5)
+    left = [tmp_path / ".step-00000010-0123abcd", tmp_path / ".step-00000003-0123abcd"]
+    for one in left:
+        one.mkdir()
+        (one / "part-00000-of-00001.safetensors").write_bytes(b"half")
+    (tmp_path / "notes.txt").write_text("somebody's")
+    found, skipped = store.newest(tmp_path)
+    assert found.name == "step-00000005"
+    assert len(skipped) == 1
+    assert str(left[0]) in skipped[0]
+    save(tmp_path, 15)
+    assert names(tmp_path) == ["notes.txt", "step-00000005", "step-00000015"]
+
+
+def test_there_may_be_nothing(tmp_path):
+    assert store.newest(tmp_path) == (None, [])
+    assert store.newest(tmp_path / "nowhere") == (None, [])
+    (tmp_path / "step-00000005").write_text("a file")
+    found, skipped = store.newest(tmp_path)
+    assert found is None
+    assert skipped == [f"Skipped {tmp_path / 'step-00000005'}: expected a checkpoint's folder, got a file."]
+    save(tmp_path, 5)
+    assert names(tmp_path) == ["step-00000005"]
+
+
+@pytest.mark.parametrize("kind", ["flips", "truncations"])
+def test_damage_is_noticed(kind, tmp_path):
+    path = chaos.make_two(tmp_path)
+    found = list(getattr(chaos, kind)(path, {"flips": 100, "truncations": 30}[kind], random.Random(1)))
+    assert len(found) >= 60
+    assert [where for where, seen in found if not seen] == []
+    assert store.newest(tmp_path) == (path, []), "undamaged, it is chosen"
+
+
+def missing(path):
+    next(path.glob("part-*")).unlink()
+
+
+def extra(path):
+    (path / "more.txt").write_text("what is this")
+
+
+def folder_instead(path):
+    part = next(path.glob("part-*"))
+    part.unlink()
+    part.mkdir()
+
+
+def pipe_instead(path):
+    (path / "manifest.json").unlink()
+    os.mkfifo(path / "manifest.json")
+
+
+def resealed(change):
+    def damage(path):
+        text = (path / "manifest.json").read_text()
+        changed = change(json.loads(text))
+        changed.pop("sha256")
+        (path / "manifest.json").write_bytes(store._sealed(json.dumps(changed)[1:]))
+
+    return damage
+
+
+DAMAGES = {
+    "a missing part": (missing, "part-00000-of-00001.safetensors: expected a part of the checkpoint, got no such file"),
+    "a file too many": (extra, "more.txt: expected nothing but the checkpoint's files"),
+    "no manifest": (
+        lambda path: (path / "manifest.json").unlink(),
+        "manifest.json: expected a checkpoint's manifest, got no such",
+    ),
+    "an empty manifest": (
+        lambda path: (path / "manifest.json").write_text(""),
+        "manifest.json: expected a checkpoint's manifest",
+    ),
+    "an empty folder": (
+        lambda path: [one.unlink() for one in path.iterdir()],
+        "manifest.json: expected a checkpoint's manifest",
+    ),
+    "a folder": (folder_instead, "part-00000-of-00001.safetensors: expected a part of the checkpoint, got a folder"),
+    "a pipe": (pipe_instead, "manifest.json: expected a checkpoint's manifest, got no regular file"),
+    "another version": (resealed(lambda found: {**found, "version": 2}), "manifest.json: expected version 1, got 2"),
+    "no files": (resealed(lambda found: {**found, "files": []}), "manifest.json: expected files, tensors and a note"),
+    "files of no size": (resealed(lambda found: {**found, "files": {"a": {}}}), "a: expected a part"),
+    "files elsewhere": (
+        resealed(lambda found: {**found, "files": {"../step-00000005/manifest.json": {"bytes": 1}}}),
+        "manifest.json: expected 1 bytes",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_what_is_not_whole_is_skipped_with_a_reason(name, tmp_path):
+    damage, told = DAMAGES[name]
+    path = chaos.make_two(tmp_path)
+    damage(path)
+    found, skipped = store.newest(tmp_path)
+    assert found == tmp_path / "step-00000005"
+    assert len(skipped) == 1
+    assert told in skipped[0]
+    with pytest.raises(CheckpointError) as error:
+        store.load(path, {})
+    assert told in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"dtype": "F99"}, "expected every tensor's type, shape and place"),
+        ({"chunks": [{"file": "../x", "name": "w", "offsets": [0, 0], "sizes": [7, 5]}]}, "in the checkpoint's files"),
+        ({"chunks": 3}, "expected every tensor's type, shape and place"),
+        (
+            {"chunks": [{"file": "part-00000-of-00001.safetensors", "name": "w", "offsets": [0, 0], "sizes": [7, 5]}]},
+            "expected a tensor that is there, got 'w'",
+        ),
+        (
+            {
+                "chunks": [
+                    {"file": "part-00000-of-00001.safetensors", "name": "step", "offsets": [0, 0], "sizes": [7, 5]}
+                ]
+            },
+            "expected tensors that can be read",
+        ),
+    ],
+)
+def test_a_manifest_that_lies_is_refused(change, told, tmp_path):
+    path = chaos.make_two(tmp_path)
+    resealed(lambda found: {**found, "tensors": {"weight": {**found["tensors"]["weight"], **change}}})(path)
+    with pytest.raises(CheckpointError, match=told.replace("'", ".")):
+        store.load(path, {"weight": torch.zeros(7, 5)})
+
+
+def test_tensors_of_another_run_are_listed(tmp_path):
+    path = store.save(tmp_path, 5, {"a": torch.ones(2), "b": torch.ones(3), "c": torch.ones(1)}, {}, keep=1)
+    wanted = {"a": torch.zeros(3), "b": torch.zeros(3).double(), "c": torch.zeros(1), "d": torch.zeros(1)}
+    with pytest.raises(CheckpointError) as error:
+        store.load(path, wanted)
+    assert str(error.value) == (
+        f"{path}: expected the tensors of this run, got 'a' of float32 (2,) instead of float32 (3,); "
+        "'b' of float32 (3,) instead of float64 (3,); no 'd'"
+    )
+    assert wanted["c"].sum() == 0, "nothing is half-loaded"
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"step": -1}, "step: expected a whole number of at least 0, got -1"),
+        ({"step": 1.5}, "step: expected a whole number of at least 0, got 1.5"),
+        ({"keep": 0}, "keep: expected a whole number of at least 1, got 0"),
+        ({"note": {"a": torch.ones(1)}}, "note: expected what JSON can hold"),
+        ({"tensors": {"a": [1, 2]}}, "got no tensor as 'a'"),
+        ({"tensors": {"a": torch.zeros(2, dtype=torch.complex64)}}, "got torch.complex64 as 'a'"),
+    ],
+)
+def test_what_cannot_be_saved_is_refused(change, told, tmp_path):
+    save(tmp_path, 5)
+    with pytest.raises(ValueError, match=told):
+        store.save(tmp_path, **{"step": 10, "tensors": {}, "note": {}, "keep": 1, **change})
+    assert names(tmp_path) == ["step-00000005"]
+
+
+@contextmanager
+def files_of_at_most(size):
+    """A disk that is full: what a file may hold is bounded, and writing more fails as on a full one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_is_one_error_and_leaves_what_was_there(tmp_path):
+    tensors = {f"weight.{n}": torch.ones(2000) for n in range(4)}
+    path = store.save(tmp_path, 5, tensors, {"step": 5}, keep=1)
+    whole = max(one.stat().st_size for one in path.iterdir())
+    for size in (*range(0, whole, 1500), whole - 1):
+        for step in (5, 10):  # replaced, or new
+            told = f"checkpoint of step {step}: File too large"
+            with pytest.raises(OSError, match=told) as error, files_of_at_most(size):
+                store.save(tmp_path, step, tensors, {}, keep=1)
+            assert error.value.filename == str(tmp_path)
+            assert names(tmp_path) == ["step-00000005"]
+    assert store.newest(tmp_path) == (path, [])
+    assert store.load(path, empty(tensors)) == {"step": 5}
+
+
+def test_a_failure_at_any_call_leaves_what_was_there(tmp_path, monkeypatch):
+    """Of all that is asked of the system, the n-th call fails, for every n: as if the disk broke there."""
+    calls = failures = 0
+    real = {name: getattr(os, name) for name in ("rename", "fsync", "mkdir")}
+
+    def failing(name, last):
+        def run(*args, **kwargs):
+            nonlocal calls
+            calls += 1
+            if calls == last:
+                raise OSError(5, "Input/output error")
+            return real[name](*args, **kwargs)
+
+        return run
+
+    for last in range(1, 30):
+        folder, calls = tmp_path / str(last), 0
+        save(folder, 3, 5, value=1.0)
+        with monkeypatch.context() as patch:
+            for name in real:
+                patch.setattr(os, name, failing(name, last))
+            try:
+                save(folder, 5, value=2.0, keep=1)
+            except OSError as error:
+                failures += 1
+                assert str(folder) in str(error)  # noqa: PT017
+        if calls < last:
+            break
+        assert names(folder) in (["step-00000003", "step-00000005"], ["step-00000005"])
+        assert store.newest(folder) == (folder / "step-00000005", [])
+        save(folder, 10)
+    assert failures >= 8
+
+
+# Two processes
+
+
+class Small(nn.Module):
+    """Odd sizes: shards are uneven, and one process has none of some."""
+
+    def __init__(self, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first, self.second = nn.Linear(5, 7), nn.Linear(7, 1)
+
+    def forward(self, x):
+        return self.second(self.first(x).relu())
+
+
+def trained(model, sharded):
+    """A step of AdamW, so that the optimizer remembers something; gives all tensors by name."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.ones(2, 5)).sum().backward()
+    optimizer.step()
+    found = dict(model.state_dict())
+    for name, one in model.named_parameters():
+        found |= {f"{name}.{part}": tensor for part, tensor in optimizer.state[one].items()}
+    assert sharded == any(hasattr(one, "full_tensor") for one in found.values())
+    return found
+
+
+def full(tensors):
+    return {name: one.full_tensor() if hasattr(one, "full_tensor") else one for name, one in tensors.items()}
+
+
+def two_processes(folder):
+    """What one of the two does; gives what it finds, for the test to look at."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo")
+    rank, found = dist.get_rank(), {}
+
+    def caught(work):
+        try:
+            work()
+        except (ValueError, OSError) as error:
+            return f"{type(error).__name__}: {error}"
+        return "nothing raised"
+
+    plain = examples()
+    own = {f"random.{rank}": torch.full((9,), rank, dtype=torch.uint8)}
+    path = store.save(folder / "plain", 5, {**plain, **own}, {"rank": rank}, keep=1)
+    back = empty({**plain, **own})
+    found["plain note"] = store.load(path, back)
+    found["plain differs"] = [name for name, one in {**plain, **own}.items() if not same(one, back[name])]
+    found["plain parts"] = [len(load_file(part)) for part in sorted(path.glob("*.safetensors"))]
+
+    mesh = init_device_mesh("cpu", (2,))
+    sharded = trained(fully_shard(Small(0), mesh=mesh), sharded=True)
+    path = store.save(folder / "sharded", 5, sharded, {}, keep=1)
+    whole = full(sharded)
+    if rank == 0:
+        save_file({name: one.contiguous() for name, one in whole.items()}, folder / "expected.safetensors")
+    other = trained(fully_shard(Small(1), mesh=mesh), sharded=True)
+    assert not any(same(one, full(other)[name]) for name, one in whole.items() if one.ndim == 2)
+    store.load(path, other)
+    found["sharded differs"] = [name for name, one in full(other).items() if not same(one, whole[name])]
+    found["sharded parts"] = [sorted(load_file(part)) for part in sorted(path.glob("*.safetensors"))]
+
+    store.load(store.newest(folder / "single")[0], other)
+    expected = load_file(folder / "single.safetensors")
+    found["from one differs"] = [name for name, one in full(other).items() if not same(one, expected[name])]
+
+    with files_of_at_most(100 if rank == 1 else 2**30):
+        found["full disk"] = caught(lambda: store.save(folder / "sharded", 10, sharded, {}, keep=1))
+    found["left"] = names(folder / "sharded")
+    bad = {"bad": torch.zeros(2, dtype=torch.complex64)} if rank == 1 else {}
+    found["bad tensor"] = caught(lambda: store.save(folder / "sharded", 10, {**sharded, **bad}, {}, keep=1))
+    lacking = {"lacking": torch.zeros(2)} if rank == 1 else {}
+    found["lacking"] = caught(lambda: store.load(path, {**other, **lacking}))
+    apart = folder / ("plain" if rank else "sharded") / "step-00000005"
+    found["apart"] = caught(lambda: store.load(apart, {}))
+    dist.destroy_process_group()
+    return found
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """What two processes found, and the folder they worked in."""
+    folder = tmp_path_factory.mktemp("two")
+    single = trained(Small(2), sharded=False)
+    store.save(folder / "single", 5, single, {}, keep=1)
+    save_file(single, folder / "single.safetensors")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__]
+    done = subprocess.run(
+        [*command, str(folder)], capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder, [json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(2)]
+
+
+def test_two_processes_save_what_they_hold_alike_once(two):
+    _, found = two
+    for one in found:
+        assert one["plain note"] == {"rank": 0}
+        assert one["plain differs"] == []
+        assert sum(one["plain parts"]) == len(examples()) + 2
+        assert min(one["plain parts"]) > 1, "they share the work"
+
+
+def test_two_processes_save_their_shards(two):
+    _, found = two
+    assert [one["sharded differs"] for one in found] == [[], []]
+    first, second = found[0]["sharded parts"]
+    assert "first.weight[0:4, 0:5]" in first
+    assert "first.weight[4:7, 0:5]" in second
+
+
+def test_one_process_loads_what_two_saved(two):
+    folder, _ = two
+    expected = load_file(folder / "expected.safetensors")
+    found = empty(expected)
+    store.load(folder / "sharded" / "step-00000005", found)
+    assert [name for name in expected if not same(expected[name], found[name])] == []
+    found = empty({**examples(), "random.1": torch.zeros(9, dtype=torch.uint8)})
+    store.load(folder / "plain" / "step-00000005", found)
+    assert [name for name, one in examples().items() if not same(one, found[name])] == []
+    assert found["random.1"].tolist() == [1] * 9
+
+
+def test_two_processes_load_what_one_saved(two):
+    _, found = two
+    assert [one["from one differs"] for one in found] == [[], []]
+
+
+def test_what_fails_on_one_process_raises_on_both(two):
+    folder, found = two
+    for one in found:
+        assert one["full disk"] == (
+            f"OSError: [Errno 27] checkpoint of step 10: File too large: {str(folder / 'sharded')!r}"
+        )
+        assert one["left"] == ["step-00000005"]
+        assert "got torch.complex64 as 'bad'" in one["bad tensor"]
+        assert one["lacking"].endswith("expected the tensors of this run, got no 'lacking'")
+        assert "expected the same checkpoint on all processes, got another one on some" in one["apart"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_tensors_and_shards_of_a_gpu(tmp_path):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    tensors = {name: one.cuda() for name, one in examples().items()}
+    found = {name: one.cuda() for name, one in empty(tensors).items()}
+    store.load(store.save(tmp_path / "plain", 5, tensors, {}, keep=1), found)
+    assert [name for name in tensors if not same(tensors[name], found[name])] == []
+    torch.cuda.set_device(0)
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cuda", (1,))
+        sharded, other = (fully_shard(Small(seed).cuda(), mesh=mesh).state_dict() for seed in range(2))
+        store.load(store.save(tmp_path / "sharded", 5, sharded, {}, keep=1), other)
+        assert [name for name, one in full(sharded).items() if not same(one, full(other)[name])] == []
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("job", "ranks", "kills"), [("train", 1, 4), ("store", 2, 2)])
+def test_killed_runs_go_on_bitwise(job, ranks, kills, tmp_path):
+    """A sample of `make chaos`."""
+    tally = chaos.chaos(job, kills, [ranks], seed=ranks, out=tmp_path, at_once=1)
+    assert tally.failures == []
+    assert sum(tally.kills.values()) == kills
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    result = two_processes(folder)
+    (folder / f"found-{os.environ['RANK']}.json").write_text(json.dumps(result))

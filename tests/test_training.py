@@ -1,0 +1,297 @@
+"""The training loop: steps that do not depend on how they are cut, runs that go on as if nothing had happened."""
+
+import math
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import regard as rg
+from regard.training import IGNORED, Settings, Task, train
+from regard.training.batches import plan, waste
+from regard.training.metrics import read_metrics
+from regard.training.optimizer import adamw, rate
+from regard.training.signals import listening
+
+ROOT = Path(__file__).parent.parent
+SIZES = np.random.default_rng(0).integers(3, 30, 400).tolist()
+
+
+class Counting(Task):
+    """A decoder learns sequences that count upwards: ragged, random, and cheap."""
+
+    name = "counting"
+
+    def __init__(self, dropout: float = 0.0, spoiled: bool = False, **changes: object) -> None:
+        torch.manual_seed(0)
+        sizes = {"vocabulary_size": 16, "embedding_dim": 16, "num_layers": 2, "num_heads": 2, "dropout": dropout}
+        self.model, self.spoiled = rg.Decoder(rg.DecoderConfig(**{**sizes, **changes})), spoiled
+
+    def sizes(self):
+        return SIZES
+
+    def batch(self, indices, epoch):
+        lengths = [SIZES[index] for index in indices]
+        tokens = torch.full((len(indices), max(lengths)), IGNORED)
+        for row, (index, length) in enumerate(zip(indices, lengths, strict=True)):
+            first = np.random.default_rng((7, epoch, index)).integers(16)
+            tokens[row, :length] = (first + torch.arange(length)) % 16
+        return {"tokens": tokens, "lengths": torch.tensor(lengths)}
+
+    def counts(self, batch):
+        return {"next": int((batch["lengths"] - 1).sum())}
+
+    def totals(self, model, batch):
+        tokens = batch["tokens"]
+        logits = model(tokens.clamp(min=0), mask=rg.padding(batch["lengths"]))
+        total = F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
+        return {"next": total * math.nan if self.spoiled else total}
+
+    def evaluate(self, model):
+        batch = {name: one.to(model.device) for name, one in self.batch(list(range(32)), 10**6).items()}
+        return {"loss": float(self.totals(model, batch)["next"]) / self.counts(batch)["next"]}
+
+
+def settings(**changes):
+    return Settings(**{"steps": 12, "batch_size": 16, "learning_rate": 1e-2, "warmup": 2, "save_every": 4, **changes})
+
+
+def losses(folder):
+    return [one["loss"] for one in read_metrics(folder) if "loss" in one]
+
+
+def weights(task):
+    return {name: tensor.clone() for name, tensor in task.model.state_dict().items()}
+
+
+def same(one, other):
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("options", [{"batch_size": 16}, {"batch_tokens": 300}])
+def test_a_plan_holds_every_example_once_and_little_padding(options):
+    first = plan(SIZES, 0, 0, **options)
+    assert sorted(index for batch in first for index in batch) == list(range(len(SIZES)))
+    assert first == plan(SIZES, 0, 0, **options)
+    assert first != plan(SIZES, 0, 1, **options)
+    assert first != plan(SIZES, 1, 0, **options)
+    if "batch_tokens" in options:
+        assert all(len(batch) * max(SIZES[index] for index in batch) <= 300 for batch in first)
+    shuffled = np.random.default_rng(0).permutation(len(SIZES)).reshape(-1, 16).tolist()
+    assert waste(SIZES, first) < 0.06 < 0.3 < waste(SIZES, shuffled)
+
+
+def test_an_example_longer_than_a_step_is_named():
+    with pytest.raises(ValueError, match="batch_tokens: expected room for the longest example, 29 tokens, got 20"):
+        plan(SIZES, 0, 0, batch_tokens=20)
+
+
+def test_rates_rise_and_fall():
+    cosine = settings(steps=100, warmup=10, learning_rate=1.0)
+    assert rate(cosine, 5) == 0.5
+    assert rate(cosine, 10) == 1.0
+    assert rate(cosine, 100) == pytest.approx(0.05)
+    original = settings(warmup=400, schedule="inverse_root", learning_rate=1.0)
+    assert rate(original, 1600) == pytest.approx(0.5)
+    assert rate(settings(schedule="constant", learning_rate=1.0), 999) == 1.0
+
+
+def test_only_matrices_decay():
+    model = Counting().model
+    decaying, others = adamw(model, settings(weight_decay=0.3)).param_groups
+    assert decaying["weight_decay"] == 0.3
+    assert others["weight_decay"] == 0
+    assert {one.ndim for one in decaying["params"]} == {2}
+    assert {one.ndim for one in others["params"]} == {1}
+    assert len(decaying["params"]) + len(others["params"]) == len(list(model.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"steps": 0}, "steps: expected a whole number of at least 1, got 0"),
+        ({"batch_tokens": 100}, "batch_tokens: expected either this or batch_size"),
+        ({"batch_size": None}, "batch_tokens: expected either this or batch_size"),
+        ({"learning_rate": -1.0}, "learning_rate: expected 0 to 100, got -1.0"),
+        ({"learning_rate": math.nan}, "learning_rate: expected 0 to 100, got nan"),
+        ({"schedule": "linear"}, "schedule: expected one of cosine, inverse_root, constant, got 'linear'"),
+        ({"precision": "float16"}, "precision: expected one of float32, float64, bfloat16, got 'float16'"),
+        ({"clip": 0.0}, "clip: expected a length above 0, got 0.0"),
+        ({"patience": 0}, "patience: expected a whole number of at least 1, got 0"),
+    ],
+)
+def test_wrong_settings_are_refused(changes, words):
+    with pytest.raises(ValueError, match=words):
+        settings(**changes)
+
+
+def test_it_learns(tmp_path):
+    report = train(Counting(), settings(steps=120), tmp_path)
+    assert report.finished
+    assert losses(tmp_path)[0] > 2.5
+    assert report.results["loss"] < 1.0
+
+
+def test_pieces_of_a_step_weigh_what_they_hold(tmp_path):  # transformers#34191
+    whole, cut = Counting(), Counting()
+    train(whole, settings(precision="float64"), tmp_path / "whole")
+    train(cut, settings(precision="float64", accumulate=3), tmp_path / "cut")
+    assert losses(tmp_path / "whole") == pytest.approx(losses(tmp_path / "cut"), abs=1e-10)
+    for name, tensor in weights(whole).items():
+        assert (tensor - cut.model.state_dict()[name]).abs().max() <= 1e-10, name
+
+
+def test_recomputing_blocks_changes_nothing(tmp_path):
+    kept, again = Counting(dropout=0.1), Counting(dropout=0.1)
+    train(kept, settings(), tmp_path / "kept")
+    train(again, settings(recompute=True), tmp_path / "again")
+    assert losses(tmp_path / "kept") == losses(tmp_path / "again")
+
+
+def test_bfloat16_learns_like_float32(tmp_path):
+    train(Counting(), settings(steps=40), tmp_path / "float32")
+    train(Counting(), settings(steps=40, precision="bfloat16"), tmp_path / "bfloat16")
+    assert losses(tmp_path / "bfloat16")[-1] == pytest.approx(losses(tmp_path / "float32")[-1], rel=0.05)
+    assert losses(tmp_path / "bfloat16") != losses(tmp_path / "float32")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_goes_on_bitwise(tmp_path, number):  # transformers#40245
+    straight = Counting(dropout=0.2)
+    train(straight, settings(steps=30), tmp_path / "straight")
+
+    def interrupt(report):
+        if report.kind == "step" and report.step == 7:
+            os.kill(os.getpid(), number)
+
+    first = train(Counting(dropout=0.2), settings(steps=30), tmp_path / "run", watch=interrupt)
+    assert first.interrupted
+    assert first.step == 8, "the step under way ends, then the run does"
+    second = Counting(dropout=0.2)
+    report = train(second, settings(steps=30), tmp_path / "run")
+    assert report.finished
+    assert losses(tmp_path / "run") == losses(tmp_path / "straight")
+    assert same(weights(second), weights(straight))
+    evaluations = [
+        [one for one in read_metrics(tmp_path / name) if "evaluation" in one] for name in ("run", "straight")
+    ]
+    assert evaluations[0] == evaluations[1]
+
+
+def test_steps_that_a_kill_took_back_are_taken_out_of_the_metrics(tmp_path):
+    train(Counting(), settings(steps=10, keep=5), tmp_path)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 11, "loss": 1.0}\n{"step": 12, "lo')
+    train(Counting(), settings(steps=12), tmp_path)
+    assert [one["step"] for one in read_metrics(tmp_path) if "loss" in one] == list(range(1, 13))
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(tmp_path):
+    straight = Counting(dropout=0.2)
+    train(straight, settings(), tmp_path / "straight")
+    train(Counting(dropout=0.2), settings(), tmp_path / "run")
+    newest = tmp_path / "run/checkpoints/step-00000012"
+    data = max(newest.iterdir(), key=lambda one: one.stat().st_size)
+    spoiled = bytearray(data.read_bytes())
+    spoiled[len(spoiled) // 2] ^= 16
+    data.write_bytes(spoiled)
+    said = []
+    again = Counting(dropout=0.2)
+    train(again, settings(), tmp_path / "run", watch=lambda report: said.append(report.message))
+    assert any("step-00000012" in one and "going on after step 8" in one for one in said), said
+    assert same(weights(again), weights(straight))
+    assert losses(tmp_path / "run") == losses(tmp_path / "straight")
+
+
+def test_it_stops_when_results_get_no_better(tmp_path):
+    report = train(Counting(), settings(steps=200, learning_rate=0.0, evaluate_every=2, patience=3), tmp_path)
+    assert (report.early, report.finished) == (True, True)
+    assert report.step == 8
+    assert train(Counting(), settings(steps=200, learning_rate=0.0, evaluate_every=2, patience=3), tmp_path).step == 8
+
+
+def test_a_loss_that_is_none_is_one_clear_error(tmp_path):
+    words = (
+        "loss: expected a finite number, got nan .* at step 1; try a lower learning rate. The last checkpoint is none"
+    )
+    with pytest.raises(ValueError, match=words):
+        train(Counting(spoiled=True), settings(), tmp_path)
+
+
+def test_a_run_leaves_what_people_and_programs_look_at(tmp_path):
+    train(Counting(), settings(), tmp_path)
+    assert {"metrics.jsonl", "tensorboard", "checkpoints", "model", "curves.png", "README.md"} <= set(
+        os.listdir(tmp_path)
+    )
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["step-00000008", "step-00000012"]
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    card = (tmp_path / "README.md").read_text()
+    assert "Softmax" in card
+    assert "| loss |" in card
+    model = rg.load(tmp_path / "model")
+    best = min(one["evaluation"]["loss"] for one in read_metrics(tmp_path) if "evaluation" in one)
+    with torch.no_grad():
+        assert Counting().evaluate(model)["loss"] == pytest.approx(best, abs=1e-5)
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [event.value for event in board.Scalars("training/loss")] == pytest.approx(losses(tmp_path), rel=1e-6)
+
+
+def test_any_mechanism_trains(tmp_path):
+    for name in ("quadratic", "elu", "uniform"):
+        train(Counting(mechanism=name, num_kv_heads=1), settings(steps=3), tmp_path / name)
+        assert len(losses(tmp_path / name)) == 3
+
+
+def test_a_second_signal_ends_it_at_once():
+    with listening() as signals:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert signals.asked == "SIGINT"
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+RANKS = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+import torch
+torch.set_num_threads(1)
+from test_training import Counting, settings
+from regard.training import train
+from regard.training.parallel import placed
+with placed("cpu", sys.argv[3]) as place:
+    task = Counting()
+    changes = {"precision": "float64", "schedule": "constant", "steps": int(sys.argv[4]), "save_every": 3}
+    train(task, settings(**changes), Path(sys.argv[2]), place=place)
+"""
+
+
+def ranks(tmp_path, folder, number, strategy, steps=12):
+    script = tmp_path / "ranks.py"
+    script.write_text(RANKS)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(number), "--master-port", "0"]
+    command += ["--standalone", str(script), str(ROOT / "tests"), str(folder), strategy, str(steps)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_two_processes_are_one(tmp_path, strategy):
+    task = Counting()
+    train(task, settings(precision="float64", schedule="constant"), tmp_path / "one")
+    ranks(tmp_path, tmp_path / "two", 2, strategy, steps=6)
+    ranks(tmp_path, tmp_path / "two", 2, strategy)  # goes on after step 6
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), abs=1e-10)
+    found = rg.load(tmp_path / "two/model").state_dict()
+    for name, tensor in rg.load(tmp_path / "one/model").state_dict().items():
+        assert (tensor - found[name]).abs().max() <= 1e-10, name
