@@ -444,6 +444,8 @@ def curves_figure(runs: dict[str, list[dict[str, Any]]]) -> Figure:
             if points:
                 axis.plot(*zip(*points, strict=True), color=color, marker="o", markersize=3, label=label)
         axis.set_title(panel if panel != "loss" else "loss: training (pale), held out")
+        if panel == "loss":
+            axis.set_yscale("log")
         axis.set_xlabel("step")
         axis.grid(alpha=0.3)
         if axis.get_legend_handles_labels()[0] and (len(runs) > 1 or panel == "loss"):

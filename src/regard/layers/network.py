@@ -77,7 +77,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Float[Tensor, "*b E"]) -> Float[Tensor, "*b E"]:
         if x.dtype == self.weight.dtype == torch.float32:
-            return F.rms_norm(x, self.weight.shape, self.weight, self.epsilon)  # the same, bit for bit
+            return torch.rms_norm(x, self.weight.shape, self.weight, self.epsilon)  # the same, bit for bit
         wide = x.float()
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.epsilon)
         return times(((wide if self.rounded else x) * scale).to(x.dtype), self.weight)

@@ -101,7 +101,7 @@ def write_card(task: Task, settings: Settings, folder: Path, report: "Report") -
         "![curves](curves.png)",
         "## Use\n"
         + told.get("use", "An experiment.")
-        + f"\n\n```python\nimport regard as rg\n\nmodel = rg.load({str(folder)!r})\n```",
+        + f"\n\n```python\nimport regard as rg\n\nmodel = rg.load({json.dumps(str(folder))})\n```",
         "## Settings\n```json\n" + json.dumps(settings.to_json(), indent=1) + "\n```",
         "Options are in run.json, the machine and the versions in environment.json, every step in metrics.jsonl.",
     ]
