@@ -139,14 +139,13 @@ def _run(task: "Task", settings: Settings, folder: Path, place: "Place", as_json
 
         def watch(report: "Report") -> None:
             bar.update(line, completed=report.step, loss=report.loss, speed=report.tokens_per_second)
-            if report.message:
-                bar.console.print(report.message, highlight=False, markup=False)
+            lines = [report.message] if report.message else []
             if report.kind == "evaluated":
                 told = ", ".join(f"{name} {value:.4g}" for name, value in report.results.items())
-                speed = f"{report.tokens_per_second:,.0f} tokens/s"
-                bar.console.print(f"step {report.step:,}: {told}; {speed}", highlight=False, markup=False)
-                for sample in report.samples:
-                    bar.console.print(f"    {sample}", highlight=False, markup=False)
+                lines.append(f"step {report.step:,}: {told}; {report.tokens_per_second:,.0f} tokens/s")
+                lines += [f"    {sample}" for sample in report.samples]
+            for words in lines:
+                bar.console.print(words, highlight=False, markup=False, soft_wrap=True)
 
         report = train(task, settings, folder, place=place, watch=watch)
     _show(report, folder, as_json)
