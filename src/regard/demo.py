@@ -31,7 +31,7 @@ from regard.training.recipes.translate import alignment, looks, quality, transla
 
 SOFTMAX, QUADRATIC = rg.Softmax(), rg.Quadratic()
 MECHANISMS: dict[str, rg.Mechanism] = {"softmax": SOFTMAX, "quadratic": QUADRATIC}
-STEPS = 1300
+STEPS = 900
 SIZES = {
     "count": 40000, "held-out": 300, "vocabulary": 3072, "width": 96, "hidden": 192, "layers": 1, "heads": 2,
     "batch-tokens": 1024, "learning-rate": 5e-3, "warmup": 100, "keep": 1,
@@ -74,7 +74,8 @@ def unwatched(pieces: int, title: str) -> AbstractContextManager[None]:
 def learn(folder: Path, *, steps: int = STEPS, seed: int = 0, watch: Watch = unwatched) -> Step:
     """Both translators, trained by the command that anybody would type, each on one core."""
     options = [word for name, value in SIZES.items() for word in (f"--{name}", str(value))]
-    options += ["--steps", str(steps), "--seed", str(seed), "--device", "cpu"]
+    options += ["--steps", str(steps), "--evaluate-every", str(max(1, steps // 5)), "--seed", str(seed)]
+    options += ["--device", "cpu"]
     children = {}
     for name in MECHANISMS:
         command = [sys.executable, "-m", "regard", "train", "translate", "--mechanism", name, *options]

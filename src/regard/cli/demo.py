@@ -15,7 +15,7 @@ def demo(
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder for the pictures and the page.")] = Path(
         "regard-demo"
     ),
-    steps: Annotated[int, typer.Option(metavar="N", min=1, help="Steps of each training.")] = 1300,
+    steps: Annotated[int, typer.Option(metavar="N", min=1, help="Steps of each training.")] = 900,
     seed: Annotated[int, typer.Option(metavar="N", help="Seed of weights and order.")] = 0,
 ) -> None:
     """Train two small translators in under two minutes, one with softmax attention and one with quadratic; translate,
