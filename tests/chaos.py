@@ -127,7 +127,8 @@ class Trap:
 
         def watched_rmtree(path, *args, **kwargs):
             if self.reached("prune", path):
-                os.unlink(next(found for found in sorted(Path(path).rglob("*")) if found.is_file()))
+                for found in [one for one in sorted(Path(path).rglob("*")) if one.is_file()][:1]:
+                    os.unlink(found)
                 self.spring()
             rmtree(path, *args, **kwargs)
 
