@@ -15,10 +15,9 @@ import tempfile
 import time
 from pathlib import Path
 
-import torch
-
 import regard as rg
 from regard.bench import environment
+from regard.demo import state_bytes
 from regard.files import save_figure, write_text
 from regard.plots import curves_figure
 from regard.training.metrics import read_metrics
@@ -45,12 +44,6 @@ SIZES = [
     "2",
 ]
 SIZES += ["--heads", "4", "--batch-tokens", "1024", "--learning-rate", "4e-3", "--warmup", "100", "--keep", "1"]
-
-
-def state_bytes(model: rg.Transformer, length: int) -> int:
-    """What the decoder's self-attention keeps of so many tokens."""
-    state = model.start(torch.zeros(1, 1, dtype=torch.long), capacity=length)
-    return sum(layer.nbytes for layer in state.layers)
 
 
 def main() -> None:

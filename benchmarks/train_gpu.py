@@ -12,7 +12,6 @@ import argparse
 import json
 import platform
 import statistics
-import subprocess
 import tempfile
 import time
 from pathlib import Path
@@ -24,6 +23,7 @@ from torch import nn
 import regard as rg
 from regard.training import Settings, Task, train
 from regard.training.parallel import Place
+from regard.training.records import commit
 
 VOCABULARY, WIDTH, LAYERS, HEADS = 50304, 768, 12, 12
 SHEET = 989e12
@@ -171,11 +171,10 @@ def main() -> None:
     numbers = sum(p.numel() for p in RandomText(1, given.length).model.parameters())
     each = 6 * numbers + 12 * LAYERS * WIDTH * given.length
     rate = product_rate()
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True).stdout.strip()
     result = {
         "environment": {
             "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "python": platform.python_version(),
-            "commit": commit, "date": time.strftime("%Y-%m-%d"),
+            "commit": commit(), "date": time.strftime("%Y-%m-%d"),
         },
         "title": f"decoder of {numbers / 1e6:.0f}M parameters, {given.rows} rows of {given.length} tokens, bfloat16",
         "peer": "a plain PyTorch GPT loop with SDPA and torch.compile",

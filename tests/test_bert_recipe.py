@@ -10,8 +10,9 @@ import torch
 
 import regard as rg
 from regard.checkpoints.tokenizer import Tokenizer
+from regard.data.draws import draws
 from regard.data.prose import embedded, is_held_out, prose, sentences, split_sentences
-from regard.data.sentence_pairs import IGNORED, Corpus, Pairs, drawn, tokenized
+from regard.data.sentence_pairs import IGNORED, Corpus, Pairs, tokenized
 from regard.training.recipes import bert
 
 ANIMALS = ("cat", "dog", "cow", "hen", "fox", "bee", "owl", "ant")
@@ -147,16 +148,16 @@ def test_what_is_held_out_depends_on_the_text_alone(small, own):
 
 
 def test_random_numbers_are_random_and_belong_to_their_example():
-    found = drawn(1, 2, np.arange(2000), 3, 50)
+    found = draws(1, 2, np.arange(2000), 50, 3)
     assert found.min() >= 0
     assert found.max() < 1
     assert abs(found.mean() - 0.5) < 0.005
     assert abs(np.histogram(found, 10, (0, 1))[0] / found.size - 0.1).max() < 0.005
-    assert np.array_equal(found[7:9, :5], drawn(1, 2, np.array([7, 8]), 3, 5))
+    assert np.array_equal(found[7:9, :5], draws(1, 2, np.array([7, 8]), 5, 3))
     others = [
-        drawn(2, 2, np.arange(2000), 3, 50),
-        drawn(1, 3, np.arange(2000), 3, 50),
-        drawn(1, 2, np.arange(2000), 4, 50),
+        draws(2, 2, np.arange(2000), 50, 3),
+        draws(1, 3, np.arange(2000), 50, 3),
+        draws(1, 2, np.arange(2000), 50, 4),
     ]
     others += [np.roll(found, 1, 0), np.roll(found, 1, 1)]
     assert all(abs(np.corrcoef(found.ravel(), other.ravel())[0, 1]) < 0.02 for other in others)

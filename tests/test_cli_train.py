@@ -76,11 +76,13 @@ def test_torchrun_takes_the_same_command(tmp_path):
     one = regard("train", "translate", *TINY, "--steps", "6", "--precision", "float64", "--out", "one", cwd=tmp_path)
     assert one.returncode == 0, one.stderr
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "regard"]
-    command += ["train", "translate", *TINY, "--steps", "6", "--precision", "float64", "--out", "two"]
+    command += ["train", "translate", *TINY, "--steps", "6", "--precision", "float64"]  # both must choose one folder
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=300, env=ENVIRONMENT)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), abs=1e-10)
-    assert json.loads((tmp_path / "two/environment.json").read_text())["processes"] == 2
+    two = tmp_path / "runs/translate"
+    assert os.listdir(tmp_path / "runs") == ["translate"]
+    assert losses(two) == pytest.approx(losses(tmp_path / "one"), abs=1e-10)
+    assert json.loads((two / "environment.json").read_text())["processes"] == 2
 
 
 @pytest.mark.parametrize(

@@ -16,13 +16,18 @@ from PIL import Image
 
 import regard as rg
 from regard.data import glyphs as glyphs_module
+from regard.data.draws import draws as drawn
 from regard.data.glyphs import CHARACTERS, FACES, glyphs
-from regard.data.images import CIFAR10, CIFAR_TRAIN, FASHION, IDX, Images, Split, draws, pixels, read_images
+from regard.data.images import CIFAR10, CIFAR_TRAIN, FASHION, IDX, Images, Split, pixels, read_images
 from regard.models.vision import local
 from regard.training.recipes import vision
 from regard.training.recipes.vision import Options, Vision, build, erased, shifted
 
 SMALL = {"patch": 7, "width": 16, "heads": 2, "layers": "1"}
+
+
+def draws(seed, epoch, indices, count):
+    return torch.from_numpy(drawn(seed, epoch, indices, count)).float()
 
 
 def random_bytes(*shape: int, seed: int = 0) -> np.ndarray:

@@ -201,7 +201,7 @@ def compare(models: Mapping[str, rg.Transformer], folder: Path) -> Step:
         found = quality(model, phrasebook("held_out", TESTED))
         lines = [one for one in read_metrics(folder / name) if "loss" in one]
         speed = sum(one["tokens"] for one in lines) / lines[-1]["seconds"]
-        held = [_state(model, length) for length in (64, 4096)]
+        held = [state_bytes(model, length) for length in (64, 4096)]
         bleu = f"{found['bleu']:.1f}" if "bleu" in found else "-"
         rows.append(
             f"{name:<12}{found['exact']:>8.1%}{bleu:>8}{speed:>11,.0f}"
@@ -218,7 +218,8 @@ def compare(models: Mapping[str, rg.Transformer], folder: Path) -> Step:
     )
 
 
-def _state(model: rg.Transformer, length: int) -> int:
+def state_bytes(model: rg.Transformer, length: int) -> int:
+    """What a decoder's self-attention keeps of so many tokens."""
     state = model.start(torch.zeros(1, 1, dtype=torch.long), capacity=length)
     return sum(layer.nbytes for layer in state.layers)
 

@@ -2,18 +2,15 @@
 
 import pydoc_data.topics
 import re
-import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from regard.bench.harness import Bench, Pair, Result
+from regard.bench.harness import Bench, Pair, Result, interleaved
 from regard.bench.models import peer_decoder
 from regard.checkpoints import load
 from regard.generation import generate
@@ -66,7 +63,7 @@ def _int8(bench: Bench) -> Result:
     prompts = _prompts(1, 64, 64)
     plain, theirs = _endless(load("smollm2")), peer_decoder()
     ours = quantized(plain)
-    one, two = _timed(lambda: _ours(ours, prompts), lambda: _theirs(theirs, prompts), bench.rounds)
+    one, two = interleaved(lambda: _ours(ours, prompts), lambda: _theirs(theirs, prompts), bench.rounds)
     tokenizer = load("smollm2").tokenizer
     assert tokenizer is not None
     text = torch.tensor([tokenizer.encode(pydoc_data.topics.topics["class"])[:512]])
@@ -74,17 +71,6 @@ def _int8(bench: Bench) -> Result:
         same = (ours(text).argmax(-1) == plain(text).argmax(-1)).float().mean().item()
     note = f"same next token at {same:.1%} of {text.shape[1]} places"
     return Result(bench.name, bench.title, bench.peer, bench.goal, two / one, one * 1e3, two * 1e3, note=note)
-
-
-def _timed(ours: Callable[[], Tensor], peer: Callable[[], Tensor], rounds: int) -> tuple[float, float]:
-    times: tuple[list[float], list[float]] = ([], [])
-    for turn in range(rounds + 1):
-        for slot, one in zip(times, (ours, peer), strict=True):
-            begin = time.perf_counter()
-            one()
-            if turn:
-                slot.append(time.perf_counter() - begin)
-    return statistics.median(times[0]), statistics.median(times[1])
 
 
 MEMORY = """

@@ -4,7 +4,6 @@ import json
 import os
 import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from regard.files import write_text
+from regard.training.records import commit
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def environment() -> dict[str, Any]:
         "torch": torch.__version__,
         "transformers": _transformers(),
         "python": platform.python_version(),
-        "commit": _commit(),
+        "commit": commit(),
         "date": time.strftime("%Y-%m-%d"),
     }
 
@@ -123,9 +123,3 @@ def _cpu() -> str:
             if line.startswith("model name"):
                 return line.split(":", 1)[1].strip()
     return platform.processor() or platform.machine()
-
-
-def _commit() -> str | None:
-    here = Path(__file__).parent
-    found = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=here, capture_output=True, text=True)
-    return found.stdout.strip() or None

@@ -48,7 +48,7 @@ def assemble(
             state[name] = part.to(device=device, dtype=dtype or part.dtype).contiguous()
     model.load_state_dict(state, assign=True)
     for module in model.modules():
-        if isinstance(module, MultiHeadAttention):
+        if isinstance(module, MultiHeadAttention):  # so that a token's queries, keys and values can be one product
             lay_together(module.W_q, module.W_k, module.W_v)
     return model.eval()
 

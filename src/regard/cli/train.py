@@ -1,6 +1,7 @@
 """`regard train`: recipes. Their flags are the fields of their options and of the settings."""
 
 import inspect
+import sys
 import types
 from collections.abc import Callable
 from dataclasses import MISSING, Field, fields, replace
@@ -26,8 +27,8 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 
-FLAGS = {"start": "--from", "compile": "--compile"}
-"""Fields whose flag is not their own name, for reasons of Python's."""
+FLAGS = {"start": "--from"}
+"""Fields whose flag is not their own name: `from` is a word of Python's."""
 
 Out = Annotated[Path | None, typer.Option("--out", metavar="FOLDER", help="Folder of the run; runs/NAME if not given.")]
 Device = Annotated[
@@ -134,7 +135,9 @@ def _run(task: "Task", settings: Settings, folder: Path, place: "Place", as_json
         TextColumn("loss {task.fields[loss]:.3f}  {task.fields[speed]:,.0f} tokens/s"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console, transient=True, redirect_stdout=False) as bar:
+    with Progress(
+        *columns, console=console, transient=True, redirect_stdout=False, disable=not console.is_terminal
+    ) as bar:
         line = bar.add_task(task.name, total=settings.steps, loss=float("nan"), speed=0.0)
 
         def watch(report: "Report") -> None:
@@ -145,7 +148,7 @@ def _run(task: "Task", settings: Settings, folder: Path, place: "Place", as_json
                 lines.append(f"step {report.step:,}: {told}; {report.tokens_per_second:,.0f} tokens/s")
                 lines += [f"    {sample}" for sample in report.samples]
             for words in lines:
-                bar.console.print(words, highlight=False, markup=False, soft_wrap=True)
+                console.print(words, highlight=False, markup=False, soft_wrap=True)
 
         report = train(task, settings, folder, place=place, watch=watch)
     _show(report, folder, as_json)
@@ -159,6 +162,7 @@ def _show(report: "Report", folder: Path, as_json: bool) -> None:
             "steps": report.steps,
             "finished": report.finished,
             "early": report.early,
+            "interrupted": report.interrupted,
             "loss": report.loss,
             "tokens_per_second": report.tokens_per_second,
             "results": report.results,
@@ -170,7 +174,8 @@ def _show(report: "Report", folder: Path, as_json: bool) -> None:
             print_table(rows, right=("",))
         output().print(f"{report.step:,} steps, {report.tokens_per_second:,.0f} tokens/s -> {folder}", markup=False)
     if report.interrupted:
-        print(f"saved after step {report.step:,}; to go on: regard train resume {folder}")
+        words = f"saved after step {report.step:,}; to go on: regard train resume {folder}"
+        print(words, file=sys.stderr if as_json else sys.stdout)
         raise typer.Exit(130)
 
 

@@ -18,7 +18,8 @@ from einops import rearrange
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
-from regard.data.images import Split, draws
+from regard.data.draws import draws
+from regard.data.images import Split
 
 CHARACTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 FACES = {
@@ -70,7 +71,7 @@ def _made(
     seed: int,
     part: int,
 ) -> UInt8[Tensor, "B 1 Y X"]:
-    numbers = draws(seed, part, indices, CHANGES + size * size)
+    numbers = torch.from_numpy(draws(seed, part, indices, CHANGES + size * size)).float()
     face, scale, turn, slant, down, across, strength, noise = numbers[:, :CHANGES].unbind(1)
     glyph = faces[(face * len(faces)).long(), torch.from_numpy(indices) % faces.shape[1]][:, None]
     scale, turn, slant = 0.8 + 0.4 * scale, (turn - 0.5) * math.radians(24), (slant - 0.5) * 0.3

@@ -13,7 +13,7 @@ import math
 import struct
 import warnings
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -120,34 +120,6 @@ def pixels(images: UInt8[Tensor, "B C Y X"], dtype: torch.dtype = torch.float32)
     [-1.0, -0.6000000238418579, 1.0]
     """
     return images.to(dtype) / 127.5 - 1
-
-
-def draws(seed: int, epoch: int, indices: Sequence[int] | np.ndarray[Any, Any], count: int) -> Float[Tensor, "B D"]:
-    """Random numbers from 0 to 1 (never 1) for each example: `count` of them, which follow from the seed, the epoch and
-    the example's index alone. They are hashes (SplitMix64), so that a batch of any examples takes microseconds.
-
-    >>> import torch
-    >>> from regard.data.images import draws
-    >>> some = draws(seed=1, epoch=2, indices=[5, 6, 7], count=4)
-    >>> some.shape, torch.equal(draws(seed=1, epoch=2, indices=[7], count=4), some[2:])
-    (torch.Size([3, 4]), True)
-    """
-    state = np.zeros(1, dtype=np.uint64)
-    for number in (seed, epoch):
-        state = _mixed(state + _step(np.array([number % 2**64], dtype=np.uint64)))
-    state = _mixed(state + _step(np.asarray(indices, dtype=np.uint64)))
-    found = _mixed(state[:, None] + _step(np.arange(count, dtype=np.uint64)))
-    return torch.from_numpy((found >> np.uint64(40)).astype(np.float32)) * 2.0**-24
-
-
-def _step(numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    return (numbers + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-
-
-def _mixed(state: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return state ^ (state >> np.uint64(31))
 
 
 def _read_idx(folder: Path) -> Images:

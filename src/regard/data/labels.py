@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from regard.checkpoints.tokenizer import Tokenizer
-from regard.data.prose import embedded, is_held_out, read_lines
+from regard.data.lines import read_lines
+from regard.data.prose import embedded, is_held_out
 from regard.files import write
 
 Integers = NDArray[np.int64]

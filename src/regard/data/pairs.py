@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from regard.checkpoints.sources import check_file
+from regard.data.lines import decoded_lines
 
 Pair = tuple[str, str]
 """Source and target: French and English, unless a user's table has other languages."""
@@ -94,16 +95,6 @@ def _refuse(path: Path, line: int, expected: str, got: str) -> NoReturn:
     raise ValueError(f"{path}, line {line}: expected {expected}, got {got if len(got) <= 80 else got[:80] + '…'}")
 
 
-def _lines(path: Path, data: bytes, charset: str = "utf-8") -> list[str]:
-    """The lines of a text. They end with newlines only: sentences may hold what str.splitlines takes for an end."""
-    try:
-        text = data.decode(charset)
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        _refuse(path, line, f"{charset.upper()} text", f"byte 0x{data[error.start]:02x}")
-    return text.removeprefix("\ufeff").removesuffix("\n").replace("\r\n", "\n").split("\n")
-
-
 def _plain(text: str) -> str:
     return " ".join(text.split())
 
@@ -112,7 +103,7 @@ def _plain(text: str) -> str:
 
 
 def _read_table(path: Path, data: bytes) -> Iterator[Pair]:
-    for number, line in enumerate(_lines(path, data), 1):
+    for number, line in enumerate(decoded_lines(path, data), 1):
         columns = line.split("\t")
         if len(columns) != 2:
             _refuse(path, number, "2 columns", str(len(columns)) if line else "an empty line")
@@ -141,7 +132,7 @@ def _charset(path: Path, header: bytes) -> str:
 
 
 def _read_po(path: Path, data: bytes) -> Iterator[Pair]:
-    lines = _lines(path, data, _charset(path, data))
+    lines = decoded_lines(path, data, _charset(path, data))
     for fuzzy, message in _messages(path, lines):
         source, target = _plain(message["msgstr"]), _plain(message["msgid"])
         if source and target and not fuzzy:

@@ -13,6 +13,8 @@ from functools import cache
 from hashlib import blake2b
 from pathlib import Path
 
+from regard.data.lines import read_lines
+
 Document = list[str]
 """Sentences in their order."""
 
@@ -134,19 +136,6 @@ def is_held_out(text: str, one_of: int = 10) -> bool:
     89
     """
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") % one_of == 0
-
-
-def read_lines(file: Path) -> list[str]:
-    """The lines of a text file; one that is empty or not UTF-8 is a ValueError that names it, and the line."""
-    data = file.read_bytes()
-    if not data.strip():
-        raise ValueError(f"{file}: expected text, got an empty file")
-    try:
-        # Other characters that str.splitlines takes for ends of lines may stand in a text.
-        return data.decode("utf-8-sig").replace("\r\n", "\n").removesuffix("\n").split("\n")
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise ValueError(f"{file}, line {line}: expected UTF-8 text, got byte 0x{data[error.start]:02x}") from None
 
 
 def _files(path: Path) -> list[Path]:

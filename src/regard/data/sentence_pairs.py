@@ -14,7 +14,7 @@ Of the words of a pair 15 % are chosen: 80 % of them are covered by [MASK], 10 %
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 
@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from regard.checkpoints.tokenizer import Tokenizer
+from regard.data.draws import draws
 from regard.data.prose import Document
 from regard.files import write
 
@@ -137,7 +138,10 @@ class Pairs:
         With `all_covered`, all words that are chosen are under [MASK], which is how predictions are judged.
         """
         chosen = np.asarray(indices, np.int64)
-        draw = partial(drawn, seed, epoch, chosen)
+
+        def draw(purpose: int, count: int) -> Numbers:
+            return draws(seed, epoch, chosen, count, purpose)
+
         paired = chosen < self.num_passages
         labels = (draw(_LABEL, 1)[:, 0] >= 0.5).astype(np.int64)
         first, second = np.empty((len(chosen), 2), np.int64), np.empty((len(chosen), 2), np.int64)
@@ -278,31 +282,3 @@ class Pairs:
 Draw = Callable[[int, int], Numbers]
 """Random numbers of some examples: a row of so many each, for a purpose."""
 _LABEL, _PARTNER, _ORDER, _CHOICE, _KIND, _WORD = range(6)
-
-
-def drawn(seed: int, epoch: int, indices: Integers, purpose: int, count: int) -> Numbers:
-    """Random numbers from 0 to below 1, a row of `count` for each example. They follow from seed, epoch, index, purpose
-    and column alone (SplitMix64, Steele et al. 2014), and all at once: a generator for each example would take longer
-    than a GPU's step.
-
-    >>> import numpy as np
-    >>> from regard.data.sentence_pairs import drawn
-    >>> both = drawn(0, 1, np.array([7, 9]), 0, 3)
-    >>> np.array_equal(both[1:, :2], drawn(0, 1, np.array([9]), 0, 2)), both.round(2).tolist()
-    (True, [[0.23, 0.19, 0.28], [0.89, 0.84, 0.67]])
-    """
-    state = np.zeros(1, np.uint64)
-    for part in (seed, epoch, purpose):
-        state = _scattered(state + _STRIDE + np.uint64(part))
-    rows = _scattered(state + _STRIDE + indices.astype(np.uint64))
-    found = _scattered(rows[:, None] + _STRIDE * np.arange(1, count + 1, dtype=np.uint64))
-    return (found >> np.uint64(11)) / float(2**53)
-
-
-_STRIDE = np.uint64(0x9E3779B97F4A7C15)
-
-
-def _scattered(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return state ^ (state >> np.uint64(31))

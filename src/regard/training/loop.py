@@ -49,7 +49,6 @@ class Report:
     seconds: float = 0.0
     """In steps; evaluations and checkpoints of other steps included."""
     tokens_per_second: float = 0.0
-    seconds_left: float = 0.0
     samples: tuple[str, ...] = ()
     """Lines to show, after an evaluation."""
     message: str = ""
@@ -306,7 +305,6 @@ class _Run:
 
     def _report(self, **changes: Any) -> Report:
         passed = max(self.seconds, 1e-9)
-        left = passed / max(1, self.step) * (self.settings.steps - self.step)
         values: dict[str, Any] = {
             "step": self.step,
             "steps": self.settings.steps,
@@ -314,7 +312,6 @@ class _Run:
             "loss": self.loss,
             "seconds": self.seconds,
             "tokens_per_second": self.tokens / passed,
-            "seconds_left": left,
             "early": self._tired(),
         }
         return Report(**{**values, **changes})

@@ -62,12 +62,17 @@ def environment(place: Place) -> dict[str, Any]:
         "processes": place.world,
         "strategy": place.strategy if place.world > 1 else "one process",
         "device": torch.cuda.get_device_name(place.device) if place.device.type == "cuda" else place.device.type,
-        "commit": _commit(),
+        "commit": commit(),
     }
 
 
-def _commit() -> str | None:
-    """The commit of a checkout that the package runs from."""
+def commit() -> str | None:
+    """The commit of the checkout that the package runs from, if it does.
+
+    >>> from regard.training.records import commit
+    >>> commit() is None or len(commit()) >= 7
+    True
+    """
     here = Path(__file__).parent
     command = ["git", "-C", str(here), "describe", "--always", "--dirty", "--exclude", "*"]
     try:

@@ -46,6 +46,7 @@ def begin(name: str, options: Any, settings: Settings, folder: str | Path, place
     2
     """
     target = Path(folder)
+    place.wait()  # all have chosen their folder, which may be the first that is free, before it is there
     if place.first:
         _check_new(target)
         shutil.rmtree(target / "data", ignore_errors=True)

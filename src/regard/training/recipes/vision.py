@@ -20,8 +20,9 @@ from jaxtyping import Bool, Float, Int64, UInt8
 from torch import Tensor, nn
 
 from regard.checkpoints import load
+from regard.data.draws import draws
 from regard.data.glyphs import CHARACTERS, glyphs
-from regard.data.images import Images, draws, pixels, read_images
+from regard.data.images import Images, pixels, read_images
 from regard.mechanisms import REGISTRY, named
 from regard.models.base import Model
 from regard.models.davit import DaViT, DaViTConfig
@@ -216,7 +217,8 @@ class Vision(Task):
 
     def batch(self, indices: Sequence[int], epoch: int) -> Batch:
         picked, (images, labels) = torch.tensor(indices), self.images.train
-        numbers = draws(self.seed, epoch, indices, 2 + (2 if self.options.mixup else 1) * CHANGES)
+        count = 2 + (2 if self.options.mixup else 1) * CHANGES
+        numbers = torch.from_numpy(draws(self.seed, epoch, indices, count)).float()
         found = {"images": images[picked], "labels": labels[picked], "draws": numbers}
         if self.options.mixup:
             others = (numbers[:, 0] * len(labels)).long()

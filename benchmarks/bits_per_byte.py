@@ -1,0 +1,46 @@
+"""Bits per byte of held-out modules of the Python standard library: xz, 5-grams, and a trained model.
+
+python benchmarks/bits_per_byte.py
+python benchmarks/bits_per_byte.py --model runs/lm --device cuda
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import numpy as np
+
+import regard as rg
+from regard.data.baselines import ngram_bits_per_byte, ngrams, xz_bits_per_byte
+from regard.data.text import documents, plain_ids, split
+from regard.data.vocabulary import train_bpe
+from regard.training.recipes import lm
+
+VOCABULARY = 4096
+"""Tokens, as `regard train lm` has them."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, help="A folder of text; the standard library's source if not given.")
+    parser.add_argument("--model", help="A run of `regard train lm`.")
+    parser.add_argument("--device", default="cpu")
+    given = parser.parse_args()
+    known = documents(given.data)
+    train, held_out = ([one.text for one in split(known, part)] for part in ("train", "held_out"))
+    raw = [one.encode() for one in train], [one.encode() for one in held_out]
+    result = {"modules": len(held_out), "bytes": sum(map(len, raw[1]))}
+    result["xz"] = xz_bits_per_byte(b"".join(raw[0]), raw[1])
+    result["5-gram of bytes"] = ngram_bits_per_byte(*raw, order=5)
+    tokenizer = train_bpe(train, VOCABULARY)
+    tokens = [[np.asarray(plain_ids(tokenizer, text)) for text in part] for part in (train, held_out)]
+    model = ngrams(tokens[0], size=tokenizer.vocabulary_size, order=5)
+    result["5-gram of tokens"] = -float(np.log2(model(tokens[1])).sum()) / result["bytes"]
+    if given.model is not None:
+        model = rg.load(given.model, device=given.device)
+        result["model"] = lm.bits_per_byte(model, held_out)
+    print(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()
