@@ -3,9 +3,10 @@
     python benchmarks/train_gpu.py --out benchmarks/results/training
 
 The peer is GPT-2 as people write it: one projection for queries, keys and values, `scaled_dot_product_attention` with
-`is_causal`, tied head, fused AdamW, clipping, autocast, torch.compile. Both run the same batches in turn; the first
-steps, which compile, are not counted. MFU is (6 · parameters + 12 · layers · width · length) · tokens FLOPs over the
-measured rate of a large bfloat16 product on the same GPU, and over the data sheet's 989 TFLOP/s.
+`is_causal`, tied head, fused AdamW, clipping, autocast, torch.compile. Both begin with the same weights and run the
+same batches in turn; the first steps, which compile, are not counted. MFU is (6 · parameters + 12 · layers · width ·
+length) · tokens FLOPs over the measured rate of a large bfloat16 product on the same GPU, and over the data sheet's 989
+TFLOP/s.
 """
 
 import argparse
@@ -77,9 +78,20 @@ class Plain(nn.Module):
         self.embedding, self.positions = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(length, WIDTH)
         self.blocks = nn.ModuleList(PlainBlock() for _ in range(LAYERS))
         self.norm = nn.LayerNorm(WIDTH)
-        for module in self.modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
-                nn.init.normal_(module.weight, std=0.02)
+
+    @torch.no_grad()
+    def take(self, model: rg.Decoder) -> "Plain":
+        """The same weights: how fast a GPU multiplies depends on the numbers, through the power that it draws."""
+        self.embedding.load_state_dict(model.embedding.state_dict())
+        self.positions.load_state_dict(model.positions.state_dict())
+        self.norm.load_state_dict(model.stack.norm.state_dict())
+        for own, block in zip(self.blocks, model.stack.blocks, strict=True):
+            inner, network = block.attention, block.network
+            own.qkv.weight.copy_(torch.cat([one.weight for one in (inner.W_q, inner.W_k, inner.W_v)]))
+            own.qkv.bias.copy_(torch.cat([one.bias for one in (inner.W_q, inner.W_k, inner.W_v)]))
+            for linear, other in ((own.out, inner.W_o), (own.up, network.up), (own.down, network.down)):
+                linear.load_state_dict(other.state_dict())
+        return self
 
     def forward(self, tokens):
         x = self.embedding(tokens[:, :-1])
@@ -95,7 +107,7 @@ class PlainLoop:
 
     def __init__(self, task: RandomText, rows: int, length: int) -> None:
         self.tokens, self.rows, self.step = task.tokens, rows, 0
-        self.model = Plain(length).cuda()
+        self.model = Plain(length).take(task.model).cuda()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-4, betas=(0.9, 0.98), fused=True)
         self.compiled = torch.compile(self.model)
 
@@ -161,8 +173,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--length", type=int, default=1024)
-    parser.add_argument("--each", type=int, default=10, help="Steps of a round.")
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--each", type=int, default=40, help="Steps of a round.")
+    parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/training"))
     given = parser.parse_args()
     times = interleaved(given.rows, given.length, given.rounds, given.each)

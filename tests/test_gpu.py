@@ -65,3 +65,38 @@ def test_half_precision_on_cuda_stays_finite():
     for mechanism in REGISTRY.values():
         out = rg.attend(q, k, v, mechanism)
         assert out.isfinite().all(), mechanism
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_many_lengths_are_one_call(side, causal):
+    lengths = torch.tensor([300, 0, 1, 299, 17, 150, 80, 200])
+    place = torch.arange(300)
+    valid = place < lengths[:, None] if side == "right" else place >= 300 - lengths[:, None]
+    rule = rg.causal & rg.padding(valid=valid) if causal else rg.padding(valid=valid)
+    q, k, v = (torch.randn(8, heads, 300, 16, dtype=torch.float64) for heads in (4, 2, 2))
+    exact = [t.clone().requires_grad_() for t in (q, k, v)]
+    leaves = [t.cuda().requires_grad_() for t in (q, k, v)]
+    assert rg.explain(*leaves, mask=rule).path == "masked"
+    out, expected = rg.attend(*leaves, mask=rule), rg.attend(*exact, mask=rule, path="reference")
+    torch.testing.assert_close(out.cpu(), expected, rtol=0, atol=1e-10)
+    ours, theirs = (torch.autograd.grad(one.square().sum(), given) for one, given in ((out, leaves), (expected, exact)))
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one.cpu(), other, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("rule", [None, rg.causal], ids=repr)
+@pytest.mark.parametrize("groups", [8, 2])
+def test_long_half_precision_goes_by_way_of_cudnn(groups, rule):
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("cuDNN is chosen from Hopper on")
+    q, k, v = (torch.randn(2, heads, 1024, 64, device="cuda", dtype=torch.bfloat16) for heads in (8, groups, groups))
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    assert rg.explain(*leaves, mask=rule).path == "cudnn"
+    assert rg.explain(*(t[:, :, :1000] for t in leaves), mask=rule).path == "sdpa"
+    exact = [t.detach().double().requires_grad_() for t in leaves]
+    out, expected = rg.attend(*leaves, mask=rule), rg.attend(*exact, mask=rule, path="reference")
+    assert (out - expected).norm() < 1e-2 * expected.norm()
+    ours, theirs = (torch.autograd.grad(one.square().sum(), given) for one, given in ((out, leaves), (expected, exact)))
+    for one, other in zip(ours, theirs, strict=True):
+        assert (one - other).norm() < 2e-2 * other.norm()

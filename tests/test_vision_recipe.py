@@ -481,7 +481,7 @@ def test_both_models_learn(model, tmp_path):
     optimizer = torch.optim.AdamW(task.model.parameters(), lr=3e-3)
     before = task.evaluate(task.model.eval())["loss"]
     task.model.train()
-    for epoch in range(25):
+    for epoch in range(40):
         batch = task.batch(range(60), epoch)
         (task.totals(task.model, batch)["classes"] / 60).backward()
         optimizer.step()

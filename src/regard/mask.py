@@ -11,6 +11,7 @@ at the last key: one cached step, a chunked prefill and the whole sequence all m
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -639,7 +640,7 @@ class Structure:
     def causal(self) -> bool:
         return self.after == 0
 
-    @property
+    @cached_property
     def rows(self) -> tuple[Span, ...] | None:
         """One interval of real keys a batch row, if padding is all intervals; None without padding or with holes."""
         if not self.paddings or any(one.rows is None for one in self.paddings):

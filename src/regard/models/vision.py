@@ -126,10 +126,17 @@ class VisionTransformer(Model):
             width = self.hidden.out_features
         if config.num_classes:
             self.head = Linear(width, config.num_classes)
-        self.initialise(SPREAD)
+        self.initialise()
 
     def initialise(self, spread: float = SPREAD) -> None:
+        """As Dosovitskiy et al. begin: weights that keep the size of tokens at every width, a small class token and
+        small positions."""
         super().initialise(spread)
+        for module in self.modules():
+            if isinstance(module, nn.Linear) and not module.weight.is_meta:
+                nn.init.xavier_uniform_(module.weight, gain=spread / SPREAD)
+        if not (patches := self.patches.weight).is_meta:
+            nn.init.normal_(patches, std=spread / SPREAD * patches[0].numel() ** -0.5)
         nn.init.normal_(self.class_token, std=spread)
         if self.config.positions == "learned":
             nn.init.normal_(self.positions, std=spread)

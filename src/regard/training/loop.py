@@ -6,6 +6,7 @@ in the order of examples it stands. The rest follows from settings and data.
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -28,8 +29,22 @@ from regard.training.settings import Settings
 from regard.training.signals import listening
 from regard.training.task import Batch, Task
 
-QUEUED = 20
-"""Steps whose losses a GPU may owe before they are read: reading waits for it."""
+
+@dataclass(frozen=True)
+class _Owed:
+    """What a step computed, on its way to be written down. A GPU is not waited for."""
+
+    step: int
+    counts: dict[str, float]
+    tokens: int
+    values: Tensor
+    """The terms' totals and the gradient's norm."""
+    event: torch.cuda.Event | None
+    """After which the values are there."""
+
+    @property
+    def there(self) -> bool:
+        return self.event is None or self.event.query()
 
 
 @dataclass(frozen=True)
@@ -127,8 +142,8 @@ class _Run:
         self.step, self.tokens, self.seconds = 0, 0, 0.0
         self.best: dict[str, float] | None = None
         self.stale = 0
-        self.owed: list[tuple[int, Tensor, Tensor, int]] = []
-        self.loss, self.loss_terms = math.nan, tuple[str, ...]()
+        self.owed: deque[_Owed] = deque()
+        self.loss = math.nan
         self.resumed = self._resume()
         self.metrics = Metrics(folder, self.step) if place.first else None
 
@@ -147,7 +162,7 @@ class _Run:
         """Steps until the end, or until somebody asks to stop: then True."""
         if self.resumed:
             self.watch(self._report(kind="message", message=self.resumed))
-        settings, place = self.settings, self.place
+        settings = self.settings
         share = waste(self.course.sizes, self.course.batches)
         self.watch(self._report(kind="message", message=f"padding is {share:.1%} of an epoch's tokens"))
         began, asked = time.perf_counter() - self.seconds, False
@@ -156,16 +171,11 @@ class _Run:
                 asked = self._advance(stop=signals.asked is not None)
                 self.seconds = time.perf_counter() - began
                 due = self.step % settings.between_evaluations == 0 or self.step == settings.steps
-                if len(self.owed) >= (QUEUED if place.device.type == "cuda" else 1) or due or asked:
-                    self._settle()
+                save = asked or self.step == settings.steps or self.step % settings.between_checkpoints == 0
+                self._settle(wait=due or save)
                 if due:
                     self._evaluate()
-                if (
-                    asked
-                    or self.step == settings.steps
-                    or self.step % settings.between_checkpoints == 0
-                    or self._tired()
-                ):
+                if save or self._tired():
                     self._save()
                 self.watch(self._report())
         return asked and self.step < settings.steps
@@ -203,35 +213,38 @@ class _Run:
         self.optimizer.zero_grad(set_to_none=True)
         size = sum(self.course.sizes[index] for index in indices)
         self.tokens += size
-        self.loss_terms = tuple(counts)
-        divisor = torch.tensor(list(counts.values()), dtype=torch.float64).to(place.device, non_blocking=True)
-        self.owed.append((self.step, terms / divisor, norm.detach().double(), size))
+        values = torch.cat([place.added(terms), norm.detach().double()[None]]).to("cpu", non_blocking=True)
+        event = torch.cuda.current_stream(place.device).record_event() if place.device.type == "cuda" else None
+        self.owed.append(_Owed(self.step, counts, size, values, event))
         return summed[-1] > 0
 
     def _precision(self) -> Any:
         wanted = self.settings.precision == "bfloat16"
         return torch.autocast(self.place.device.type, torch.bfloat16) if wanted else nullcontext()
 
-    def _settle(self) -> None:
-        """Read the losses that are owed and write them down."""
-        if not self.owed:
-            return
-        found = self.place.added(torch.stack([terms for _, terms, _, _ in self.owed])).cpu()
-        norms = torch.stack([norm for _, _, norm, _ in self.owed]).tolist()
-        for (step, _, _, size), row, norm in zip(self.owed, found, norms, strict=True):
-            self.loss = float(row.sum())
-            values = {"step": step, "loss": self.loss, "norm": norm, "rate": rate(self.settings, step), "tokens": size}
-            if len(row) > 1:
-                values |= {f"{name} loss": float(one) for name, one in zip(self.loss_terms, row, strict=True)}
+    def _settle(self, wait: bool) -> None:
+        """Write down the losses that are there, or all of them."""
+        while self.owed and (wait or self.owed[0].there):
+            owed = self.owed.popleft()
+            if owed.event is not None:
+                owed.event.synchronize()
+            *totals, norm = owed.values.tolist()
+            terms = {name: total / count for (name, count), total in zip(owed.counts.items(), totals, strict=True)}
+            self.loss = sum(terms.values())
+            values = {
+                "step": owed.step, "loss": self.loss, "norm": norm,
+                "rate": rate(self.settings, owed.step), "tokens": owed.tokens,
+            }  # fmt: skip
+            if len(terms) > 1:
+                values |= {f"{name} loss": one for name, one in terms.items()}
             if self.metrics is not None:
                 self.metrics.add({**values, "seconds": round(self.seconds, 3)})
             if not math.isfinite(self.loss) or not math.isfinite(norm):
                 last, _ = store.newest(self.folder / "checkpoints")
                 raise ValueError(
-                    f"loss: expected a finite number, got {self.loss} (gradient {norm}) at step {step}; try a lower "
-                    f"learning rate. The last checkpoint is {'none' if last is None else last.name}"
+                    f"loss: expected a finite number, got {self.loss} (gradient {norm}) at step {owed.step}; try a "
+                    f"lower learning rate. The last checkpoint is {'none' if last is None else last.name}"
                 )
-        self.owed = []
 
     def _evaluate(self) -> None:
         self.objective.eval()
