@@ -59,6 +59,7 @@ class Plain(nn.Module):
 
 
 def peer(task, settings, device) -> list[str]:
+    torch.backends.cuda.enable_cudnn_sdp(False)  # it makes a plan for each new shape, and every batch has one
     torch.manual_seed(settings.seed)
     model = Plain(task.model.config).to(device)
     optimizer = adamw(model, settings)

@@ -114,9 +114,9 @@ def test_without_positions_tokens_may_change_places():
 def test_shared_layers_are_shared():
     model = made(num_shared=1, num_layers=5)
     assert len(model.stack.blocks) == 1
-    assert {id(model.stack.layer(index)) for index in range(5)} == {id(model.stack.blocks[0])}
+    assert {id(block) for block in model.stack.layers} == {id(model.stack.blocks[0])}
     two = made(num_shared=2, num_layers=5)
-    assert [list(two.stack.blocks).index(two.stack.layer(i)) for i in range(5)] == [0, 0, 0, 1, 1]
+    assert [list(two.stack.blocks).index(block) for block in two.stack.layers] == [0, 0, 0, 1, 1]
 
 
 def test_gradients_of_a_ragged_batch_are_those_of_its_rows():

@@ -1,6 +1,7 @@
 """Layers: multi-head attention, positions, norms, networks, blocks, ragged batches."""
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -264,10 +265,36 @@ def test_both_products_agree_and_are_counted(rows):
     assert not by_onednn(x.double(), layer.weight.double())
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_one_row_and_a_middling_weight_are_multiplied_and_summed(bias):
+    layer, other = Linear(576, 576, bias=bias), Linear(600, 600, bias=bias)
+    rows = torch.randn(50, 1, 1, 576)
+    with torch.no_grad():
+        found = torch.cat([layer(x) for x in rows])
+        exact = F.linear(rows.double(), layer.weight.double(), layer.bias.double() if bias else None)[:, 0]
+        plain = torch.cat([F.linear(x, layer.weight, layer.bias) for x in rows])
+        assert (found - exact).norm() < (plain - exact).norm()
+        with FlopCounterMode(display=False) as counter:
+            layer(rows[0])
+        assert counter.get_total_flops() == 2 * 576 * 576
+
+    def again(one, inputs):
+        with torch.inference_mode():
+            return [one(x) for x in inputs]
+
+    more = torch.randn(50, 1, 1, 600)
+    with torch.no_grad():
+        alone = torch.cat([other(x) for x in more])
+    with ThreadPoolExecutor(2) as pool:  # each thread has a place of its own for what lies in between
+        first, second = pool.submit(again, layer, rows), pool.submit(again, other, more)
+        assert torch.equal(torch.cat(first.result()), found)
+        assert torch.equal(torch.cat(second.result()), alone)
+
+
 def test_projections_of_one_input_are_one_product_once_their_weights_lie_together():
-    layers = [Linear(512, size, bias=False) for size in (512, 256, 256)]
+    layers = [Linear(1024, size, bias=False) for size in (1024, 512, 512)]
     values = [layer.weight.clone() for layer in layers]
-    x = torch.randn(1, 512)
+    x = torch.randn(1, 1024)
 
     def products():
         with torch.no_grad(), torch.profiler.profile() as profile:

@@ -106,8 +106,8 @@ def _crossing(points: Sequence[Point], what: str) -> int | None:
 def _filled(model: Decoder, state: ModelState, position: int) -> ModelState:
     """The state with random keys and values up to a position."""
     layers = []
-    for index, held in enumerate(state.layers):
-        one = model.stack.layer(index).attention
+    for block, held in zip(model.stack.layers, state.layers, strict=True):
+        one = block.attention
         while held.length < position:
             count = min(4096, position - held.length)
             shape = (1, one.num_kv_heads, count)
@@ -131,7 +131,7 @@ def _step(model: Decoder, state: ModelState, steps: int) -> float:
 
 
 def _predicted(model: Decoder, position: int) -> Any:
-    one = model.stack.layer(0).attention
+    one = model.stack.layers[0].attention
     work = Work(key_length=position, num_heads=one.num_heads, num_kv_heads=one.num_kv_heads, qk_length=one.qk_length,
                 value_length=one.value_length, dtype=torch.float32)  # fmt: skip
     return cost(one.mechanism, work)

@@ -335,7 +335,7 @@ def _cost(
     )
     read, state = weights + attention, summary.state_fixed + position * summary.state_per_token
     if storage is not None:  # such a state is keys and values alone
-        layer = model.stack.layer(0).attention
+        layer = model.stack.layers[0].attention
         state = state * _key_bytes(layer, model.dtype, storage) // _key_bytes(layer, model.dtype, None)
     seconds = more_seconds / (len(new) - 1) if len(new) > 1 else None
     return {
@@ -379,8 +379,8 @@ def _key_bytes(layer: rg.MultiHeadAttention, dtype: torch.dtype, storage: torch.
 def _attention_bytes(model: rg.Decoder, position: int, storage: torch.dtype | None) -> int:
     """What the layers' attention reads and writes for a token that sees `position` of them."""
     total = 0
-    for index, size in enumerate(model.stack.windows):
-        layer = model.stack.layer(index).attention
+    for block, size in zip(model.stack.layers, model.stack.windows, strict=True):
+        layer = block.attention
         work = rg.Work(
             query_length=1,
             key_length=position,

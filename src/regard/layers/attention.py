@@ -186,7 +186,10 @@ class MultiHeadAttention(nn.Module):
             if isinstance(positions, Tensor) and positions.shape[-1:] != q.shape[2:3]:
                 raise ValueError(f"positions: expected those of {q.shape[2]} tokens, got {tuple(positions.shape)}")
             tables = self.rotary.tables(positions) if isinstance(positions, Tensor) else positions
-            q, k = self.rotary.turn(q, tables), self.rotary.turn(k, tables)
+            if torch.is_grad_enabled() or q.shape[2] > 1:
+                q, k = self.rotary.turn(q, tables), self.rotary.turn(k, tables)
+            else:  # one token: fewer steps count for more than a copy
+                q, k = self.rotary.turn(torch.cat([q, k], 1), tables).split([self.num_heads, self.num_kv_heads], 1)
         return q, k, self.split_heads(v, self.value_length)
 
     def remember(self, key: Tensor, value: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -148,9 +148,11 @@ class Stack(nn.Module):
         self.bias, self.rotary = bias, config.rotary
         self.norm = norm(config.norm, config.embedding_dim, config.norm_epsilon) if config.pre_norm else nn.Identity()
 
-    def layer(self, index: int) -> Block:
-        """The block that layer `index` runs."""
-        return self.blocks[index * len(self.blocks) // self.num_layers]  # type: ignore[return-value]
+    @property
+    def layers(self) -> list[Block]:
+        """The block that each layer runs."""
+        blocks: list[Any] = list(self.blocks)
+        return [blocks[index * len(blocks) // self.num_layers] for index in range(self.num_layers)]
 
     def forward(
         self,
@@ -177,11 +179,11 @@ class Stack(nn.Module):
         masks: dict[tuple[int | None, int], Mask | None] = {}
         bias = None if self.bias is None else self.bias(tokens, past + tokens, x)
         states = []
-        for index, size in enumerate(self.windows):
+        for index, (block, size) in enumerate(zip(self.layers, self.windows, strict=True)):
             held, gone = (None, 0) if state is None else _held(state, index, size, tokens)
             if (size, gone) not in masks:
                 masks[size, gone] = self._masked(rule if gone == 0 else _recent(rule, gone, past + tokens), size)
-            x, longer = self.layer(index)(
+            x, longer = block(
                 x,
                 masks[size, gone],
                 bias=None if bias is None else bias[..., gone:],
@@ -205,15 +207,15 @@ class Stack(nn.Module):
     def start(self, *, batch: int, capacity: int = 4096, storage: torch.dtype | None = None) -> ModelState:
         """An empty state, with room for `capacity` tokens; a layer with a window has room for two windows."""
         rooms = (capacity if size is None else min(capacity, 2 * size) for size in self.windows)
-        layers = (self.layer(at).attention for at in range(self.num_layers))
         states = (
-            one.start(batch=batch, capacity=room, storage=storage) for one, room in zip(layers, rooms, strict=True)
+            block.attention.start(batch=batch, capacity=room, storage=storage)
+            for block, room in zip(self.layers, rooms, strict=True)
         )
         return ModelState(tuple(states), windows=self.windows)
 
     def remember(self, memory: Float[Tensor, "B S E"]) -> tuple[tuple[Tensor, Tensor], ...]:
         """Keys and values of every layer's cross-attention over `memory`."""
-        return tuple(self.layer(index).cross.remember(memory) for index in range(self.num_layers))
+        return tuple(block.cross.remember(memory) for block in self.layers)
 
 
 def _held(state: ModelState, index: int, size: int | None, tokens: int) -> tuple[Any, int]:

@@ -140,7 +140,7 @@ def _parts(model: Decoder | Encoder | Transformer, length: int, streams: list[st
 
 
 def _stack(name: str, stack: Stack, length: int, model: Model, *, stream: bool) -> Part:
-    blocks = [stack.layer(index) for index in range(stack.num_layers)]
+    blocks = stack.layers
     flops = 0
     for block, size in zip(blocks, stack.windows, strict=True):
         mask = model.sight(length) if isinstance(model, Encoder) else causal if stack.causal else None
@@ -168,13 +168,13 @@ def _state(stack: Stack, length: int, model: Model) -> tuple[int, int]:
 
     def held(tokens: int) -> int:
         total = 0
-        for index, size in enumerate(stack.windows):
-            one, room = stack.layer(index).attention, tokens if size is None else min(tokens, 2 * size)
+        for block, size in zip(stack.layers, stack.windows, strict=True):
+            one, room = block.attention, tokens if size is None else min(tokens, 2 * size)
             total += one.mechanism.cost(_work(one, 1, room, model, None)).state_bytes
         return total
 
     growing = held(length + 1) - held(length)
-    crosses = [stack.layer(index) for index in range(stack.num_layers) if hasattr(stack.layer(index), "cross")]
+    crosses = [block for block in stack.layers if hasattr(block, "cross")]
     source = sum(
         length * one.cross.num_kv_heads * (one.cross.qk_length + one.cross.value_length) * model.dtype.itemsize
         for one in crosses
