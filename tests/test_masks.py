@@ -15,7 +15,7 @@ from PIL import Image
 import regard as rg
 from regard.call import Call
 from regard.mask import Band, Mask, as_mask, blocks, count_pairs, positions, reached, structure
-from regard.paths import masked
+from regard.paths import cudnn, masked
 
 B, H = 3, 2
 SHAPES = [(4, 4), (2, 6), (6, 2), (1, 6), (6, 4), (8, 8), (0, 4), (1, 1)]
@@ -473,3 +473,11 @@ def test_padding_as_a_mask_gives_what_slices_give(side, causal):
     call = Call(rg.Softmax(), q, k, v, rule)
     assert masked.cannot(call) == "made for GPUs"
     assert (masked.run(call) - rg.attend(q, k, v, mask=rule, path="reference")).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("rule", [None, rg.causal], ids=repr)
+def test_the_path_by_way_of_cudnn_is_the_reference(rule):
+    q, k, v = (torch.randn(2, heads, 512, 8, dtype=torch.float64) for heads in (4, 2, 2))
+    call = Call(rg.Softmax(), q, k, v, rule)
+    assert cudnn.cannot(call) == "made for GPUs"
+    assert (cudnn.run(call) - rg.attend(q, k, v, mask=rule, path="reference")).abs().max() < 1e-12

@@ -506,3 +506,18 @@ def test_training_reaches_every_weight(build):
     reached = {name for name, one in model.named_parameters() if one.grad.abs().max() > 1e-9}
     missed = {name for name, _ in model.named_parameters()} - reached
     assert all(name.endswith("W_k.bias") for name in missed), missed
+
+
+@pytest.mark.parametrize("width", [32, 512])
+@pytest.mark.parametrize("patch", [2, 8])
+def test_tokens_begin_at_one_size_whatever_width_and_patch_are(width, patch):
+    torch.manual_seed(0)
+    config = rg.VisionConfig(image_size=16, patch_size=patch, embedding_dim=width, num_layers=1, num_heads=4)
+    model = rg.VisionTransformer(config)
+    images = torch.randn(32, 3, 16, 16)
+    block = model.stack.blocks[0]
+    with torch.no_grad():
+        patches = model.patches(images)
+        assert 0.8 < patches.std() < 1.2
+        values = block.attention.W_v(torch.randn(1000, width))
+        assert 0.8 < values.std() < 1.2

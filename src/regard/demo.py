@@ -141,7 +141,7 @@ def speak(models: Mapping[str, rg.Transformer]) -> Step:
         lines += [f"  {'✓' if texts[at] == target else '·'} {name:<12}{texts[at]}" for name, texts in found.items()]
     return Step(
         title="Translate",
-        words="Held-out sentences, by the likeliest of four beams. `regard translate` does it with a model that ships.",
+        words="Held-out sentences, by the likeliest of four beams. regard translate does it with a model that ships.",
         numbers="\n".join(lines),
     )
 

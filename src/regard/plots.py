@@ -431,8 +431,10 @@ def curves_figure(runs: dict[str, list[dict[str, Any]]]) -> Figure:
             for kind, value in line.get("evaluation", {}).items():
                 results.setdefault(kind, {}).setdefault(name, []).append((line["step"], value))
     panels = ["loss", *(kind for kind in results if kind != "loss")]
-    figure = Figure(figsize=(4.6 * min(3, len(panels)), 3.4 * -(-len(panels) // 3)), layout="constrained")
-    axes = figure.subplots(-(-len(panels) // 3), min(3, len(panels)), squeeze=False).flat
+    across = 2 if len(panels) == 4 else min(3, len(panels))
+    down = -(-len(panels) // across)
+    figure = Figure(figsize=(4.6 * across, 3.4 * down), layout="constrained")
+    axes = figure.subplots(down, across, squeeze=False).flat
     for panel, axis in zip(panels, axes, strict=False):
         for number, (name, lines) in enumerate(runs.items()):
             color = COLOURS[number % len(COLOURS)]
