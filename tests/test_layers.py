@@ -1,7 +1,9 @@
 """Layers: multi-head attention, positions, norms, networks, blocks, ragged batches."""
 
 import math
+import warnings
 from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from transformers.models.t5.modeling_t5 import T5Attention
 import regard as rg
 from regard.layers.attention import Attend
 from regard.layers.block import Block, BlockConfig, Stack
-from regard.layers.linear import Linear, by_onednn, lay_together, projections
+from regard.layers.linear import Linear, _scratch, by_onednn, lay_together, projections
 from regard.layers.network import ACTIVATIONS, PositionWise, RMSNorm
 from regard.layers.positions import Alibi, RelativeBias, Rotary, alibi_slopes, sinusoidal
 from regard.layers.ragged import Ragged
@@ -267,7 +269,7 @@ def test_both_products_agree_and_are_counted(rows):
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_one_row_and_a_middling_weight_are_multiplied_and_summed(bias):
-    layer, other = Linear(576, 576, bias=bias), Linear(600, 600, bias=bias)
+    layer = Linear(576, 576, bias=bias)
     rows = torch.randn(50, 1, 1, 576)
     with torch.no_grad():
         found = torch.cat([layer(x) for x in rows])
@@ -278,17 +280,51 @@ def test_one_row_and_a_middling_weight_are_multiplied_and_summed(bias):
             layer(rows[0])
         assert counter.get_total_flops() == 2 * 576 * 576
 
-    def again(one, inputs):
-        with torch.inference_mode():
-            return [one(x) for x in inputs]
 
-    more = torch.randn(50, 1, 1, 600)
+def test_each_thread_has_a_place_of_its_own_for_products():
+    together = Barrier(2)
+
+    def place(_):
+        with torch.inference_mode():
+            found = _scratch.numbers
+        together.wait(timeout=60)  # both are there at once
+        return found
+
+    with ThreadPoolExecutor(2) as pool:
+        one, two = pool.map(place, range(2))
+    assert len({one.data_ptr(), two.data_ptr(), _scratch.numbers.data_ptr()}) == 3
+    assert not one.is_inference()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_one_row_has_its_own_dtype_whatever_the_default_is(dtype):
+    layer, norm, x = Linear(512, 512), RMSNorm(512, 1e-8), torch.randn(1, 1, 512) * 1e-4
     with torch.no_grad():
-        alone = torch.cat([other(x) for x in more])
-    with ThreadPoolExecutor(2) as pool:  # each thread has a place of its own for what lies in between
-        first, second = pool.submit(again, layer, rows), pool.submit(again, other, more)
-        assert torch.equal(torch.cat(first.result()), found)
-        assert torch.equal(torch.cat(second.result()), alone)
+        expected, scaled = layer(x), norm(x)
+        torch.set_default_dtype(dtype)
+        try:
+            with ThreadPoolExecutor(1) as pool:  # a new thread, which makes its scratch under this default
+                found = pool.submit(torch.no_grad()(lambda: (layer(x), norm(x)))).result()
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert torch.equal(found[0], expected)
+    assert torch.equal(found[1], scaled)
+
+
+def test_a_norm_without_gradients_is_the_formula():
+    norm, x = RMSNorm(64, 1e-5), torch.randn(3, 7, 64) * torch.logspace(-4, 4, 7)[:, None]
+    torch.nn.init.normal_(norm.weight)
+    exact = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight.double()
+    with torch.no_grad():
+        found = norm(x)
+    assert ((found - exact).norm(dim=-1) < 3e-7 * exact.norm(dim=-1)).all()
+
+
+def test_projections_map_over_a_batch_of_single_rows():
+    layer, x = Linear(512, 512), torch.randn(3, 1, 512)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.func says that it goes row by row
+        assert (torch.func.vmap(layer)(x) - layer(x)).abs().max() < 1e-5
 
 
 def test_projections_of_one_input_are_one_product_once_their_weights_lie_together():

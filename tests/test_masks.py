@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -15,7 +16,7 @@ from PIL import Image
 import regard as rg
 from regard.call import Call
 from regard.mask import Band, Mask, as_mask, blocks, count_pairs, positions, reached, structure
-from regard.paths import cudnn, masked
+from regard.paths import masked, sdpa
 
 B, H = 3, 2
 SHAPES = [(4, 4), (2, 6), (6, 2), (1, 6), (6, 4), (8, 8), (0, 4), (1, 1)]
@@ -475,9 +476,13 @@ def test_padding_as_a_mask_gives_what_slices_give(side, causal):
     assert (masked.run(call) - rg.attend(q, k, v, mask=rule, path="reference")).abs().max() < 1e-12
 
 
-@pytest.mark.parametrize("rule", [None, rg.causal], ids=repr)
-def test_the_path_by_way_of_cudnn_is_the_reference(rule):
-    q, k, v = (torch.randn(2, heads, 512, 8, dtype=torch.float64) for heads in (4, 2, 2))
-    call = Call(rg.Softmax(), q, k, v, rule)
-    assert cudnn.cannot(call) == "made for GPUs"
-    assert (cudnn.run(call) - rg.attend(q, k, v, mask=rule, path="reference")).abs().max() < 1e-12
+def test_plans_are_turned_off_and_on_again():
+    """What a GPU does with lengths that change from call to call; the switches are there on the CPU, too."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    for wanted in (True, False):
+        torch.backends.cuda.enable_cudnn_sdp(wanted)
+        with suppress(RuntimeError), sdpa.without_plans():
+            assert not torch.backends.cuda.cudnn_sdp_enabled()
+            raise RuntimeError
+        assert torch.backends.cuda.cudnn_sdp_enabled() == wanted
+    torch.backends.cuda.enable_cudnn_sdp(before)

@@ -10,8 +10,7 @@ at the last key: one cached step, a chunked prefill and the whole sequence all m
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -631,6 +630,16 @@ class Structure:
     after: int | None = None
     paddings: tuple[Padding, ...] = ()
     rest: Mask | None = None
+    rows: tuple[Span, ...] | None = field(init=False, repr=False, compare=False)
+    """One interval of real keys a batch row, if padding is all intervals; None without padding or with holes."""
+
+    def __post_init__(self) -> None:
+        known = [one.rows for one in self.paddings if one.rows is not None]
+        found = None
+        if known and len(known) == len(self.paddings):
+            together = zip(*known, strict=True)
+            found = tuple((max(a for a, _ in spans), min(b for _, b in spans)) for spans in together)
+        object.__setattr__(self, "rows", found)
 
     @property
     def windowed(self) -> bool:
@@ -639,14 +648,6 @@ class Structure:
     @property
     def causal(self) -> bool:
         return self.after == 0
-
-    @cached_property
-    def rows(self) -> tuple[Span, ...] | None:
-        """One interval of real keys a batch row, if padding is all intervals; None without padding or with holes."""
-        if not self.paddings or any(one.rows is None for one in self.paddings):
-            return None
-        together = zip(*(one.rows or () for one in self.paddings), strict=True)
-        return tuple((max(a for a, _ in spans), min(b for _, b in spans)) for spans in together)
 
     def valid(self, keys: int, device: torch.device | str | None = None) -> Tensor | None:
         """The table (B, S) of real keys, or None without padding."""

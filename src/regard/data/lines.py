@@ -23,7 +23,7 @@ def decoded_lines(path: Path, data: bytes, charset: str = "utf-8") -> list[str]:
     """The lines of a file's bytes. They end with newlines only: texts may hold what str.splitlines takes for an end.
 
     >>> from regard.data.lines import decoded_lines
-    >>> decoded_lines(Path("own.txt"), b"One.\\r\\nTwo.")
+    >>> decoded_lines(Path("own.txt"), b"One.\\r\\nTwo.\\r\\n")
     ['One.', 'Two.']
     """
     try:
@@ -32,4 +32,4 @@ def decoded_lines(path: Path, data: bytes, charset: str = "utf-8") -> list[str]:
         line = data.count(b"\n", 0, error.start) + 1
         given = f"byte 0x{data[error.start]:02x}"
         raise ValueError(f"{path}, line {line}: expected {charset.upper()} text, got {given}") from None
-    return text.removeprefix("\ufeff").removesuffix("\n").replace("\r\n", "\n").split("\n")
+    return text.removeprefix("\ufeff").replace("\r\n", "\n").removesuffix("\n").split("\n")

@@ -80,7 +80,7 @@ class RMSNorm(nn.Module):
             if torch.is_grad_enabled() or not x.is_cpu:
                 return torch.rms_norm(x, self.weight.shape, self.weight, self.epsilon)
             size = torch.linalg.vector_norm(x, dim=-1, keepdim=True)  # fewer, smaller steps
-            scale = torch.addcmul(torch.tensor(self.epsilon), size, size, value=1 / x.shape[-1]).rsqrt_()
+            scale = torch.addcmul(x.new_tensor(self.epsilon), size, size, value=1 / x.shape[-1]).rsqrt_()
             return (x * scale).mul_(self.weight)
         wide = x.float()
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.epsilon)

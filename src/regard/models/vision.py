@@ -129,8 +129,8 @@ class VisionTransformer(Model):
         self.initialise()
 
     def initialise(self, spread: float = SPREAD) -> None:
-        """As Dosovitskiy et al. begin: weights that keep the size of tokens at every width, a small class token and
-        small positions."""
+        """Weights that keep the size of tokens at every width (Glorot & Bengio 2010), a small class token and small
+        positions."""
         super().initialise(spread)
         for module in self.modules():
             if isinstance(module, nn.Linear) and not module.weight.is_meta:

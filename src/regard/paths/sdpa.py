@@ -4,21 +4,22 @@ No mask and causal are one call. Padding becomes slices: rows of the batch that 
 together, over those keys only, so padding costs nothing and nothing in it can leak.
 """
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from regard.call import Call, Path
 from regard.paths.rows import by_interval
 
-UNPLANNED = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
-"""SDPA's ways on a GPU without cuDNN's, which makes a plan for each new shape: some 17 ms, where a call takes less than
-one. Lengths that grow with each token, or differ from batch to batch, are all new shapes."""
+ROUND = 128
+"""On a GPU, lengths of which multiples are worth a plan of cuDNN's."""
+_switch = threading.Lock()
 
 
 def unfit(call: Call) -> str | None:
@@ -68,13 +69,8 @@ def scale(call: Call) -> float:
     return found
 
 
-def plain(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float, ways: Sequence[SDPBackend] = UNPLANNED, **options: Any
-) -> Tensor:
-    """SDPA where its fused kernel applies: equal head lengths, unit stride, grouped heads left as they are.
-
-    `ways` are those it may take on a GPU, the best first.
-    """
+def plain(q: Tensor, k: Tensor, v: Tensor, *, scale: float, **options: Any) -> Tensor:
+    """SDPA where its fused kernel applies: equal head lengths, unit stride, grouped heads left as they are."""
     kind = q.dtype
     if scale == 0:  # the kernel hides a future key by -inf, and 0 · -inf is NaN: 0 scores from 0 queries instead
         q, scale = q * 0, 1.0
@@ -87,14 +83,37 @@ def plain(
         q, k, v = (F.pad(t, (0, longest - t.shape[-1])) for t in (q, k, v))
     if q.stride(-1) != 1 or k.stride(-1) != 1 or v.stride(-1) != 1:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    if q.is_cuda and q.shape[1] != k.shape[1] and options.get("attn_mask") is not None:
+        # No kernel but cuDNN's takes grouped heads and a mask.
+        k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
     options |= {"scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
-    if q.device.type == "cuda":
-        with sdpa_kernel(list(ways), set_priority=True):
+    if q.is_cuda and not torch.compiler.is_compiling() and (q.shape[2] % ROUND or k.shape[2] % ROUND):
+        with without_plans():
             out = F.scaled_dot_product_attention(q, k, v, **options)
     else:
         out = F.scaled_dot_product_attention(q, k, v, **options)
     out = out if size == v.shape[-1] else out[..., :size]
     return out if out.dtype == kind else out.to(kind)
+
+
+@contextmanager
+def without_plans() -> Iterator[None]:
+    """SDPA by any way but cuDNN's, which makes a plan for each new shape: some 17 ms, where a call takes less than one.
+    Lengths that grow with each token, or differ from batch to batch, are all new shapes.
+
+    >>> import torch
+    >>> from regard.paths.sdpa import without_plans
+    >>> with without_plans():
+    ...     torch.backends.cuda.cudnn_sdp_enabled()
+    False
+    """
+    with _switch:  # it is one for the whole process
+        before = torch.backends.cuda.cudnn_sdp_enabled()
+        torch.backends.cuda.enable_cudnn_sdp(before and not torch.backends.cuda.math_sdp_enabled())
+        try:
+            yield
+        finally:
+            torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 def _count_flops(q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> int:

@@ -29,6 +29,9 @@ from regard.training.settings import Settings
 from regard.training.signals import listening
 from regard.training.task import Batch, Task
 
+QUEUED = 20
+"""Steps whose losses many processes may owe before they are read."""
+
 
 @dataclass(frozen=True)
 class _Owed:
@@ -224,7 +227,8 @@ class _Run:
 
     def _settle(self, wait: bool) -> None:
         """Write down the losses that are there, or all of them."""
-        while self.owed and (wait or self.owed[0].there):
+        # Processes must find a loss that is not finite at the same step: there, what is old enough is waited for.
+        while self.owed and (wait or (self.owed[0].there if self.place.world == 1 else len(self.owed) > QUEUED)):
             owed = self.owed.popleft()
             if owed.event is not None:
                 owed.event.synchronize()
