@@ -16,9 +16,6 @@ from regard.data.text import documents, plain_ids, split
 from regard.data.vocabulary import train_bpe
 from regard.training.recipes import lm
 
-VOCABULARY = 4096
-"""Tokens, as `regard train lm` has them."""
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -32,7 +29,7 @@ def main() -> None:
     result = {"modules": len(held_out), "bytes": sum(map(len, raw[1]))}
     result["xz"] = xz_bits_per_byte(b"".join(raw[0]), raw[1])
     result["5-gram of bytes"] = ngram_bits_per_byte(*raw, order=5)
-    tokenizer = train_bpe(train, VOCABULARY)
+    tokenizer = train_bpe(train, lm.Options().vocabulary)
     tokens = [[np.asarray(plain_ids(tokenizer, text)) for text in part] for part in (train, held_out)]
     model = ngrams(tokens[0], size=tokenizer.vocabulary_size, order=5)
     result["5-gram of tokens"] = -float(np.log2(model(tokens[1])).sum()) / result["bytes"]
