@@ -101,7 +101,7 @@ def _memory(bench: Bench) -> Result:
 
 
 BENCHES: tuple[Bench, ...] = (
-    Bench("generate", f"SmolLM2, 1 prompt of 64 tokens, {NEW} new", "transformers", 1.3, lambda: _pair(1, 64, 64), 5),
+    Bench("generate", f"SmolLM2, 1 prompt of 64 tokens, {NEW} new", "transformers", 1.3, lambda: _pair(1, 64, 64), 15),
     Bench("generate-16", f"SmolLM2, 16 prompts of 8…200 tokens, {NEW} new", "transformers", 1.5,
           lambda: _pair(16, 8, 200), 3),
     Bench("generate-int8", f"SmolLM2 with int8 weights, 1 prompt of 64, {NEW} new", "transformers, float32", 2.0,
