@@ -6,9 +6,10 @@ import pytest
 import torch
 
 import regard as rg
+from regard.call import Call
 from regard.laws.case import within_budget
 from regard.mechanisms import REGISTRY
-from regard.paths import sdpa
+from regard.paths import grouped, sdpa
 
 
 def make(length=20, groups=2, size=8, value=8, dtype=torch.float64, keys=None):
@@ -323,3 +324,13 @@ def test_channel_weights_show_a_nan_that_attend_shows():
         assert rg.weights(q, k, rg.Channel(), mask)[0, :2].isnan().all()
         assert rg.attend(q, k, v, rg.Channel(), mask)[0, :2].isnan().all()
     assert rg.weights(q, k, rg.Channel(), rg.padding([3, 10])).isfinite().all()
+
+
+@pytest.mark.parametrize("queries", [1, 2])
+def test_a_cache_larger_than_the_processors_own_is_read_by_two_products(queries):
+    q = torch.randn(2, 8 // queries, queries, 128)
+    k, v = torch.randn(2, 2, 6200, 128)[:, :, :6144], torch.randn(2, 2, 6200, 128)[:, :, :6144]
+    assert grouped._large(Call(rg.Softmax(), q, k, v))
+    assert rg.explain(q, k, v).path == "grouped"
+    found, exact = rg.attend(q, k, v), rg.attend(q.double(), k.double(), v.double(), path="reference")
+    assert (found - exact).abs().max() < 1e-6

@@ -15,6 +15,9 @@ from regard.paths import sdpa
 
 MOST_ROWS = 64
 """Query rows of a key/value head up to which one tile pays on a CPU."""
+LARGE, FEW_ROWS = 24 << 20, 4
+"""Bytes of keys and values that no processor keeps close by, and rows up to which two products then beat the
+fused kernel: 1.2 to 1.4 times on 2 cores."""
 
 
 def cannot(call: Call) -> str | None:
@@ -50,11 +53,20 @@ def _tiles(call: Call, shown: Tensor | None) -> Tensor:
         q = call.q.flatten(0, 1) * sdpa.scale(call)
         weights = torch.softmax(torch.bmm(q, call.k.flatten(0, 1).transpose(1, 2)), dim=-1)
         return torch.bmm(weights, call.v.flatten(0, 1)).unflatten(0, (call.batch, call.heads))
+    if rows <= FEW_ROWS and shown is None and call.groups % 2 == 0 and _large(call):
+        q = call.q.reshape(call.batch * call.groups, rows, call.qk_length) * sdpa.scale(call)
+        scores = torch.bmm(call.k.flatten(0, 1), q.transpose(1, 2)).transpose(1, 2)  # keys first: read as they lie
+        out = torch.bmm(torch.softmax(scores.contiguous(), dim=-1), call.v.flatten(0, 1))
+        return out.reshape(call.batch, call.heads, call.queries, call.value_length)
     # One tile a group; a single group is halved, so that two cores have work.
     tiles = call.groups * (2 if call.batch * call.groups == 1 and rows % 2 == 0 else 1)
     q = call.q.reshape(call.batch, tiles, call.groups * rows // tiles, call.qk_length)
     out = sdpa.plain(q, call.k, call.v, scale=sdpa.scale(call), attn_mask=shown)
     return out.reshape(call.batch, call.heads, call.queries, call.value_length)
+
+
+def _large(call: Call) -> bool:
+    return call.q.dtype is torch.float32 and 4 * (call.k.numel() + call.v.numel()) >= LARGE
 
 
 PATH = Path("grouped", cannot, run)
