@@ -30,7 +30,7 @@ from regard.training.signals import listening
 from regard.training.task import Batch, Task
 
 QUEUED = 20
-"""Steps whose losses many processes may owe before they are read."""
+"""Steps whose losses many GPUs may owe before they are waited for."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,6 @@ class _Owed:
     """The terms' totals and the gradient's norm."""
     event: torch.cuda.Event | None
     """After which the values are there."""
-
-    @property
-    def there(self) -> bool:
-        return self.event is None or self.event.query()
 
 
 @dataclass(frozen=True)
@@ -227,8 +223,7 @@ class _Run:
 
     def _settle(self, wait: bool) -> None:
         """Write down the losses that are there, or all of them."""
-        # Processes must find a loss that is not finite at the same step: there, what is old enough is waited for.
-        while self.owed and (wait or (self.owed[0].there if self.place.world == 1 else len(self.owed) > QUEUED)):
+        while self.owed and (wait or self._readable(self.owed[0])):
             owed = self.owed.popleft()
             if owed.event is not None:
                 owed.event.synchronize()
@@ -249,6 +244,12 @@ class _Run:
                     f"loss: expected a finite number, got {self.loss} (gradient {norm}) at step {owed.step}; try a "
                     f"lower learning rate. The last checkpoint is {'none' if last is None else last.name}"
                 )
+
+    def _readable(self, owed: _Owed) -> bool:
+        if owed.event is None:
+            return True
+        # Processes must meet a loss that is not finite at the same step, and their GPUs are not equally far.
+        return owed.event.query() if self.place.world == 1 else len(self.owed) > QUEUED
 
     def _evaluate(self) -> None:
         self.objective.eval()
