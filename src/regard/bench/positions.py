@@ -48,32 +48,45 @@ class Point:
 
 
 @torch.inference_mode()
-def measure(watch: Callable[[str], None] = lambda words: None, steps: int = 15) -> list[Point]:
-    """Every decoder of `KINDS` at every position up to its last, `steps` tokens each."""
+def measure(watch: Callable[[str], None] = lambda words: None, steps: int = 10, rounds: int = 15) -> list[Point]:
+    """Every decoder of `KINDS` at every position up to its last: the median of rounds of `steps` tokens, in turn."""
     rate, points = _memory_rate(), []
+    models: dict[str, Decoder] = {}
+    states: dict[str, ModelState] = {}
+    first: dict[str, tuple[float, int]] = {}
     for kind, (own, last) in KINDS.items():
         torch.manual_seed(0)
-        model = Decoder(DecoderConfig(**{**SIZE, **own})).eval()
-        state = model.start(batch=1, capacity=last + steps)
-        first: tuple[float, int] | None = None
-        for position in (one for one in POSITIONS if one <= last):
-            watch(f"{kind} at {position:,}")
-            state = _filled(model, state, position)
-            seconds = _step(model, state, steps)
+        models[kind] = Decoder(DecoderConfig(**{**SIZE, **own})).eval()
+        states[kind] = models[kind].start(batch=1, capacity=last + steps * rounds)
+    for position in POSITIONS:
+        watch(f"position {position:,}")
+        kinds = [kind for kind, (_, last) in KINDS.items() if position <= last]
+        held: dict[str, int] = {}
+        times: dict[str, list[float]] = {kind: [] for kind in kinds}
+        for kind in kinds:
+            states[kind] = _filled(models[kind], states[kind], position)
+            held[kind] = _held(states[kind])
+        for _ in range(rounds):
+            for kind in kinds:
+                seconds, states[kind] = _step(models[kind], states[kind], steps)
+                times[kind].append(seconds)
+        for kind in kinds:
+            model, seconds = models[kind], statistics.median(times[kind])
             read = _read_bytes(model, position)
-            first = first or (seconds, read)
+            began, least = first.setdefault(kind, (seconds, read))
             points.append(
                 Point(
                     kind=kind,
                     position=position,
                     milliseconds=seconds * 1e3,
-                    predicted_milliseconds=(first[0] + (read - first[1]) / rate) * 1e3,
-                    state_bytes=_held(state),
+                    predicted_milliseconds=(began + (read - least) / rate) * 1e3,
+                    state_bytes=held[kind],
                     predicted_state_bytes=_predicted(model, position).state_bytes * model.config.num_layers,
                     read_bytes=read,
                 )
             )
-    return points
+    order = list(KINDS)
+    return sorted(points, key=lambda point: order.index(point.kind))
 
 
 def to_json(points: Sequence[Point]) -> list[dict[str, Any]]:
@@ -121,13 +134,13 @@ def _filled(model: Decoder, state: ModelState, position: int) -> ModelState:
     return replace(state, layers=tuple(layers), length=position)
 
 
-def _step(model: Decoder, state: ModelState, steps: int) -> float:
+def _step(model: Decoder, state: ModelState, steps: int) -> tuple[float, ModelState]:
     token, times = torch.zeros(1, 1, dtype=torch.long), []
     for _ in range(steps):
         begin = time.perf_counter()
         _, state = model.extend(token, state)
         times.append(time.perf_counter() - begin)
-    return statistics.median(times)
+    return statistics.median(times), state
 
 
 def _predicted(model: Decoder, position: int) -> Any:
