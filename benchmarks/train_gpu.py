@@ -147,8 +147,8 @@ def interleaved(rows: int, length: int, rounds: int, each: int) -> tuple[list[fl
             times[1].append(seconds)
         began[0] = time.perf_counter()
 
-    settings = Settings(
-        steps=each * (rounds + 1), batch_size=rows, learning_rate=3e-4, precision="bfloat16", compile=True,
+    settings = Settings(  # one step more: the last is followed by an evaluation and a checkpoint
+        steps=each * (rounds + 1) + 1, batch_size=rows, learning_rate=3e-4, precision="bfloat16", compile=True,
         evaluate_every=10**6, save_every=10**6,
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:

@@ -89,7 +89,7 @@ def test_many_lengths_are_one_call(side, causal):
 
 def kernels(run):
     """The kinds of attention that SDPA took."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as found:
         run()
     return {one.key for one in found.key_averages() if re.match("aten::_scaled_dot_product_.*_attention$", one.key)}
 

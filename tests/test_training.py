@@ -16,7 +16,7 @@ import regard as rg
 from regard.training import IGNORED, Settings, Task, train
 from regard.training.batches import plan, waste
 from regard.training.metrics import read_metrics
-from regard.training.optimizer import adamw, rate
+from regard.training.optimizer import adamw, clip, rate
 from regard.training.signals import listening
 
 ROOT = Path(__file__).parent.parent
@@ -100,6 +100,25 @@ def test_rates_rise_and_fall():
     original = settings(warmup=400, schedule="inverse_root", learning_rate=1.0)
     assert rate(original, 1600) == pytest.approx(0.5)
     assert rate(settings(schedule="constant", learning_rate=1.0), 999) == 1.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("longest", [None, 0.5, 1e6])
+def test_a_long_gradient_is_shortened_and_its_length_told(dtype, longest):
+    torch.manual_seed(0)
+    ours, theirs = (torch.nn.Linear(7, 5, dtype=dtype) for _ in range(2))
+    theirs.load_state_dict(ours.state_dict())
+    optimizers = [torch.optim.AdamW(one.parameters(), lr=0.1, eps=0.1, fused=True) for one in (ours, theirs)]
+    for size in (100.0, 1e-3, 7.0):
+        x = size * torch.randn(3, 7, dtype=dtype)
+        for one, optimizer in zip((ours, theirs), optimizers, strict=True):
+            optimizer.zero_grad()
+            one(x).square().sum().backward()
+        expected = torch.nn.utils.clip_grad_norm_(theirs.parameters(), longest or torch.inf)
+        torch.testing.assert_close(clip(optimizers[0], ours.parameters(), longest), expected)
+        for optimizer in optimizers:
+            optimizer.step()
+        torch.testing.assert_close(ours.weight, theirs.weight)
 
 
 def test_only_matrices_decay():

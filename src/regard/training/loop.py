@@ -22,7 +22,7 @@ from regard.layers.block import Block
 from regard.training import store
 from regard.training.batches import plan, waste
 from regard.training.metrics import Metrics
-from regard.training.optimizer import adamw, memory, rate
+from regard.training.optimizer import adamw, clip, memory, rate
 from regard.training.parallel import Objective, Place, spread, unsynchronised
 from regard.training.records import write_card, write_curves, write_model
 from regard.training.settings import Settings
@@ -134,7 +134,8 @@ class _Run:
             _recompute(model)
         self.objective = Objective(task)
         if settings.compile:
-            self.objective.compile()
+            # The loss over 50,000 words takes an H200 2.4 ms in inductor's one pass, 1.8 ms in two.
+            self.objective.compile(options={"online_softmax": False} if place.device.type == "cuda" else None)
         self.runner = spread(self.objective, place)
         self.optimizer = adamw(self.objective, settings)
         self.course = _Course(task, settings)
@@ -206,8 +207,7 @@ class _Run:
                 terms += torch.stack([totals[name].detach().double() for name in counts])
         for group in self.optimizer.param_groups:
             group["lr"] = rate(settings, self.step)
-        norm = nn.utils.clip_grad_norm_(self.objective.parameters(), settings.clip or math.inf)
-        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        norm = clip(self.optimizer, self.objective.parameters(), settings.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         size = sum(self.course.sizes[index] for index in indices)

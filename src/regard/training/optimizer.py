@@ -6,9 +6,11 @@ inverse root   rate = highest · √(warmup / step)                             
 """
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from regard.training.settings import Settings
 
@@ -58,6 +60,28 @@ def adamw(model: nn.Module, settings: Settings) -> torch.optim.AdamW:
             "exp_avg_sq": torch.zeros_like(one, memory_format=torch.preserve_format),
         }
     return optimizer
+
+
+def clip(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor], longest: float | None) -> Tensor:
+    """See that the next step's gradient is no longer than `longest`. Gives its length before.
+
+    A fused AdamW divides float32 gradients by a scale as it reads them, which saves a pass over them all; shards and
+    float64, whose scale would be rounded, are divided beforehand.
+
+    >>> import torch
+    >>> from regard.training.optimizer import clip
+    >>> one = torch.nn.Parameter(torch.zeros(2))
+    >>> one.grad = torch.tensor([3.0, 4.0])
+    >>> clip(torch.optim.AdamW([one], fused=True), [one], 1.0)
+    tensor(5.)
+    """
+    known = list(parameters)
+    norm = nn.utils.get_total_norm([one.grad for one in known if one.grad is not None])
+    if longest is not None and (isinstance(norm, DTensor) or norm.dtype != torch.float32):
+        nn.utils.clip_grads_with_norm_(known, longest, norm)
+    elif longest is not None:
+        optimizer.grad_scale = (norm / longest).clamp(min=1.0)  # type: ignore[attr-defined]
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def memory(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
