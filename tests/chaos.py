@@ -26,7 +26,7 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 POINTS = ("open", "mid-write", "before flush", "after flush", "before rename", "after rename", "prune")
@@ -93,7 +93,7 @@ class Trap:
     def spring(self):
         Path(self.asked["marker"]).touch()
         if self.asked["group"]:
-            for process in relatives(os.getppid()):
+            for process in set(relatives(os.getppid())) - {os.getpid()}:
                 kill(process)
         kill(os.getpid())
 
@@ -331,17 +331,18 @@ def undisturbed(variant, folder):
     counts = folder.with_name(f"{folder.name}-counts")
     log = folder.with_name(f"{folder.name}.log")
     with open(log, "wb") as output:
-        began, first = time.monotonic(), None
+        began, times = time.monotonic(), {}
         process = launch(variant, folder, {"counts": str(counts)}, output)
         while process.poll() is None and time.monotonic() - began < PATIENCE:
-            if first is None and steps_of(folder) > 0:
-                first = time.monotonic()
+            times.setdefault(steps_of(folder), time.monotonic())
             time.sleep(0.002)
         ended = finish(process)
+    first, last = (find((times[step] for step in times if step > 0), default=None) for find in (min, max))
     if ended != 0 or first is None:
         raise RuntimeError(f"the run that nobody disturbed ends with {ended}:\n{log.read_text()[-3000:]}")
     seen = [json.loads(Path(f"{counts}-{rank}").read_text()) for rank in range(variant.ranks)]
-    return Undisturbed(folder, seen, (time.monotonic() - first) / STEPS, first - began)
+    # Not until its end: processes take seconds to leave.
+    return Undisturbed(folder, seen, (last - first) / STEPS, first - began)
 
 
 def planned(kills, whole, rng):
@@ -453,6 +454,8 @@ def disturbed(variant, plans, whole, folder, tally, advance):
                 tally.kills[plan.point] += 1
             advance()
         idle = 0 if kills else idle + 1
+        if plan is not None and ended == "complete":  # the kill came too late: sooner, the next time
+            plans[0] = replace(plan, seconds=plan.seconds / 2, number=max(1, plan.number // 2) if plan.number else 0)
         if ended != "complete" or idle == 3:
             wrong = wrong or f"{ended}, and no kill"
         wrong = wrong or difference(whole.folder, run)
