@@ -76,27 +76,26 @@ class Call:
                 raise ValueError(f"{name}: expected 4 dimensions (B, H, T, K), got shape {tuple(tensor.shape)}")
             if not tensor.dtype.is_floating_point:
                 raise ValueError(f"{name}: expected a floating-point dtype, got {tensor.dtype}")
+        (batch, heads, queries, qk_length), (_, groups, keys, _) = self.q.shape, self.k.shape
         for name, tensor in (("k", self.k), ("v", self.v)):
             if tensor.dtype != self.q.dtype:
                 raise ValueError(f"{name}: expected q's dtype {self.q.dtype}, got {tensor.dtype}")
             if tensor.device != self.q.device:
                 raise ValueError(f"{name}: expected q's device {self.q.device}, got {tensor.device}")
-            if tensor.shape[0] != self.batch:
-                raise ValueError(f"{name}: expected q's batch of {self.batch}, got shape {tuple(tensor.shape)}")
+            if tensor.shape[0] != batch:
+                raise ValueError(f"{name}: expected q's batch of {batch}, got shape {tuple(tensor.shape)}")
         if self.v.shape[:3] != self.k.shape[:3]:
             raise ValueError(
                 f"v: expected k's batch, heads and length {tuple(self.k.shape[:3])}, got {tuple(self.v.shape[:3])}"
             )
-        if self.k.shape[3] != self.qk_length:
-            raise ValueError(f"k: expected q's qk_length of {self.qk_length}, got {self.k.shape[3]}")
-        if self.qk_length == 0:
+        if self.k.shape[3] != qk_length:
+            raise ValueError(f"k: expected q's qk_length of {qk_length}, got {self.k.shape[3]}")
+        if qk_length == 0:
             raise ValueError("q: expected a qk_length of at least 1, got 0")
-        if self.groups == 0 or self.heads % self.groups:
-            raise ValueError(
-                f"k: expected a number of heads that divides q's {self.heads}, got {self.groups} key/value heads"
-            )
+        if groups == 0 or heads % groups:
+            raise ValueError(f"k: expected a number of heads that divides q's {heads}, got {groups} key/value heads")
         if self.mask is not None:
-            self.mask.fits(self.batch, self.heads, self.queries, self.keys)
+            self.mask.fits(batch, heads, queries, keys)
         if self.bias is not None:
             self._check_bias(self.bias)
         if (reason := self.mechanism.refuses(self)) is not None:
@@ -160,13 +159,13 @@ class Plan:
 def choose(call: Call, name: str | None = None) -> Path:
     """The first of the mechanism's paths that can serve the call, or the named one, which must."""
     paths = call.mechanism.paths()
-    if name is None:
-        return next(path for path in paths if path.cannot(call) is None)
     for path in paths:
-        if path.name == name:
-            if (why := path.cannot(call)) is not None:
-                raise ValueError(f"path: expected one that can serve this call, got {name!r}: {why}")
+        if name not in (None, path.name):
+            continue
+        if (why := path.cannot(call)) is None:
             return path
+        if name is not None:
+            raise ValueError(f"path: expected one that can serve this call, got {name!r}: {why}")
     raise ValueError(f"path: expected one of {[path.name for path in paths]} for {call.mechanism!r}, got {name!r}")
 
 
@@ -217,9 +216,11 @@ def taint(k: Tensor, v: Tensor) -> Tensor | None:
     """
     if _finite:
         return None
-    if not torch.compiler.is_compiling() and math.isfinite((k.detach().sum() + v.detach().sum()).item()):
+    if k.requires_grad or v.requires_grad:
+        k, v = k.detach(), v.detach()
+    if not torch.compiler.is_compiling() and math.isfinite((k.sum() + v.sum()).item()):
         return None
-    tainted = ~(k.detach().isfinite().all(-1) & v.detach().isfinite().all(-1))
+    tainted = ~(k.isfinite().all(-1) & v.isfinite().all(-1))
     return tainted if torch.compiler.is_compiling() or bool(tainted.any()) else None
 
 
@@ -241,10 +242,13 @@ def nothing(call: Call, queries: int) -> Tensor:
     return zeros + sum(t[..., :0].sum() for t in (call.q, call.k, call.v))
 
 
+_AS_IT_IS = nullcontext()
+
+
 def in_own_dtype(device: torch.device) -> AbstractContextManager[object]:
     """A context in which autocast is off: attention computes in its inputs' dtype, or better, and in no other."""
-    if torch.compiler.is_compiling() or not torch.is_autocast_enabled(device.type):
-        return nullcontext()
+    if not torch.is_autocast_enabled(device.type) or torch.compiler.is_compiling():
+        return _AS_IT_IS
     return torch.autocast(device.type, enabled=False)
 
 
@@ -252,7 +256,7 @@ def run_guarded(call: Call, path: Path) -> Tensor:
     """Run a path so that NaN and infinity in masked places reach nothing, forward or backward."""
     if call.empty:
         return nothing(call, call.queries)
-    if call.structure == EVERYTHING:
+    if call.structure is EVERYTHING:
         return path.run(call)
     if path.last_sees_all and not torch.compiler.is_compiling() and not torch.is_grad_enabled():
         # A bad number that anyone sees shows in the last query's output, unless it rightly weighs nothing there.

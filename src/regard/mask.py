@@ -622,6 +622,14 @@ def as_mask(mask: "Mask | MaskFunction | Tensor | None") -> Mask | None:
     raise ValueError(f"mask: expected a mask, a bool tensor, a function or None, got {type(mask).__name__}")
 
 
+def _together(paddings: tuple[Padding, ...]) -> tuple[Span, ...] | None:
+    """The real keys of each row under all of them; None if a row has holes."""
+    known = [one.rows for one in paddings if one.rows is not None]
+    if len(known) < len(paddings):
+        return None
+    return tuple((max(a for a, _ in spans), min(b for _, b in spans)) for spans in zip(*known, strict=True))
+
+
 @dataclass(frozen=True)
 class Structure:
     """What is known of a mask: a band of positions, real keys, and the rest, all of which must hold."""
@@ -634,12 +642,7 @@ class Structure:
     """One interval of real keys a batch row, if padding is all intervals; None without padding or with holes."""
 
     def __post_init__(self) -> None:
-        known = [one.rows for one in self.paddings if one.rows is not None]
-        found = None
-        if known and len(known) == len(self.paddings):
-            together = zip(*known, strict=True)
-            found = tuple((max(a for a, _ in spans), min(b for _, b in spans)) for spans in together)
-        object.__setattr__(self, "rows", found)
+        object.__setattr__(self, "rows", _together(self.paddings) if self.paddings else None)
 
     @property
     def windowed(self) -> bool:
@@ -649,10 +652,16 @@ class Structure:
     def causal(self) -> bool:
         return self.after == 0
 
+    @property
+    def positional(self) -> bool:
+        """Whether queries of one sequence see different keys."""
+        return self.before is not None or self.after is not None or self.rest is not None
+
     def valid(self, keys: int, device: torch.device | str | None = None) -> Tensor | None:
         """The table (B, S) of real keys, or None without padding."""
-        tables = [one.valid(keys, device) for one in self.paddings]
-        return torch.stack(tables).all(0) if tables else None
+        if not self.paddings:
+            return None
+        return torch.stack([one.valid(keys, device) for one in self.paddings]).all(0)
 
 
 EVERYTHING = Structure()
@@ -660,7 +669,8 @@ EVERYTHING = Structure()
 
 
 def structure(mask: Mask | None, queries: int, keys: int) -> Structure:
-    """Take a mask apart into its band, its padding and the rest, dropping limits that exclude nothing at this shape."""
+    """Take a mask apart into its band, its padding and the rest, dropping limits that exclude nothing at this shape:
+    `EVERYTHING` itself if none does."""
     if mask is None:
         return EVERYTHING
     before: int | None = None
@@ -683,6 +693,8 @@ def structure(mask: Mask | None, queries: int, keys: int) -> Structure:
         found = Structure(paddings=tuple(paddings))
         if found.rows is not None and all(a == 0 and b >= keys for a, b in found.rows):
             paddings = []
+    if before is None and after is None and not paddings and rest is None:
+        return EVERYTHING
     return Structure(before, after, tuple(paddings), rest)
 
 
@@ -708,13 +720,11 @@ def padding_between(mask: Mask | None, low: int, high: int, keys: int) -> Paddin
     return None if found is None else found.between(low, high, keys)
 
 
-def conjunction(mask: Mask | None) -> Iterator[Mask]:
+def conjunction(mask: Mask | None) -> tuple[Mask, ...]:
     """The parts that all must hold."""
     if isinstance(mask, And):
-        yield from conjunction(mask.left)
-        yield from conjunction(mask.right)
-    elif mask is not None:
-        yield mask
+        return conjunction(mask.left) + conjunction(mask.right)
+    return () if mask is None else (mask,)
 
 
 def blocks(

@@ -64,7 +64,7 @@ class _Buffer:
 
     def read(self, which: int, length: int) -> Tensor:
         """The first keys (0) or values (1): a view, unless they have scales."""
-        found = self.tensors[which][:, :, :length]
+        found = (self.values if which else self.keys).narrow(2, 0, length)
         return found if self.scales is None else (found * self.scales[which][:, :, :length]).to(self.dtype)
 
     def write(self, start: int, k: Tensor, v: Tensor) -> None:

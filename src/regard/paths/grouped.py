@@ -4,17 +4,15 @@ A decode step is bound by reading the keys and values. With the heads of a group
 head is read once for all of them, instead of once for each. Padding is a mask of one row a sequence, (B, 1, 1, S).
 """
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
 from regard.call import Call, Path
-from regard.mask import EVERYTHING
 from regard.paths import sdpa
 
 MOST_ROWS = 64
 """Query rows of a key/value head up to which one tile pays on a CPU."""
+TOO_MANY = f"more than {MOST_ROWS} query rows a group, which pay for themselves"
 LARGE, FEW_ROWS = 24 << 20, 4
 """Bytes of keys and values that no processor keeps close by, and rows up to which two products then beat the
 fused kernel: 1.2 to 1.4 times on 2 cores."""
@@ -24,7 +22,7 @@ def cannot(call: Call) -> str | None:
     """Why this path cannot serve a call; None if it can."""
     repeats = call.heads // call.groups
     if call.queries > 1 and call.queries * repeats > MOST_ROWS:
-        return f"{call.queries * repeats} query rows a group: more than {MOST_ROWS} pay for themselves"
+        return TOO_MANY
     if (reason := sdpa.unfit(call)) is not None:
         return reason
     if call.bias is not None:
@@ -33,7 +31,7 @@ def cannot(call: Call) -> str | None:
         return "made for the CPU"
     if repeats == 1 and call.q.dtype not in (torch.float32, torch.float64):
         return "every head has keys of its own: nothing to group"
-    if replace(call.structure, paddings=()) != EVERYTHING:
+    if call.structure.positional:
         return "the mask hides keys from some queries"
     return None
 
@@ -48,21 +46,22 @@ def run(call: Call) -> Tensor:
 
 
 def _tiles(call: Call, shown: Tensor | None) -> Tensor:
-    rows = call.queries * call.heads // call.groups
+    batch, groups = call.batch, call.groups
+    rows = call.queries * call.heads // groups
     if rows == call.queries and shown is None:  # with one head a group, two plain products beat the fused kernel
         q = call.q.flatten(0, 1) * sdpa.scale(call)
         weights = torch.softmax(torch.bmm(q, call.k.flatten(0, 1).transpose(1, 2)), dim=-1)
-        return torch.bmm(weights, call.v.flatten(0, 1)).unflatten(0, (call.batch, call.heads))
-    if rows <= FEW_ROWS and shown is None and call.groups % 2 == 0 and _large(call):
-        q = call.q.reshape(call.batch * call.groups, rows, call.qk_length) * sdpa.scale(call)
+        return torch.bmm(weights, call.v.flatten(0, 1)).unflatten(0, (batch, groups))
+    if rows <= FEW_ROWS and shown is None and groups % 2 == 0 and _large(call):
+        q = call.q.reshape(batch * groups, rows, call.qk_length) * sdpa.scale(call)
         scores = torch.bmm(call.k.flatten(0, 1), q.transpose(1, 2)).transpose(1, 2)  # keys first: read as they lie
         out = torch.bmm(torch.softmax(scores.contiguous(), dim=-1), call.v.flatten(0, 1))
-        return out.reshape(call.batch, call.heads, call.queries, call.value_length)
+        return out.reshape(batch, call.heads, call.queries, call.value_length)
     # One tile a group; a single group is halved, so that two cores have work.
-    tiles = call.groups * (2 if call.batch * call.groups == 1 and rows % 2 == 0 else 1)
-    q = call.q.reshape(call.batch, tiles, call.groups * rows // tiles, call.qk_length)
+    tiles = groups * (2 if batch * groups == 1 and rows % 2 == 0 else 1)
+    q = call.q.reshape(batch, tiles, groups * rows // tiles, call.qk_length)
     out = sdpa.plain(q, call.k, call.v, scale=sdpa.scale(call), attn_mask=shown)
-    return out.reshape(call.batch, call.heads, call.queries, call.value_length)
+    return out.reshape(batch, call.heads, call.queries, call.value_length)
 
 
 def _large(call: Call) -> bool:

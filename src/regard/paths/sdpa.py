@@ -86,12 +86,13 @@ def plain(q: Tensor, k: Tensor, v: Tensor, *, scale: float, **options: Any) -> T
     if q.is_cuda and q.shape[1] != k.shape[1] and options.get("attn_mask") is not None:
         # No kernel but cuDNN's takes grouped heads and a mask.
         k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
-    options |= {"scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
+    if q.shape[1] != k.shape[1]:
+        options["enable_gqa"] = True
     if q.is_cuda and not torch.compiler.is_compiling() and (q.shape[2] % ROUND or k.shape[2] % ROUND):
         with without_plans():
-            out = F.scaled_dot_product_attention(q, k, v, **options)
+            out = F.scaled_dot_product_attention(q, k, v, scale=scale, **options)
     else:
-        out = F.scaled_dot_product_attention(q, k, v, **options)
+        out = F.scaled_dot_product_attention(q, k, v, scale=scale, **options)
     out = out if size == v.shape[-1] else out[..., :size]
     return out if out.dtype == kind else out.to(kind)
 
