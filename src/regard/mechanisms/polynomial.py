@@ -18,6 +18,7 @@ from itertools import combinations_with_replacement
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
@@ -75,7 +76,7 @@ class _Square(FeatureMechanism):
             torch.mul(p, q, out=found[..., at : at + size].unflatten(-1, (p.shape[-2], q.shape[-1])))
             at += size
         torch.mul(x, math.sqrt(b), out=found[..., at:-1])
-        found[..., -1] = math.sqrt(a)
+        found[..., -1].fill_(math.sqrt(a))
         return found
 
     def normaliser_length(self, qk_length: int) -> int:
@@ -83,19 +84,21 @@ class _Square(FeatureMechanism):
 
     def normaliser(self, k: Tensor, phi: Tensor, real: Tensor | None) -> Tensor:
         """sum of [k, 1] [k, 1]ᵀ: the sums of k kᵀ and of k, and the count, in one square."""
-        extended = _with_one(k)
+        extended = F.pad(k, (0, 1), value=1.0)
         if real is not None:
             extended = extended.masked_fill(~real[..., None], 0)
         return (extended.transpose(-1, -2) @ extended).flatten(-2)
 
     def denominator(self, q: Tensor, phi: Tensor, normaliser: Tensor) -> Tensor:
+        # The sum of d (q·k + b/2d)² plus the rest, as `similarity` has it: d [q, b/2d] square [q, b/2d]ᵀ.
         a, b, d = self.coefficients(q.shape[-1])
         length = q.shape[-1] + 1
-        scale = q.new_full((length, length), d)
-        scale[-1] = scale[:, -1] = b / 2
-        scale[-1, -1] = a
-        extended = _with_one(q)
-        return ((extended @ (normaliser.unflatten(-1, (length, length)) * scale)) * extended).sum(-1)
+        square, rest = normaliser.unflatten(-1, (length, length)), a - b * b / (4 * d)
+        extended = F.pad(q, (0, 1), value=b / (2 * d))
+        found = ((extended @ square) * extended).sum(-1)
+        if d != 1:
+            found = found * d
+        return found if abs(rest) < 1e-12 else found + rest * square[..., -1, -1:]
 
     def normaliser_flops(self, qk_length: int) -> tuple[int, int]:
         return 2 * (qk_length + 1) ** 2, 2 * (qk_length + 1) ** 2
@@ -167,10 +170,6 @@ class Polynomial(FeatureMechanism):
 
     def feature_length(self, qk_length: int) -> int:
         return math.comb(qk_length + self.degree, self.degree)
-
-
-def _with_one(x: Tensor) -> Tensor:
-    return torch.nn.functional.pad(x, (0, 1), value=1.0)
 
 
 def _check_constant(c: float) -> None:
