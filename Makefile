@@ -27,7 +27,7 @@ fuzz: $(READY) ## 20,000 mutations of each checkpoint format
 	$(BIN)/python tests/hostile.py --mutations 20000
 
 chaos: $(READY) ## 200 kills of training runs, 1,000 flipped bits of checkpoints: about 20 minutes
-	$(BIN)/python tests/chaos.py --kills 200 --flips 1000
+	$(BIN)/python tests/chaos.py --kills 200 --flips 1000 --save benchmarks/results/training/chaos.json
 
 $(READY): requirements.lock weights.lock pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -561,7 +561,8 @@ def main():
     )
     parser.add_argument("--at-once", type=int, default=2, help="runs side by side")
     parser.add_argument("--out", type=Path, help="where runs go; those that fail stay there")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON, not as a table")
+    parser.add_argument("--save", type=Path, help="also write the result to this file, with machine and commit")
     given = parser.parse_args()
     ranks = [int(one) for one in given.ranks.split(",")]
     out = (given.out or Path(tempfile.mkdtemp(prefix="chaos-"))).resolve()
@@ -591,6 +592,11 @@ def main():
         "failures": tally.failures,
         "seconds": round(time.monotonic() - began),
     }
+    if given.save is not None:
+        from regard.bench.harness import environment
+        from regard.files import write_text
+
+        write_text(given.save, json.dumps({"environment": environment(), **results}, indent=1) + "\n")
     if given.json:
         print(json.dumps(results))
     else:
