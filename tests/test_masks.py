@@ -15,8 +15,9 @@ from PIL import Image
 
 import regard as rg
 from regard.call import Call
-from regard.mask import Band, Mask, as_mask, blocks, count_pairs, positions, reached, structure
+from regard.mask import Band, Mask, as_mask
 from regard.paths import masked, sdpa
+from regard.structure import blocks, count_pairs, positions, reached, structure
 
 B, H = 3, 2
 SHAPES = [(4, 4), (2, 6), (6, 2), (1, 6), (6, 4), (8, 8), (0, 4), (1, 1)]

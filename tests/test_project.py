@@ -20,6 +20,7 @@ MODULES = sorted(module.name for module in pkgutil.walk_packages(rg.__path__, "r
 LAYERS = [
     ["files", "cpu"],
     ["mask"],
+    ["structure"],
     ["state", "cost"],
     ["call"],
     ["paths"],

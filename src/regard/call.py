@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from regard.mask import EVERYTHING, Mask, Structure, reached, structure
+from regard.mask import Mask
+from regard.structure import EVERYTHING, Structure, reached, structure
 
 if TYPE_CHECKING:
     from regard.mechanism import Mechanism

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from regard.mask import Mask, MaskFunction, as_mask, count_keys, count_pairs
+from regard.mask import Mask, MaskFunction, as_mask
+from regard.structure import count_keys, count_pairs
 
 if TYPE_CHECKING:
     from regard.mechanism import Mechanism

@@ -22,9 +22,10 @@ from torch import Tensor
 
 from regard.call import Call, Path, choose, cleaned, in_own_dtype, nothing, poisoned, taint
 from regard.cost import Cost, Work, accumulator, score_cost
-from regard.mask import EVERYTHING, Mask, MaskFunction, Structure, as_mask, padding_between, structure
+from regard.mask import Mask, MaskFunction, as_mask
 from regard.paths import blocks, reference
 from regard.state import KernelState, KeyValueState
+from regard.structure import EVERYTHING, Structure, padding_between, structure
 
 FOREVER = 1 << 62
 """A length no mask's limit reaches."""

@@ -24,10 +24,11 @@ from regard.laws.case import (
     plain_output,
     within_budget,
 )
-from regard.mask import EVERYTHING, Mask, causal, dense, global_tokens, padding, structure, window
+from regard.mask import Mask, causal, dense, global_tokens, padding, window
 from regard.mechanism import Mechanism
 from regard.mechanisms.kernel import FeatureMechanism, Kernel
 from regard.paths import reference
+from regard.structure import EVERYTHING, structure
 
 
 @dataclass(frozen=True)

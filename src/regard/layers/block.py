@@ -20,9 +20,10 @@ from regard.layers.network import PositionWise, norm
 from regard.layers.positions import Rotary, Tables
 from regard.layers.ragged import Ragged
 from regard.layers.streaming import ModelState
-from regard.mask import Band, Mask, as_mask, causal, padding_between, structure, window
+from regard.mask import Band, Mask, as_mask, causal, window
 from regard.mechanism import Mechanism
 from regard.state import KeyValueState
+from regard.structure import padding_between, structure
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,8 +7,9 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from regard.mask import Mask, Padding, padding_between
+from regard.mask import Mask, Padding
 from regard.state import join_padding, reorder_padding
+from regard.structure import padding_between
 
 
 @dataclass(frozen=True, eq=False)

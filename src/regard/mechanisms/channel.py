@@ -20,9 +20,9 @@ from torch import Tensor
 
 from regard.call import Call, Path
 from regard.cost import Cost, Work, accumulator
-from regard.mask import EVERYTHING, Structure, structure
 from regard.mechanism import Mechanism
 from regard.paths import reference
+from regard.structure import EVERYTHING, Structure, structure
 
 
 @dataclass(frozen=True, kw_only=True)

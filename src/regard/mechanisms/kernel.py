@@ -20,10 +20,11 @@ from torch import Tensor, nn
 
 from regard.call import Call, Path
 from regard.cost import Cost, Work, accumulator, key_value_bytes
-from regard.mask import EVERYTHING, Mask, Structure, padding_between, structure
+from regard.mask import Mask
 from regard.mechanism import Mechanism
 from regard.paths import blocks, chunked, reference
 from regard.state import KernelState, KeyValueState
+from regard.structure import EVERYTHING, Structure, padding_between, structure
 
 MOST_FEATURES = 16384
 """Features beyond which sums cost more than any history they would replace, and the score form is used instead."""

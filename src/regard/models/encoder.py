@@ -22,9 +22,10 @@ from regard.layers.block import Stack
 from regard.layers.linear import Linear, linear
 from regard.layers.network import ACTIVATIONS, norm
 from regard.layers.streaming import places
-from regard.mask import Mask, as_mask, global_tokens, padding, padding_between, structure, window
+from regard.mask import Mask, as_mask, global_tokens, padding, window
 from regard.models.base import Model, check_length, check_tokens
 from regard.models.config import Config, block_config, check_class_names
+from regard.structure import padding_between, structure
 
 
 @dataclass(frozen=True, kw_only=True)

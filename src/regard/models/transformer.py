@@ -24,10 +24,11 @@ from regard.layers.int8 import tied_head
 from regard.layers.linear import Linear
 from regard.layers.positions import RelativeBias, sinusoidal
 from regard.layers.streaming import ModelState, places
-from regard.mask import Mask, as_mask, padding_between
+from regard.mask import Mask, as_mask
 from regard.mechanisms import Softmax
 from regard.models.base import Model, check_length, check_state, check_tokens
 from regard.models.config import Config, block_config
+from regard.structure import padding_between
 
 Positions = Literal["sinusoidal", "relative", "learned", "none"]
 Side = Literal["source", "target"]

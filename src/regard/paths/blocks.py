@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from regard.call import Call, Path, nothing
-from regard.mask import QUERY_BLOCK, Span, blocks, positions
+from regard.mask import Span
 from regard.paths import sdpa
+from regard.structure import QUERY_BLOCK, blocks, positions
 
 WINDOW_BLOCK = 64
 """Queries at a time under a window, whose spans are not much longer than the block."""

@@ -25,10 +25,11 @@ from torch.autograd.function import once_differentiable
 
 from regard.call import Call, Path, in_own_dtype, nothing, poisoned
 from regard.cost import Cost, Work, accumulator
-from regard.mask import Padding, Structure, both, reached, structure
+from regard.mask import Padding
 from regard.mask import causal as causal_mask
 from regard.paths.rows import by_interval
 from regard.state import KernelState
+from regard.structure import Structure, both, reached, structure
 
 if TYPE_CHECKING:
     from regard.mechanisms.kernel import FeatureMechanism

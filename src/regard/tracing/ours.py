@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from regard.attention import weights
 from regard.layers.attention import Attend, MultiHeadAttention
 from regard.layers.block import Stack
-from regard.mask import Mask, Padding, as_mask, structure
+from regard.mask import Mask, Padding, as_mask
 from regard.mechanism import Mechanism
 from regard.mechanisms import Softmax
 from regard.state import KernelState, KeyValueState, join_padding
+from regard.structure import structure
 from regard.tracing.gather import Met, Recorder
 from regard.tracing.record import Kind
 

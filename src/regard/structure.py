@@ -1,0 +1,213 @@
+"""What is known of a mask: what computations and costs ask of it, answered from its tree and not from a dense table.
+
+A structure is a band of positions, intervals of real keys, and whatever is neither. Most masks have no rest, and those
+that bind nothing at a shape are `EVERYTHING`.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from regard.mask import And, Band, Mask, Padding, Span, padding_of
+
+QUERY_BLOCK = 128
+"""Rows looked at together wherever a mask is walked block by block."""
+
+
+def _together(paddings: tuple[Padding, ...]) -> tuple[Span, ...] | None:
+    """The real keys of each row under all of them; None if a row has holes."""
+    known = [one.rows for one in paddings if one.rows is not None]
+    if len(known) < len(paddings):
+        return None
+    return tuple((max(a for a, _ in spans), min(b for _, b in spans)) for spans in zip(*known, strict=True))
+
+
+@dataclass(frozen=True)
+class Structure:
+    """What is known of a mask: a band of positions, real keys, and the rest, all of which must hold."""
+
+    before: int | None = None
+    after: int | None = None
+    paddings: tuple[Padding, ...] = ()
+    rest: Mask | None = None
+    rows: tuple[Span, ...] | None = field(init=False, repr=False, compare=False)
+    """One interval of real keys a batch row, if padding is all intervals; None without padding or with holes."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rows", _together(self.paddings) if self.paddings else None)
+
+    @property
+    def windowed(self) -> bool:
+        return self.before is not None or self.after not in (None, 0)
+
+    @property
+    def causal(self) -> bool:
+        return self.after == 0
+
+    @property
+    def positional(self) -> bool:
+        """Whether queries of one sequence see different keys."""
+        return self.before is not None or self.after is not None or self.rest is not None
+
+    def valid(self, keys: int, device: torch.device | str | None = None) -> Tensor | None:
+        """The table (B, S) of real keys, or None without padding."""
+        if not self.paddings:
+            return None
+        return torch.stack([one.valid(keys, device) for one in self.paddings]).all(0)
+
+
+EVERYTHING = Structure()
+"""The structure of a mask that hides nothing."""
+
+
+def structure(mask: Mask | None, queries: int, keys: int) -> Structure:
+    """Take a mask apart into its band, its padding and the rest, dropping limits that exclude nothing at this shape:
+    `EVERYTHING` itself if none does."""
+    if mask is None:
+        return EVERYTHING
+    before: int | None = None
+    after: int | None = None
+    paddings: list[Padding] = []
+    rest: Mask | None = None
+    for part in conjunction(mask):
+        if isinstance(part, Band):
+            before = part.before if before is None else before if part.before is None else min(before, part.before)
+            after = part.after if after is None else after if part.after is None else min(after, part.after)
+        elif isinstance(part, Padding):
+            paddings.append(part)
+        else:
+            rest = part if rest is None else rest & part
+    if before is not None and before >= keys - 1:
+        before = None
+    if after is not None and after >= queries - 1 and queries <= keys:
+        after = None
+    if paddings and all(one.rows is not None for one in paddings):
+        found = Structure(paddings=tuple(paddings))
+        if found.rows is not None and all(a == 0 and b >= keys for a, b in found.rows):
+            paddings = []
+    if before is None and after is None and not paddings and rest is None:
+        return EVERYTHING
+    return Structure(before, after, tuple(paddings), rest)
+
+
+def both(first: Padding | None, second: Padding | None, keys: int) -> Padding | None:
+    """Keys that are real in both; None is no padding."""
+    parts = tuple(one for one in (first, second) if one is not None)
+    if len(parts) < 2:
+        return parts[0] if parts else None
+    known = Structure(paddings=parts)
+    return (
+        Padding(known.rows)
+        if known.rows is not None
+        else padding_of(torch.stack([p.valid(keys) for p in parts]).all(0))
+    )
+
+
+def padding_between(mask: Mask | None, low: int, high: int, keys: int) -> Padding | None:
+    """What a mask's padding says of the keys at [low, high) of `keys`, as positions from 0; None if all are real."""
+    found: Padding | None = None
+    for part in conjunction(mask):
+        if isinstance(part, Padding):
+            found = both(found, part, keys)
+    return None if found is None else found.between(low, high, keys)
+
+
+def conjunction(mask: Mask | None) -> tuple[Mask, ...]:
+    """The parts that all must hold."""
+    if isinstance(mask, And):
+        return conjunction(mask.left) + conjunction(mask.right)
+    return () if mask is None else (mask,)
+
+
+def blocks(
+    mask: Mask | None, queries: int, keys: int, size: int = QUERY_BLOCK
+) -> Iterator[tuple[int, int, list[Span]]]:
+    """Query rows [start, stop) in blocks, each with the key spans that hold everything it may see."""
+    offset = keys - queries
+    for start in range(0, queries, size):
+        stop = min(start + size, queries)
+        spans = [(0, keys)] if mask is None else mask.spans(start + offset, stop + offset, keys)
+        yield start, stop, spans
+
+
+def positions(spans: list[Span]) -> Tensor:
+    """The key positions of some spans, in order."""
+    return torch.cat([torch.arange(a, b) for a, b in spans]) if spans else torch.zeros(0, dtype=torch.long)
+
+
+def count_pairs(mask: Mask | None, batch: int, heads: int, queries: int, keys: int) -> int:
+    """Visible (query, key) pairs over the batch and heads; every pair counts where the mask is not structured."""
+    if mask is None or not mask.structured:
+        return batch * heads * queries * keys
+    known = structure(mask, queries, keys)
+    if known.rest is None and (not known.paddings or known.rows is not None):
+        rows = known.rows or ((0, keys),)
+        each = [_band_pairs(known, queries, keys, low, high) for low, high in rows]
+        return heads * (sum(each) if known.rows else batch * each[0])
+    total = 0
+    offset = keys - queries
+    for start, stop, spans in blocks(mask, queries, keys):
+        seen = mask.at(batch, heads, torch.arange(start, stop) + offset, positions(spans))
+        copies = math.prod((batch, heads, stop - start, sum(b - a for a, b in spans))) // max(1, seen.numel())
+        total += int(seen.sum()) * copies
+    return total
+
+
+def _band_pairs(known: Structure, queries: int, keys: int, low: int, high: int) -> int:
+    """Pairs of queries at the last positions and keys at [low, high), within the band."""
+    place = range(keys - queries, keys)
+    # Keys below a limit, minus keys below the other: each is a sum of a clamped ramp.
+    last = queries * high if known.after is None else _ramp(place, known.after + 1, low, high)
+    first = queries * low if known.before is None else _ramp(place, -known.before, low, high)
+    return last - first if high > low else 0
+
+
+def _ramp(place: range, shift: int, low: int, high: int) -> int:
+    """The sum of place + shift, clamped to [low, high], over a range of places."""
+    start, stop = place.start + shift, place.stop + shift
+    below, above = min(max(low - start, 0), len(place)), min(max(stop - high, 0), len(place))
+    inside = range(start + below, stop - above)
+    return (
+        below * low + above * high + (inside[0] + inside[-1]) * len(inside) // 2
+        if inside
+        else below * low + above * high
+    )
+
+
+def count_keys(mask: Mask | None, batch: int, queries: int, keys: int) -> int:
+    """Keys, over the batch, within the spans that the queries may see."""
+    if mask is None or not queries:
+        return batch * keys
+    known = structure(mask, queries, keys)
+    spans = mask.spans(keys - queries, keys, keys)
+    if known.rows is None:
+        return batch * sum(b - a for a, b in spans)
+    return sum(max(0, min(b, d) - max(a, c)) for a, b in spans for c, d in known.rows)
+
+
+def reached(mask: Mask | None, flags: Tensor, heads: int, queries: int) -> Tensor:
+    """Which queries see at least one flagged key: flags (B, G, S) -> (B, H, T)."""
+    batch, groups, keys = flags.shape
+    if queries == 0:
+        return flags.new_zeros(batch, heads, 0)
+    known = structure(mask, queries, keys)
+    if known.rest is None:
+        valid = known.valid(keys, flags.device)
+        counted = flags if valid is None else flags & valid[:, None]
+        sums = torch.nn.functional.pad(counted.long().cumsum(-1), (1, 0))
+        place = torch.arange(keys - queries, keys, device=flags.device)
+        first = (place - known.before).clamp(0, keys) if known.before is not None else torch.zeros_like(place)
+        last = (place + known.after + 1).clamp(0, keys) if known.after is not None else torch.full_like(place, keys)
+        seen = sums[..., torch.maximum(first, last)] - sums[..., first] > 0
+        return seen.repeat_interleave(heads // groups, dim=1)
+    wide = flags.repeat_interleave(heads // groups, dim=1)[:, :, None]
+    parts = []
+    assert mask is not None
+    for start, stop, _ in blocks(None, queries, keys):
+        place = torch.arange(start, stop) + keys - queries
+        seen = mask.at(batch, heads, place, torch.arange(keys), flags.device)
+        parts.append((seen & wide).any(-1).expand(batch, heads, stop - start))
+    return torch.cat(parts, -1)
