@@ -36,7 +36,7 @@ class Plain(nn.Module):
         super().__init__()
         self.width = config.embedding_dim
         self.embedding = nn.Embedding(config.vocabulary_size, self.width)
-        nn.init.normal_(self.embedding.weight, std=0.02)
+        nn.init.normal_(self.embedding.weight, std=self.width**-0.5)  # as ours; the rest is torch's own
         layers, hidden = config.num_layers, config.hidden_dim
         self.inner = nn.Transformer(
             self.width, config.num_heads, layers, layers, hidden, config.dropout,
