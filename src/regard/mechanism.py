@@ -20,7 +20,7 @@ from einops import rearrange
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from regard.call import Call, Path, choose, cleaned, in_own_dtype, nothing, poisoned, taint
+from regard.call import Call, Path, check_tensors, choose, cleaned, in_own_dtype, nothing, poisoned, taint
 from regard.cost import Cost, Work, accumulator, score_cost
 from regard.mask import Mask, MaskFunction, as_mask
 from regard.paths import blocks, reference
@@ -236,12 +236,12 @@ def check_extend(
     bias: Tensor | None,
 ) -> None:
     """Raise ValueError for tokens that do not belong to a state, or a mask under which it cannot go on."""
-    Call(mechanism, q, k, v).check()
+    check_tensors(q, k, v)
     tokens = state if isinstance(state, KeyValueState) else state.recent
     dtype = tokens.buffer.dtype
     for name, given, held in (("k", k, tokens.buffer.keys), ("v", v, tokens.buffer.values)):
         expected = (held.shape[0], held.shape[1], given.shape[2], held.shape[3])
-        if tuple(given.shape) != expected or given.dtype != dtype or given.device != held.device:
+        if given.shape != expected or given.dtype != dtype or given.device != held.device:
             raise ValueError(
                 f"{name}: expected the state's (B, G, T, ·) = {expected}, {dtype}, {held.device}, "
                 f"got {tuple(given.shape)}, {given.dtype}, {given.device}"
