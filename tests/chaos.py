@@ -93,8 +93,9 @@ class Trap:
     def spring(self):
         Path(self.asked["marker"]).touch()
         if self.asked["group"]:
-            for process in set(relatives(os.getppid())) - {os.getpid()}:
-                kill(process)
+            for process in reversed(relatives(os.getppid())):  # torchrun last: its end is waited for
+                if process != os.getpid():
+                    kill(process)
         kill(os.getpid())
 
     def at(self, point, path):
@@ -390,7 +391,7 @@ def attempt(variant, plan, folder, log):
             marker.touch()
             found = relatives(process.pid)
             alone = variant.ranks > 1 and not plan.group and len(found) == 1 + variant.ranks
-            for one in [sorted(found[1:])[plan.rank]] if alone else found:
+            for one in [sorted(found[1:])[plan.rank]] if alone else reversed(found):
                 kill(one)
     ended = finish(process)
     if ended != "hangs" and marker.exists():

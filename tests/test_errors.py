@@ -285,6 +285,10 @@ STATES: dict[str, Mistake] = {
     "window of a kernel": (lambda: extend(rg.Elu(), mask=rg.window(before=1)), "mask", "causal", "window"),
     "dense mask of a kernel": (lambda: extend(rg.Elu(), mask=truth(T, T)), "mask", "causal", "dense"),
     "no state": (lambda: rg.Softmax().extend(query(), key(B, G, T, K), value(B, G, T, V), None), "state", "", "None"),
+    "channels in a stream": (
+        lambda: rg.Channel().extend(
+            query(), key(B, G, T, K), value(B, G, T, K), start(rg.Softmax(), value_length=K)
+        ), "mechanism", "token-by-token", "Channel"),
     "a kernel's state": (lambda: extend(state=start(rg.Elu())), "state", "", "KernelState"),
     "another kernel's state": (lambda: extend(rg.Elu(), state=start(rg.Quadratic())), "state", "", ""),
 }  # fmt: skip

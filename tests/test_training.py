@@ -109,13 +109,13 @@ def test_a_long_gradient_is_shortened_and_its_length_told(dtype, longest):
     ours, theirs = (torch.nn.Linear(7, 5, dtype=dtype) for _ in range(2))
     theirs.load_state_dict(ours.state_dict())
     optimizers = [torch.optim.AdamW(one.parameters(), lr=0.1, eps=0.1, fused=True) for one in (ours, theirs)]
-    for size in (100.0, 1e-3, 7.0):
+    for size, limit in ((100.0, longest), (1e-3, longest), (7.0, longest), (7.0, None)):
         x = size * torch.randn(3, 7, dtype=dtype)
         for one, optimizer in zip((ours, theirs), optimizers, strict=True):
             optimizer.zero_grad()
             one(x).square().sum().backward()
-        expected = torch.nn.utils.clip_grad_norm_(theirs.parameters(), longest or torch.inf)
-        torch.testing.assert_close(clip(optimizers[0], ours.parameters(), longest), expected)
+        expected = torch.nn.utils.clip_grad_norm_(theirs.parameters(), limit or torch.inf)
+        torch.testing.assert_close(clip(optimizers[0], ours.parameters(), limit), expected)
         for optimizer in optimizers:
             optimizer.step()
         torch.testing.assert_close(ours.weight, theirs.weight)

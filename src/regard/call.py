@@ -70,9 +70,33 @@ class Call:
 
     def check(self) -> None:
         """Raise ValueError for what a user can get wrong, before any compute."""
-        check_tensors(self.q, self.k, self.v)
+        for name, tensor in (("q", self.q), ("k", self.k), ("v", self.v)):
+            if not isinstance(tensor, Tensor):
+                raise ValueError(f"{name}: expected a tensor, got {type(tensor).__name__}")
+            if tensor.ndim != 4:
+                raise ValueError(f"{name}: expected 4 dimensions (B, H, T, K), got shape {tuple(tensor.shape)}")
+            if not tensor.dtype.is_floating_point:
+                raise ValueError(f"{name}: expected a floating-point dtype, got {tensor.dtype}")
+        (batch, heads, queries, qk_length), (_, groups, keys, _) = self.q.shape, self.k.shape
+        for name, tensor in (("k", self.k), ("v", self.v)):
+            if tensor.dtype != self.q.dtype:
+                raise ValueError(f"{name}: expected q's dtype {self.q.dtype}, got {tensor.dtype}")
+            if tensor.device != self.q.device:
+                raise ValueError(f"{name}: expected q's device {self.q.device}, got {tensor.device}")
+            if tensor.shape[0] != batch:
+                raise ValueError(f"{name}: expected q's batch of {batch}, got shape {tuple(tensor.shape)}")
+        if self.v.shape[:3] != self.k.shape[:3]:
+            raise ValueError(
+                f"v: expected k's batch, heads and length {tuple(self.k.shape[:3])}, got {tuple(self.v.shape[:3])}"
+            )
+        if self.k.shape[3] != qk_length:
+            raise ValueError(f"k: expected q's qk_length of {qk_length}, got {self.k.shape[3]}")
+        if qk_length == 0:
+            raise ValueError("q: expected a qk_length of at least 1, got 0")
+        if groups == 0 or heads % groups:
+            raise ValueError(f"k: expected a number of heads that divides q's {heads}, got {groups} key/value heads")
         if self.mask is not None:
-            self.mask.fits(self.batch, self.heads, self.queries, self.keys)
+            self.mask.fits(batch, heads, queries, keys)
         if self.bias is not None:
             self._check_bias(self.bias)
         if (reason := self.mechanism.refuses(self)) is not None:
@@ -91,33 +115,6 @@ class Call:
             fits = False
         if not fits:
             raise ValueError(f"bias: expected a shape broadcastable to (B, H, T, S) = {full}, got {tuple(bias.shape)}")
-
-
-def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise ValueError for queries, keys and values that do not belong together."""
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(tensor, Tensor):
-            raise ValueError(f"{name}: expected a tensor, got {type(tensor).__name__}")
-        if tensor.ndim != 4:
-            raise ValueError(f"{name}: expected 4 dimensions (B, H, T, K), got shape {tuple(tensor.shape)}")
-        if not tensor.dtype.is_floating_point:
-            raise ValueError(f"{name}: expected a floating-point dtype, got {tensor.dtype}")
-    batch, heads, _, qk_length = q.shape
-    for name, tensor in (("k", k), ("v", v)):
-        if tensor.dtype != q.dtype:
-            raise ValueError(f"{name}: expected q's dtype {q.dtype}, got {tensor.dtype}")
-        if tensor.device != q.device:
-            raise ValueError(f"{name}: expected q's device {q.device}, got {tensor.device}")
-        if tensor.shape[0] != batch:
-            raise ValueError(f"{name}: expected q's batch of {batch}, got shape {tuple(tensor.shape)}")
-    if v.shape[:3] != k.shape[:3]:
-        raise ValueError(f"v: expected k's batch, heads and length {tuple(k.shape[:3])}, got {tuple(v.shape[:3])}")
-    if k.shape[3] != qk_length:
-        raise ValueError(f"k: expected q's qk_length of {qk_length}, got {k.shape[3]}")
-    if qk_length == 0:
-        raise ValueError("q: expected a qk_length of at least 1, got 0")
-    if k.shape[1] == 0 or heads % k.shape[1]:
-        raise ValueError(f"k: expected a number of heads that divides q's {heads}, got {k.shape[1]} key/value heads")
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from einops import rearrange
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from regard.call import Call, Path, check_tensors, choose, cleaned, in_own_dtype, nothing, poisoned, taint
+from regard.call import Call, Path, choose, cleaned, in_own_dtype, nothing, poisoned, taint
 from regard.cost import Cost, Work, accumulator, score_cost
 from regard.mask import Mask, MaskFunction, as_mask
 from regard.paths import blocks, reference
@@ -236,7 +236,7 @@ def check_extend(
     bias: Tensor | None,
 ) -> None:
     """Raise ValueError for tokens that do not belong to a state, or a mask under which it cannot go on."""
-    check_tensors(q, k, v)
+    Call(mechanism, q, k, v).check()
     tokens = state if isinstance(state, KeyValueState) else state.recent
     dtype = tokens.buffer.dtype
     for name, given, held in (("k", k, tokens.buffer.keys), ("v", v, tokens.buffer.values)):
@@ -251,10 +251,9 @@ def check_extend(
     total = state.length + k.shape[2]
     if mask is not None:
         mask.fits(q.shape[0], q.shape[1], q.shape[2], total)
-        # A window that does not bind yet will: better refused at the first token than in the middle.
-        reason = mechanism.streams(k.shape[3], structure(mask, FOREVER, FOREVER))
-        if reason is not None:
-            raise ValueError(reason)
+    # A window that does not bind yet will: better refused at the first token than in the middle.
+    if (reason := mechanism.streams(k.shape[3], structure(mask, FOREVER, FOREVER))) is not None:
+        raise ValueError(reason)
     if bias is not None:
         keys, values = (t.new_empty(1).expand(*t.shape[:2], total, t.shape[3]) for t in (k, v))
         Call(mechanism, q, keys, values, None, bias).check()

@@ -62,7 +62,7 @@ def adamw(model: nn.Module, settings: Settings) -> torch.optim.AdamW:
     return optimizer
 
 
-def clip(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor], longest: float | None) -> Tensor:
+def clip(optimizer: torch.optim.AdamW, parameters: Iterable[Tensor], longest: float | None) -> Tensor:
     """See that the next step's gradient is no longer than `longest`. Gives its length before.
 
     A fused AdamW divides float32 gradients by a scale as it reads them, which saves a pass over them all; shards and
@@ -75,6 +75,7 @@ def clip(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor], longest
     >>> clip(torch.optim.AdamW([one], fused=True), [one], 1.0)
     tensor(5.)
     """
+    optimizer.grad_scale = None  # type: ignore[attr-defined]
     known = list(parameters)
     norm = nn.utils.get_total_norm([one.grad for one in known if one.grad is not None])
     if longest is not None and (isinstance(norm, DTensor) or norm.dtype != torch.float32):
