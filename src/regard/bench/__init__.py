@@ -33,5 +33,5 @@ def run(name: str, quick: bool = False) -> Result:
     apart = (one - two).abs().max().item()
     if not apart <= pair.tolerance:
         raise ValueError(f"{name}: expected results within {pair.tolerance}, got {apart:.3g}: no speed to report")
-    ours, peer = interleaved(pair.ours, pair.peer, 3 if quick else bench.rounds)
+    ours, peer = interleaved([pair.ours, pair.peer], 3 if quick else bench.rounds)
     return Result(bench.name, bench.title, bench.peer, bench.goal, peer / ours, ours * 1e3, peer * 1e3)

@@ -63,7 +63,7 @@ def _int8(bench: Bench) -> Result:
     prompts = _prompts(1, 64, 64)
     plain, theirs = _endless(load("smollm2")), peer_decoder()
     ours = quantized(plain)
-    one, two = interleaved(lambda: _ours(ours, prompts), lambda: _theirs(theirs, prompts), bench.rounds)
+    one, two = interleaved([lambda: _ours(ours, prompts), lambda: _theirs(theirs, prompts)], bench.rounds)
     tokenizer = load("smollm2").tokenizer
     assert tokenizer is not None
     text = torch.tensor([tokenizer.encode(pydoc_data.topics.topics["class"])[:512]])

@@ -65,22 +65,22 @@ class Result:
         return {**asdict(self), "passed": self.passed}
 
 
-def interleaved(ours: Callable[[], Any], peer: Callable[[], Any], rounds: int) -> tuple[float, float]:
-    """Median seconds of both, timed in turn.
+def interleaved(calls: Sequence[Callable[[], Any]], rounds: int) -> list[float]:
+    """Median seconds of each, timed in turn: a slow while of the machine falls on all alike.
 
-    >>> a, b = interleaved(lambda: None, lambda: None, rounds=3)
+    >>> a, b = interleaved([lambda: None, lambda: None], rounds=3)
     >>> a >= 0 and b >= 0
     True
     """
-    times: tuple[list[float], list[float]] = ([], [])
-    for one in (ours, peer):
+    times: list[list[float]] = [[] for _ in calls]
+    for one in calls:
         one()
     for _ in range(rounds):
-        for slot, one in zip(times, (ours, peer), strict=True):
+        for slot, one in zip(times, calls, strict=True):
             begin = time.perf_counter()
             one()
             slot.append(time.perf_counter() - begin)
-    return statistics.median(times[0]), statistics.median(times[1])
+    return [statistics.median(found) for found in times]
 
 
 def environment() -> dict[str, Any]:

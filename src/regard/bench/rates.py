@@ -1,8 +1,6 @@
 """What mechanisms reach on this machine, and where one really overtakes another."""
 
 import math
-import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -41,38 +39,33 @@ class Rates:
 
 
 def measure(
-    mechanisms: Sequence[Mechanism], work: Work, lengths: Sequence[int] = (512, 1024, 2048, 4096, 8192), rounds: int = 5
+    mechanisms: Sequence[Mechanism], work: Work, lengths: Sequence[int] = (512, 1024, 2048, 4096, 8192), rounds: int = 9
 ) -> Rates:
     """Measure what mechanisms reach on this machine for work of this shape."""
-    points: dict[Mechanism, list[tuple[int, float]]] = {mechanism: [] for mechanism in mechanisms}
-    for length in lengths:
-        at = with_length(work, length)
-        calls = {mechanism: _attending(mechanism, at) for mechanism in mechanisms}
-        times: dict[Mechanism, list[float]] = {mechanism: [] for mechanism in mechanisms}
-        with torch.no_grad():
-            for turn in range(rounds + 1):
-                for mechanism, compute in calls.items():
-                    begin = time.perf_counter()
-                    compute()
-                    if turn:
-                        times[mechanism].append(time.perf_counter() - begin)
-        for mechanism in mechanisms:
-            points[mechanism].append((length, cost(mechanism, at).flops / statistics.median(times[mechanism])))
-    return Rates({mechanism: tuple(found) for mechanism, found in points.items()})
+    works = [with_length(work, length) for length in lengths]
+    pairs = [(mechanism, at) for mechanism in mechanisms for at in works]
+    with torch.no_grad():
+        times = interleaved([_attending(*pair) for pair in pairs], rounds)
+    points: dict[Mechanism, tuple[tuple[int, float], ...]] = {}
+    for (mechanism, at), seconds in zip(pairs, times, strict=True):
+        points[mechanism] = (*points.get(mechanism, ()), (at.key_length, cost(mechanism, at).flops / seconds))
+    return Rates(points)
 
 
-def measured_crossover(first: Mechanism, second: Mechanism, work: Work, *, near: int, rounds: int = 7) -> int | None:
+def measured_crossover(first: Mechanism, second: Mechanism, work: Work, *, near: int, rounds: int = 9) -> int | None:
     """The length from which `second` really is faster, looked for from half to twice `near`; None if not there.
 
     Both are timed at lengths a quarter of an octave apart; the last change of sides is read between two of them.
     """
     lengths = sorted({max(2, round(near * 2 ** (step / 4))) for step in range(-4, 5)})
-    gains: list[tuple[float, float]] = []  # logarithms of length and of how many times faster the second is
+    works = [with_length(work, length) for length in lengths]
     with torch.no_grad():
-        for length in lengths:
-            at = with_length(work, length)
-            one, two = interleaved(_attending(first, at), _attending(second, at), rounds)
-            gains.append((math.log(length), math.log(one / two)))
+        times = interleaved([_attending(one, at) for at in works for one in (first, second)], rounds)
+    # Logarithms of length and of how many times faster the second is.
+    gains = [
+        (math.log(length), math.log(one / two))
+        for length, one, two in zip(lengths, times[::2], times[1::2], strict=True)
+    ]
     for (x, slower), (y, faster) in reversed(list(pairwise(gains))):
         if slower <= 0 < faster:
             return round(math.exp(x + (y - x) * -slower / (faster - slower)))
