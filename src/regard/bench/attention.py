@@ -151,7 +151,7 @@ def _crossing(bench: Bench) -> Result:
 BENCHES: tuple[Bench, ...] = (
     *(
         Bench(f"causal-{n}", f"softmax, causal, N={n}, 8 heads, D=64", "SDPA is_causal", 0.97,
-              partial(_causal, n), max(9, 32768 // n))
+              partial(_causal, n), max(15, 131072 // n))
         for n in (512, 1024, 2048, 4096, 8192)
     ),
     Bench("padded", "softmax, batch 8 of 1024, half of it padding", "SDPA with the same mask", 1.3, _padded),
