@@ -69,13 +69,14 @@ class _Buffer:
 
     def write(self, start: int, k: Tensor, v: Tensor) -> None:
         """Put keys and values at a place."""
-        parts: tuple[Tensor, ...] = (k, v)
+        count = k.shape[2]
         if self.scales is not None:
             (k, k_scale), (v, v_scale) = quantize(k), quantize(v)
-            parts = (k, v, k_scale, v_scale)
-        for room, part in zip(self.tensors, parts, strict=True):
-            room.narrow(2, start, part.shape[2]).copy_(part)
-        self.used = start + k.shape[2]
+            self.scales[0].narrow(2, start, count).copy_(k_scale)
+            self.scales[1].narrow(2, start, count).copy_(v_scale)
+        self.keys.narrow(2, start, count).copy_(k)
+        self.values.narrow(2, start, count).copy_(v)
+        self.used = start + count
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,7 +164,8 @@ class KeyValueState:
                 f"state: expected at most {self.capacity} tokens (its capacity), got {self.length} + {new}; "
                 f"start it with capacity={end} or more"
             )
-        padding = join_padding(self.padding, self.length, padding, new, k.shape[0], k.device)
+        if self.padding is not None or padding is not None:
+            padding = join_padding(self.padding, self.length, padding, new, k.shape[0], k.device)
         if self.tainted is not None or tainted is not None:
             tainted = _join_tainted(self.tainted, self.length, tainted, k)
         buffer = self.buffer
