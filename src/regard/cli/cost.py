@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 import regard as rg
-from regard.cli.common import digits, one_of, one_thread, print_json, print_table
+from regard.cli.common import digits, one_of, one_thread, print_json, print_table, waiting
 from regard.cost import human
 from regard.laws.case import DTYPES
 from regard.mechanisms import REGISTRY, named
@@ -96,7 +95,7 @@ def cost(
             _draw_cost(plot, chosen, work, groupings, modes, lengths)
     found: dict[str, Any] = {"rows": rows, "crossovers": crossovers}
     if measure:
-        with Console(stderr=True).status("measuring this machine"):
+        with waiting("measuring this machine: a minute or two"):
             found["measured"] = _measured(chosen, work, groupings[0])
     if as_json:
         print_json(found)
