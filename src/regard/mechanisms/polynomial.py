@@ -58,26 +58,29 @@ class _Square(FeatureMechanism):
 
     def summed_features(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         a, b, d = self.coefficients(x.shape[-1])
-        total = self.summed_length(x.shape[-1])
+        columns = x.transpose(-1, -2).contiguous()  # tokens last, so that every product runs along them
         # An off-diagonal block stands for its mirror image too: twice the product, a root of 2 on either side.
         blocks = _blocks(x.shape[-1])
-        left, right = (x if d == 1 else x * math.sqrt(d)), (x if len(blocks) == 1 else x * math.sqrt(2))
+        left = (columns if d == 1 else columns * math.sqrt(d)).unsqueeze(-2)
+        on, off = columns.unsqueeze(-3), (columns if len(blocks) == 1 else columns * math.sqrt(2)).unsqueeze(-3)
         pairs = [
-            (left[..., start:stop, None], (x if start == begin else right)[..., None, begin:end])
+            (left.narrow(-3, start, stop - start), (on if start == begin else off).narrow(-2, begin, end - begin))
             for start, stop, begin, end in blocks
         ]
         if out is None:
-            outer = [(p * q).flatten(-2) for p, q in pairs]
-            return torch.cat([*outer, x * math.sqrt(b), torch.full_like(x[..., :1], math.sqrt(a))], dim=-1)
-        found = out[: x.shape[:-1].numel() * total].view(*x.shape[:-1], total)
-        at = 0
+            outer = [(p * q).flatten(-3, -2) for p, q in pairs]
+            rest = [columns * math.sqrt(b), torch.full_like(columns[..., :1, :], math.sqrt(a))]
+            return torch.cat([*outer, *rest], dim=-2).transpose(-1, -2)
+        many, (length, size) = x.shape[:-2], x.shape[-2:]
+        total, at = self.summed_length(size), 0
+        found = out[: x.shape[:-1].numel() * total].view(*many, total, length)
         for p, q in pairs:
-            size = p.shape[-2] * q.shape[-1]
-            torch.mul(p, q, out=found[..., at : at + size].unflatten(-1, (p.shape[-2], q.shape[-1])))
-            at += size
-        torch.mul(x, math.sqrt(b), out=found[..., at:-1])
-        found[..., -1].fill_(math.sqrt(a))
-        return found
+            rows, wide = p.shape[-3], q.shape[-2]
+            torch.mul(p, q, out=found.narrow(-2, at, rows * wide).view(*many, rows, wide, length))
+            at += rows * wide
+        torch.mul(columns, math.sqrt(b), out=found.narrow(-2, at, size))
+        found[..., -1, :].fill_(math.sqrt(a))
+        return found.transpose(-1, -2)
 
     def normaliser_length(self, qk_length: int) -> int:
         return (qk_length + 1) ** 2
