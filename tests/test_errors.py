@@ -110,7 +110,7 @@ SHAPES: dict[str, Mistake] = {
     "k and v of other heads": (lambda: attend(v=value(B, 1, S, V)), "v", "(2, 2, 7)", "(2, 1, 7)"),
     "k of another qk_length": (lambda: attend(k=key(B, G, S, K + 1)), "k", "3", "4"),
     "k of another batch": (lambda: attend(k=key(1, G, S, K)), "k", "2", "(1, 2, 7, 3)"),
-    "v of another batch": (lambda: attend(v=value(3, G, S, V)), "v", "2", "(3, 2, 7, 6)"),
+    "v of another batch": (lambda: attend(v=value(3, G, S, V)), "v", "2", "(3, 2, 7)"),
     "no qk_length": (lambda: attend(q=query(B, H, T, 0), k=key(B, G, S, 0)), "q", "qk_length", "0"),
     "no qk_length, weights": (lambda: rg.weights(query(B, H, T, 0), key(B, G, S, 0)), "q", "qk_length", "0"),
     "Channel, T ≠ S": (lambda: attend(rg.Channel(), v=value(B, G, S, K)), "q", "7", "5"),

@@ -34,7 +34,7 @@ def attend(
     """
     call = Call(_mechanism(mechanism), q, k, v, as_mask(mask), bias)
     call.check()
-    with in_own_dtype(q.device):
+    with in_own_dtype(q):
         return run_guarded(call, choose(call, path))
 
 
@@ -92,7 +92,7 @@ def weights(
     if not mechanism.by_pairs:
         if rows is not None:
             raise ValueError(f"rows: expected none, the weights of {mechanism!r} are between channels, got {rows}")
-        with in_own_dtype(q.device):
+        with in_own_dtype(q):
             found = mechanism.weigh(q, k, _visible(call, chosen_rows)).to(q.dtype)
         if tainted is not None:
             valid = call.structure.valid(call.keys, q.device)
@@ -112,7 +112,7 @@ def weights(
         k = k[:, [head // (call.heads // call.groups) for head in chosen_heads]]
     queries = q if heads is None else q[:, chosen_heads]
     queries = queries if rows is None else queries[:, :, chosen_rows]
-    with in_own_dtype(q.device):
+    with in_own_dtype(q):
         found = mechanism.weigh(queries, k, visible, bias).to(q.dtype)
     if tainted is None:
         return found

@@ -16,87 +16,71 @@ if TYPE_CHECKING:
     from regard.mechanism import Mechanism
 
 
-@dataclass(frozen=True, eq=False)
 class Call:
-    """Queries (B, H, T, K), keys (B, G, S, K) and values (B, G, S, V), with what is to be done with them."""
+    """Queries (B, H, T, K), keys (B, G, S, K) and values (B, G, S, V), with what is to be done with them.
 
-    mechanism: "Mechanism"
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    mask: Mask | None = None
-    bias: Tensor | None = None
-    structure: Structure = field(init=False)
-    """What is known of the mask at this shape."""
+    Sizes are read once: a short sequence is attended to sooner than Python reads them a dozen times.
+    """
 
-    def __post_init__(self) -> None:
-        # A mistake in the shapes is for `check` to name; until then there is no structure to know.
-        known = self.q.ndim == 4 == self.k.ndim if isinstance(self.q, Tensor) and isinstance(self.k, Tensor) else False
-        found = structure(self.mask, self.q.shape[2], self.k.shape[2]) if known else EVERYTHING
-        object.__setattr__(self, "structure", found)
+    __slots__ = (
+        "batch", "bias", "groups", "heads", "k", "keys", "mask", "mechanism", "q", "qk_length", "queries", "structure",
+        "v", "value_length",
+    )  # fmt: skip
 
-    @property
-    def batch(self) -> int:
-        return self.q.shape[0]
-
-    @property
-    def heads(self) -> int:
-        return self.q.shape[1]
-
-    @property
-    def groups(self) -> int:
-        return self.k.shape[1]
-
-    @property
-    def queries(self) -> int:
-        return self.q.shape[2]
-
-    @property
-    def keys(self) -> int:
-        return self.k.shape[2]
-
-    @property
-    def qk_length(self) -> int:
-        return self.q.shape[3]
-
-    @property
-    def value_length(self) -> int:
-        return self.v.shape[3]
-
-    @property
-    def empty(self) -> bool:
-        """Nothing to compute: no queries, or no keys to look at."""
-        return self.q.numel() == 0 or self.v.numel() == 0
-
-    def check(self) -> None:
-        """Raise ValueError for what a user can get wrong, before any compute."""
-        for name, tensor in (("q", self.q), ("k", self.k), ("v", self.v)):
+    def __init__(
+        self,
+        mechanism: "Mechanism",
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Mask | None = None,
+        bias: Tensor | None = None,
+    ) -> None:
+        for name, tensor in (("q", q), ("k", k), ("v", v)):
             if not isinstance(tensor, Tensor):
                 raise ValueError(f"{name}: expected a tensor, got {type(tensor).__name__}")
             if tensor.ndim != 4:
                 raise ValueError(f"{name}: expected 4 dimensions (B, H, T, K), got shape {tuple(tensor.shape)}")
-            if not tensor.dtype.is_floating_point:
-                raise ValueError(f"{name}: expected a floating-point dtype, got {tensor.dtype}")
-        (batch, heads, queries, qk_length), (_, groups, keys, _) = self.q.shape, self.k.shape
-        for name, tensor in (("k", self.k), ("v", self.v)):
-            if tensor.dtype != self.q.dtype:
-                raise ValueError(f"{name}: expected q's dtype {self.q.dtype}, got {tensor.dtype}")
-            if tensor.device != self.q.device:
-                raise ValueError(f"{name}: expected q's device {self.q.device}, got {tensor.device}")
-            if tensor.shape[0] != batch:
-                raise ValueError(f"{name}: expected q's batch of {batch}, got shape {tuple(tensor.shape)}")
-        if self.v.shape[:3] != self.k.shape[:3]:
-            raise ValueError(
-                f"v: expected k's batch, heads and length {tuple(self.k.shape[:3])}, got {tuple(self.v.shape[:3])}"
-            )
-        if self.k.shape[3] != qk_length:
-            raise ValueError(f"k: expected q's qk_length of {qk_length}, got {self.k.shape[3]}")
-        if qk_length == 0:
+        self.mechanism, self.q, self.k, self.v, self.mask, self.bias = mechanism, q, k, v, mask, bias
+        self.batch, self.heads, self.queries, self.qk_length = q.shape
+        _, self.groups, self.keys, _ = k.shape
+        self.value_length = v.shape[3]
+        self.structure: Structure = structure(mask, self.queries, self.keys)
+        """What is known of the mask at this shape."""
+
+    @property
+    def empty(self) -> bool:
+        """Nothing to compute: no queries, or no keys to look at."""
+        return self.batch * self.heads * self.queries * self.keys * self.value_length == 0
+
+    def check(self) -> None:
+        """Raise ValueError for what a user can get wrong, before any compute."""
+        kind, device, batch = self.q.dtype, self.q.device, self.batch
+        if not kind.is_floating_point:
+            raise ValueError(f"q: expected a floating-point dtype, got {kind}")
+        if self.qk_length == 0:
             raise ValueError("q: expected a qk_length of at least 1, got 0")
-        if groups == 0 or heads % groups:
-            raise ValueError(f"k: expected a number of heads that divides q's {heads}, got {groups} key/value heads")
+        for name, tensor in (("k", self.k), ("v", self.v)):
+            if tensor.dtype != kind:
+                wanted = f"q's dtype {kind}" if tensor.is_floating_point() else "a floating-point dtype"
+                raise ValueError(f"{name}: expected {wanted}, got {tensor.dtype}")
+            if tensor.device != device:
+                raise ValueError(f"{name}: expected q's device {device}, got {tensor.device}")
+        held = self.k.shape
+        if held[0] != batch:
+            raise ValueError(f"k: expected q's batch of {batch}, got shape {tuple(held)}")
+        if held[3] != self.qk_length:
+            raise ValueError(f"k: expected q's qk_length of {self.qk_length}, got {held[3]}")
+        if self.v.shape[:3] != held[:3]:
+            raise ValueError(
+                f"v: expected k's batch, heads and length {tuple(held[:3])}, got {tuple(self.v.shape[:3])}"
+            )
+        if self.groups == 0 or self.heads % self.groups:
+            raise ValueError(
+                f"k: expected a number of heads that divides q's {self.heads}, got {self.groups} key/value heads"
+            )
         if self.mask is not None:
-            self.mask.fits(batch, heads, queries, keys)
+            self.mask.fits(batch, self.heads, self.queries, self.keys)
         if self.bias is not None:
             self._check_bias(self.bias)
         if (reason := self.mechanism.refuses(self)) is not None:
@@ -246,11 +230,12 @@ def nothing(call: Call, queries: int) -> Tensor:
 _AS_IT_IS = nullcontext()
 
 
-def in_own_dtype(device: torch.device) -> AbstractContextManager[object]:
+def in_own_dtype(q: Tensor) -> AbstractContextManager[object]:
     """A context in which autocast is off: attention computes in its inputs' dtype, or better, and in no other."""
-    if not torch.is_autocast_enabled(device.type) or torch.compiler.is_compiling():
+    place = "cpu" if q.is_cpu else q.device.type
+    if not torch.is_autocast_enabled(place) or torch.compiler.is_compiling():
         return _AS_IT_IS
-    return torch.autocast(device.type, enabled=False)
+    return torch.autocast(place, enabled=False)
 
 
 def run_guarded(call: Call, path: Path) -> Tensor:
@@ -259,7 +244,8 @@ def run_guarded(call: Call, path: Path) -> Tensor:
         return nothing(call, call.queries)
     if call.structure is EVERYTHING:
         return path.run(call)
-    if path.last_sees_all and not torch.compiler.is_compiling() and not torch.is_grad_enabled():
+    recorded = (call.q.requires_grad or call.k.requires_grad or call.v.requires_grad) and torch.is_grad_enabled()
+    if path.last_sees_all and not recorded and not torch.compiler.is_compiling():
         # A bad number that anyone sees shows in the last query's output, unless it rightly weighs nothing there.
         out = path.run(call)
         if math.isfinite(out.select(2, -1).sum().item()):

@@ -176,7 +176,7 @@ class Mechanism:
             raise ValueError(f"state: expected one from {self!r}.start(…), got {given}")
         check_extend(self, q, k, v, state, rule, bias)
         tainted = taint(k, v)
-        with in_own_dtype(q.device):
+        with in_own_dtype(q):
             return self.advance(q, cleaned(k, tainted), cleaned(v, tainted), state, rule, bias, tainted)
 
     def advance(

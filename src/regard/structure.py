@@ -59,8 +59,8 @@ class Structure:
         return torch.stack([one.valid(keys, device) for one in self.paddings]).all(0)
 
 
-EVERYTHING = Structure()
-"""The structure of a mask that hides nothing."""
+EVERYTHING, CAUSAL = Structure(), Structure(after=0)
+"""The structure of a mask that hides nothing, and of one that is causal and no more."""
 
 
 def structure(mask: Mask | None, queries: int, keys: int) -> Structure:
@@ -88,8 +88,8 @@ def structure(mask: Mask | None, queries: int, keys: int) -> Structure:
         found = Structure(paddings=tuple(paddings))
         if found.rows is not None and all(a == 0 and b >= keys for a, b in found.rows):
             paddings = []
-    if before is None and after is None and not paddings and rest is None:
-        return EVERYTHING
+    if before is None and after in (None, 0) and not paddings and rest is None:
+        return EVERYTHING if after is None else CAUSAL
     return Structure(before, after, tuple(paddings), rest)
 
 

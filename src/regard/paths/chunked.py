@@ -291,7 +291,7 @@ class _Sweep(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, *learned = ctx.saved_tensors
         back = _Backward(ctx.mechanism, ctx.plan, ctx.offset, ctx.valid, q, k, v, learned, grad)
-        with in_own_dtype(q.device):
+        with in_own_dtype(q):
             back.queries_forward()
             back.keys_backward()
         grads = (back.q_grad.to(q.dtype), back.k_grad.to(k.dtype), back.v_grad.to(v.dtype))

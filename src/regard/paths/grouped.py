@@ -27,7 +27,7 @@ def cannot(call: Call) -> str | None:
         return reason
     if call.bias is not None:
         return "a bias needs the score form"
-    if call.q.device.type != "cpu":
+    if not call.q.is_cpu:
         return "made for the CPU"
     if repeats == 1 and call.q.dtype not in (torch.float32, torch.float64):
         return "every head has keys of its own: nothing to group"

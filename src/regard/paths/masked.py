@@ -18,7 +18,7 @@ MOST = 1 << 28
 
 def cannot(call: Call) -> str | None:
     """Why this path cannot serve a call; None if it can."""
-    if call.q.device.type != "cuda":
+    if not call.q.is_cuda:
         return "made for GPUs"
     if (reason := sdpa.cannot(call)) is not None:
         return reason

@@ -74,7 +74,7 @@ def plain(q: Tensor, k: Tensor, v: Tensor, *, scale: float, **options: Any) -> T
     kind = q.dtype
     if scale == 0:  # the kernel hides a future key by -inf, and 0 · -inf is NaN: 0 scores from 0 queries instead
         q, scale = q * 0, 1.0
-    if q.device.type == "cpu" and q.dtype.itemsize == 2 and torch.is_grad_enabled():
+    if q.is_cpu and q.dtype.itemsize == 2 and torch.is_grad_enabled():
         # The CPU kernel rounds its gradients to half inside the sums: 3 and more times the plain formula's error.
         q, k, v = q.float(), k.float(), v.float()
     size = v.shape[-1]
