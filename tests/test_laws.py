@@ -8,7 +8,7 @@ from broken import BROKEN, Similar
 from regard.laws import LAWS, count_cells
 from regard.laws.case import DTYPES, HEADS, LENGTHS, MASKS, Broken, budget, within_budget
 from regard.mechanisms import REGISTRY
-from regard.paths.chunked import CHUNK
+from regard.paths.sums import CHUNK
 
 
 @pytest.mark.parametrize("law", LAWS)

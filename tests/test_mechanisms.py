@@ -6,10 +6,9 @@ import pytest
 import torch
 
 import regard as rg
-from regard.call import Call
 from regard.laws.case import within_budget
 from regard.mechanisms import REGISTRY
-from regard.paths import grouped, sdpa
+from regard.paths import sdpa
 
 
 def make(length=20, groups=2, size=8, value=8, dtype=torch.float64, keys=None):
@@ -210,7 +209,7 @@ def test_the_choice_of_path_for_softmax(mask, path):
     q, k, v = make(300, dtype=torch.float32)
     plan = rg.explain(q, k, v, mask=mask)
     assert plan.path == path
-    assert set(plan.rejected) == {"grouped", "masked", "sdpa", "blocks", "reference"} - {path}
+    assert set(plan.rejected) == {"products", "grouped", "masked", "sdpa", "blocks", "reference"} - {path}
     assert all(plan.rejected.values())
 
 
@@ -330,7 +329,7 @@ def test_channel_weights_show_a_nan_that_attend_shows():
 def test_a_cache_larger_than_the_processors_own_is_read_by_two_products(queries):
     q = torch.randn(2, 8 // queries, queries, 128)
     k, v = torch.randn(2, 2, 6200, 128)[:, :, :6144], torch.randn(2, 2, 6200, 128)[:, :, :6144]
-    assert grouped._large(Call(rg.Softmax(), q, k, v))
-    assert rg.explain(q, k, v).path == "grouped"
+    assert rg.explain(q, k, v).path == "products"
+    assert rg.explain(q, k[:, :, :64], v[:, :, :64]).path == "grouped"
     found, exact = rg.attend(q, k, v), rg.attend(q.double(), k.double(), v.double(), path="reference")
     assert (found - exact).abs().max() < 1e-6

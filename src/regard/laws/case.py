@@ -11,10 +11,10 @@ from regard.call import Call
 from regard.mask import Mask, causal, global_tokens, padding, window
 from regard.mechanism import Mechanism
 from regard.mechanisms.kernel import RECENT
-from regard.paths import chunked
+from regard.paths.sums import CHUNK
 
-LENGTHS = (1, 2, 3, 5, 17, 0, 63, RECENT, RECENT + 1, chunked.CHUNK - 1, chunked.CHUNK, chunked.CHUNK + 1)
-SHORT = (1, 2, 3, 5, 17, 0, chunked.CHUNK + 1)
+LENGTHS = (1, 2, 3, 5, 17, 0, 63, RECENT, RECENT + 1, CHUNK - 1, CHUNK, CHUNK + 1)
+SHORT = (1, 2, 3, 5, 17, 0, CHUNK + 1)
 """For laws that take long: few lengths, one of them beyond a chunk."""
 HEADS = {"MHA": (4, 4), "GQA": (4, 2), "MQA": (4, 1)}
 DTYPES = {

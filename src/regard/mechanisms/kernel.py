@@ -22,7 +22,7 @@ from regard.call import Call, Path
 from regard.cost import Cost, Work, accumulator, key_value_bytes
 from regard.mask import Mask
 from regard.mechanism import Mechanism
-from regard.paths import blocks, chunked, reference
+from regard.paths import blocks, chunked, reference, stream, sums_cost
 from regard.state import KernelState, KeyValueState
 from regard.structure import EVERYTHING, Structure, padding_between, structure
 
@@ -138,15 +138,17 @@ class FeatureMechanism(Mechanism):
         if new == 0:
             return q.new_zeros(*q.shape[:3], v.shape[3]) + q[..., :0].sum(), state
         hidden = padding_between(rule, state.folded, total, total)
-        return chunked.stream(self, q, k, v, state, structure(rule, new, total).causal, hidden, tainted, RECENT)
+        return stream.stream(self, q, k, v, state, structure(rule, new, total).causal, hidden, tainted, RECENT)
 
     def cost(self, work: Work) -> Cost:
         state_bytes = key_value_bytes(work)
         if self.linear(work.qk_length):
-            state_bytes = chunked.sums_bytes(self, work) + key_value_bytes(replace(work, key_length=RECENT, mask=None))
+            state_bytes = sums_cost.sums_bytes(self, work) + key_value_bytes(
+                replace(work, key_length=RECENT, mask=None)
+            )
         why = chunked.quadratic(self, work.qk_length, structure(work.rule, work.query_length, work.key_length))
         if why is None:
-            return chunked.cost(self, work, RECENT, state_bytes)
+            return sums_cost.cost(self, work, RECENT, state_bytes)
         plain = super().cost(work)
         tokens = work.batch * (work.num_heads * work.query_length + work.num_kv_heads * work.key_length)
         flops = 2 * work.pairs * (self.score_length(work.qk_length) + work.value_length)

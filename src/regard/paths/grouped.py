@@ -9,20 +9,14 @@ from torch import Tensor
 
 from regard.call import Call, Path
 from regard.paths import sdpa
-
-MOST_ROWS = 64
-"""Query rows of a key/value head up to which one tile pays on a CPU."""
-TOO_MANY = f"more than {MOST_ROWS} query rows a group: a tile for each head is faster"
-LARGE, FEW_ROWS = 24 << 20, 4
-"""Bytes of keys and values that no processor keeps close by, and rows up to which two products then beat the
-fused kernel: 1.2 to 1.4 times on 2 cores."""
+from regard.paths.products import MOST_ROWS
 
 
 def cannot(call: Call) -> str | None:
     """Why this path cannot serve a call; None if it can."""
     repeats = call.heads // call.groups
     if call.queries > 1 and call.queries * repeats > MOST_ROWS:
-        return TOO_MANY
+        return f"more than {MOST_ROWS} query rows a group: a tile for each head is faster"
     if (reason := sdpa.unfit(call)) is not None:
         return reason
     if call.bias is not None:
@@ -48,24 +42,11 @@ def run(call: Call) -> Tensor:
 def _tiles(call: Call, shown: Tensor | None) -> Tensor:
     batch, groups = call.batch, call.groups
     rows = call.queries * call.heads // groups
-    if rows == call.queries and shown is None:  # with one head a group, two plain products beat the fused kernel
-        q = call.q.flatten(0, 1) * sdpa.scale(call)
-        weights = torch.softmax(torch.bmm(q, call.k.flatten(0, 1).transpose(1, 2)), dim=-1)
-        return torch.bmm(weights, call.v.flatten(0, 1)).unflatten(0, (batch, groups))
-    if rows <= FEW_ROWS and shown is None and groups % 2 == 0 and _large(call):
-        q = call.q.reshape(batch * groups, rows, call.qk_length) * sdpa.scale(call)
-        scores = torch.bmm(call.k.flatten(0, 1), q.transpose(1, 2)).transpose(1, 2)  # keys first: read as they lie
-        out = torch.bmm(torch.softmax(scores.contiguous(), dim=-1), call.v.flatten(0, 1))
-        return out.reshape(batch, call.heads, call.queries, call.value_length)
     # One tile a group; a single group is halved, so that two cores have work.
     tiles = groups * (2 if batch * groups == 1 and rows % 2 == 0 else 1)
     q = call.q.reshape(batch, tiles, groups * rows // tiles, call.qk_length)
     out = sdpa.plain(q, call.k, call.v, scale=sdpa.scale(call), attn_mask=shown)
     return out.reshape(batch, call.heads, call.queries, call.value_length)
-
-
-def _large(call: Call) -> bool:
-    return call.q.dtype is torch.float32 and 4 * (call.k.numel() + call.v.numel()) >= LARGE
 
 
 PATH = Path("grouped", cannot, run)

@@ -1,0 +1,93 @@
+"""A kernel's stream: the sums of what is old, and the newest tokens as they are."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from regard.call import poisoned
+from regard.mask import Padding
+from regard.mask import causal as causal_mask
+from regard.paths.sums import steps, sweep, tiled
+from regard.state import KernelState
+from regard.structure import both
+
+
+def folded(length: int, recent: int) -> int:
+    """How many of `length` tokens a stream has folded: all but the newest recent/2 … recent, whatever the chunks."""
+    half = recent // 2
+    return half * max(0, math.ceil(length / half) - 2)
+
+
+def stream(
+    mechanism: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: KernelState,
+    causal: bool,
+    padding: Padding | None,
+    tainted: Tensor | None,
+    recent: int,
+) -> tuple[Tensor, KernelState]:
+    """Append tokens to a state and attend from them. `padding` speaks of the tokens not yet folded, new ones included.
+
+    A key the padding hides is left out of the sums for good.
+    """
+    new, length = k.shape[2], state.length + k.shape[2]
+    fold_to = folded(length, recent) - state.folded
+    held = state.recent if state.recent.length + new <= recent else state.recent.resized(state.recent.length + new)
+    held = held.append(k, v, None, tainted, recorded=q.requires_grad)
+    held = replace(held, padding=both(held.padding, padding, held.length))
+    valid = None if held.padding is None else held.padding.valid(held.length, k.device)
+    rows, keys, values, real = tiled(q, held.keys, held.values, valid)
+    offset = held.length - new if causal else None
+    out, sums, normaliser = sweep(
+        mechanism,
+        steps(new, held.length, offset, fold_to),
+        offset,
+        real,
+        rows,
+        keys,
+        values,
+        state.sums.flatten(0, 1),
+        state.normaliser.flatten(0, 1),
+        history=state.folded > 0,
+    )
+    shape = state.sums.shape[:2]
+    longer = replace(
+        state,
+        sums=sums.unflatten(0, shape),
+        normaliser=normaliser.unflatten(0, shape),
+        folded=state.folded + fold_to,
+        recent=held.resized(recent, fold_to) if fold_to else held,
+        tainted=_folded_taint(state, held.tainted, valid, fold_to),
+        padding=state.padding_after(held.padding, fold_to, held.length),
+    )
+    out = rearrange(out, "(b g) r t v -> b (g r) t v", g=shape[1])
+    return poisoned(out, causal_mask if causal else None, _taint(state, held.tainted, valid, held.length)), longer
+
+
+def _taint(state: KernelState, tainted: Tensor | None, valid: Tensor | None, keys: int) -> Tensor | None:
+    """Real keys that came with a NaN or infinity: the sums, as if they were one key, and those not folded before."""
+    if tainted is None and state.tainted is None:
+        return None
+    batch, groups = state.sums.shape[:2]
+    before = state.tainted if state.tainted is not None else state.sums.new_zeros(batch, groups, dtype=torch.bool)
+    if tainted is None:
+        tainted = state.sums.new_zeros(batch, groups, keys, dtype=torch.bool)
+    elif valid is not None:
+        tainted = tainted & valid[:, None]
+    return torch.cat([before[..., None], tainted], dim=-1)
+
+
+def _folded_taint(state: KernelState, tainted: Tensor | None, valid: Tensor | None, fold_to: int) -> Tensor | None:
+    if not fold_to or tainted is None:
+        return state.tainted
+    found = _taint(state, tainted, valid, tainted.shape[-1])
+    assert found is not None
+    more = found[..., : fold_to + 1].any(-1)
+    return more if state.tainted is not None or bool(more.any()) else None
