@@ -9,9 +9,9 @@ import torch
 
 from regard.bench import attention, generation, models, training
 from regard.bench.harness import Bench, Result, environment, interleaved, save
-from regard.bench.rates import measure, measured_crossover
+from regard.bench.rates import LOOKS, ROUNDS, crossing
 
-__all__ = ["SUITE", "Bench", "Result", "environment", "measure", "measured_crossover", "run", "save"]
+__all__ = ["LOOKS", "ROUNDS", "SUITE", "Bench", "Result", "crossing", "environment", "run", "save"]
 
 SUITE: dict[str, Bench] = {
     bench.name: bench for bench in (*attention.BENCHES, *models.BENCHES, *generation.BENCHES, *training.BENCHES)

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from regard.attention import attend
 from regard.bench.harness import Bench, Pair, Result
-from regard.bench.rates import measure, measured_crossover
-from regard.cost import Work, crossover
+from regard.bench.rates import crossing
+from regard.cost import Work
 from regard.mask import causal, padding, window
 from regard.mechanisms import Quadratic, Softmax
 
@@ -138,9 +138,8 @@ def _crossing(bench: Bench) -> Result:
         query_length=4096, key_length=4096, num_heads=4, num_kv_heads=4, qk_length=size, value_length=size,
         dtype=torch.float32, mask=causal,
     )  # fmt: skip
-    first, second, rounds = Softmax(), Quadratic(), 9 * 64 // size  # short heads take less time, and vary more
-    predicted = crossover(first, second, work, seconds=measure([first, second], work, rounds=rounds).seconds)
-    measured = None if predicted is None else measured_crossover(first, second, work, near=predicted, rounds=rounds)
+    found = crossing(Softmax(), Quadratic(), work, rounds=9 * 64 // size)  # short heads take less time, and vary more
+    predicted, measured = found.predicted, found.measured
     if predicted is None or measured is None:
         raise ValueError(f"{bench.name}: expected a crossover, got {predicted} predicted and {measured} measured")
     ratio = min(predicted, measured) / max(predicted, measured)

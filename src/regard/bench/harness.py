@@ -65,8 +65,12 @@ class Result:
         return {**asdict(self), "passed": self.passed}
 
 
-def interleaved(calls: Sequence[Callable[[], Any]], rounds: int) -> list[float]:
+def interleaved(
+    calls: Sequence[Callable[[], Any]], rounds: int, begin_round: Callable[[str], None] | None = None
+) -> list[float]:
     """Median seconds of each, timed in turn: a slow while of the machine falls on all alike.
+
+    `begin_round` is told the name of each round as it begins.
 
     >>> a, b = interleaved([lambda: None, lambda: None], rounds=3)
     >>> a >= 0 and b >= 0
@@ -75,7 +79,9 @@ def interleaved(calls: Sequence[Callable[[], Any]], rounds: int) -> list[float]:
     times: list[list[float]] = [[] for _ in calls]
     for one in calls:
         one()
-    for _ in range(rounds):
+    for number in range(rounds):
+        if begin_round is not None:
+            begin_round(f"round {number + 1} of {rounds}")
         for slot, one in zip(times, calls, strict=True):
             begin = time.perf_counter()
             one()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from regard.attention import attend
 from regard.bench.harness import interleaved
-from regard.cost import Work, cost, with_length
+from regard.cost import Work, cost, crossover, with_length
 from regard.mask import Mask, as_mask
 from regard.mechanism import Mechanism
 
@@ -38,38 +38,80 @@ class Rates:
         return {repr(m): {"flops_per_second": max(rate for _, rate in pts)} for m, pts in self.points.items()}
 
 
-def measure(
-    mechanisms: Sequence[Mechanism], work: Work, lengths: Sequence[int] = (512, 1024, 2048, 4096, 8192), rounds: int = 9
-) -> Rates:
-    """Measure what mechanisms reach on this machine for work of this shape."""
-    works = [with_length(work, length) for length in lengths]
-    pairs = [(mechanism, at) for mechanism in mechanisms for at in works]
-    with torch.no_grad():
-        times = interleaved([_attending(*pair) for pair in pairs], rounds)
-    points: dict[Mechanism, tuple[tuple[int, float], ...]] = {}
-    for (mechanism, at), seconds in zip(pairs, times, strict=True):
-        points[mechanism] = (*points.get(mechanism, ()), (at.key_length, cost(mechanism, at).flops / seconds))
-    return Rates(points)
+LENGTHS = (512, 1024, 2048, 4096, 8192)
+"""Where rates are measured."""
+LOOKS, ROUNDS = 3, 9
+"""How often every length is timed: to see where to look, and to measure."""
 
 
-def measured_crossover(first: Mechanism, second: Mechanism, work: Work, *, near: int, rounds: int = 9) -> int | None:
-    """The length from which `second` really is faster, looked for from half to twice `near`; None if not there.
+@dataclass(frozen=True)
+class Crossing:
+    """From which length on one mechanism is faster than another; None if from none, or from none that was looked at."""
 
-    Both are timed at lengths a quarter of an octave apart; the last change of sides is read between two of them.
+    rates: Rates
+    predicted: int | None
+    """By the rates of this machine."""
+    measured: int | None
+    """By its clock."""
+
+
+def crossing(
+    first: Mechanism,
+    second: Mechanism,
+    work: Work,
+    *,
+    rounds: int = ROUNDS,
+    begin_round: Callable[[str], None] | None = None,
+) -> Crossing:
+    """From which length on `second` is faster than `first` on this machine: as its rates predict, and as it is.
+
+    A first look says where that may be. Then the lengths of the rates and those from half to twice of there, a quarter
+    of an octave apart, are timed in turn: a slow while of the machine falls on prediction and measurement alike.
     """
-    lengths = sorted({max(2, round(near * 2 ** (step / 4))) for step in range(-4, 5)})
-    works = [with_length(work, length) for length in lengths]
-    with torch.no_grad():
-        times = interleaved([_attending(one, at) for at in works for one in (first, second)], rounds)
-    # Logarithms of length and of how many times faster the second is.
-    gains = [
-        (math.log(length), math.log(one / two))
-        for length, one, two in zip(lengths, times[::2], times[1::2], strict=True)
-    ]
-    for (x, slower), (y, faster) in reversed(list(pairwise(gains))):
+    both = (first, second)
+    look = _rates(both, work, _timed(both, work, LENGTHS, LOOKS, begin_round))
+    near = crossover(first, second, work, seconds=look.seconds)
+    if near is None:
+        return Crossing(look, None, None)
+    around = sorted({max(2, round(near * 2 ** (step / 4))) for step in range(-4, 5)})
+    times = _timed(both, work, sorted({*LENGTHS, *around}), rounds, begin_round)
+    rates = _rates(both, work, times)
+    gains = [(length, times[first, length] / times[second, length]) for length in around]
+    return Crossing(rates, crossover(first, second, work, seconds=rates.seconds), overtaken(gains))
+
+
+def overtaken(gains: Sequence[tuple[int, float]]) -> int | None:
+    """The length after which a gain stays above 1, read between the two it lies between; None if it does not cross.
+
+    >>> overtaken([(100, 0.5), (200, 2.0), (400, 0.5), (800, 2.0)]), overtaken([(100, 2.0), (200, 3.0)])
+    (566, None)
+    """
+    points = [(math.log(length), math.log(gain)) for length, gain in gains]
+    for (x, slower), (y, faster) in reversed(list(pairwise(points))):
         if slower <= 0 < faster:
             return round(math.exp(x + (y - x) * -slower / (faster - slower)))
     return None
+
+
+def _timed(
+    mechanisms: Sequence[Mechanism],
+    work: Work,
+    lengths: Sequence[int],
+    rounds: int,
+    begin_round: Callable[[str], None] | None,
+) -> dict[tuple[Mechanism, int], float]:
+    """Seconds of each mechanism at each length, timed in turn."""
+    cells = [(mechanism, length) for length in lengths for mechanism in mechanisms]
+    with torch.no_grad():
+        calls = [_attending(mechanism, with_length(work, length)) for mechanism, length in cells]
+        return dict(zip(cells, interleaved(calls, rounds, begin_round), strict=True))
+
+
+def _rates(mechanisms: Sequence[Mechanism], work: Work, times: dict[tuple[Mechanism, int], float]) -> Rates:
+    def rate(mechanism: Mechanism, length: int) -> float:
+        return cost(mechanism, with_length(work, length)).flops / times[mechanism, length]
+
+    return Rates({one: tuple((length, rate(one, length)) for length in LENGTHS) for one in mechanisms})
 
 
 def _attending(mechanism: Mechanism, work: Work) -> Callable[[], Tensor]:

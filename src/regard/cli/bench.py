@@ -40,7 +40,7 @@ def bench(
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
     results = []
-    with progress(len(names), "timing") as advance:
+    with progress(len(names), "timing", ticking=False) as advance:
         for name in names:
             advance(name)
             results.append(run(name, quick))

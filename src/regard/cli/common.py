@@ -21,8 +21,11 @@ def output() -> Console:
 
 
 @contextmanager
-def progress(total: int, title: str) -> Iterator[Callable[[str], None]]:
-    """A bar on standard error; call what it gives with the name of each piece of work as that begins."""
+def progress(total: int, title: str, *, ticking: bool = True) -> Iterator[Callable[[str], None]]:
+    """A bar on standard error; call what it gives with the name of each piece of work as that begins.
+
+    Without `ticking` it moves only then: the thread that moves it would take time from what is being timed.
+    """
     columns = (
         TextColumn(title),
         BarColumn(),
@@ -34,13 +37,18 @@ def progress(total: int, title: str) -> Iterator[Callable[[str], None]]:
     console = Console(stderr=True)
     # Standard output is left alone: what is printed meanwhile would go to standard error with the bar.
     with Progress(
-        *columns, console=console, transient=True, redirect_stdout=False, disable=not console.is_terminal
+        *columns,
+        console=console,
+        transient=True,
+        redirect_stdout=False,
+        disable=not console.is_terminal,
+        auto_refresh=ticking,
     ) as bar:
         task = bar.add_task(title, total=total, name="")
 
         def advance(name: str) -> None:
             nonlocal begun
-            bar.update(task, completed=begun, name=name)
+            bar.update(task, completed=begun, name=name, refresh=not ticking)
             begun += 1
 
         yield advance

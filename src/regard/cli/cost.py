@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 import regard as rg
-from regard.cli.common import digits, one_of, one_thread, print_json, print_table, waiting
+from regard.cli.common import digits, one_of, one_thread, print_json, print_table, progress
 from regard.cost import human
 from regard.laws.case import DTYPES
 from regard.mechanisms import REGISTRY, named
@@ -95,8 +95,7 @@ def cost(
             _draw_cost(plot, chosen, work, groupings, modes, lengths)
     found: dict[str, Any] = {"rows": rows, "crossovers": crossovers}
     if measure:
-        with waiting("measuring this machine: a minute or two"):
-            found["measured"] = _measured(chosen, work, groupings[0])
+        found["measured"] = _measured(chosen, work, groupings[0])
     if as_json:
         print_json(found)
         return
@@ -234,16 +233,16 @@ def _draw_cost(
 
 def _measured(mechanisms: dict[str, rg.Mechanism], work: rg.Work, num_kv_heads: int) -> dict[str, Any]:
     """The prefill crossover of the first two mechanisms as this machine's rates predict it, and as it is."""
-    from regard.bench import measure, measured_crossover
+    from regard.bench import LOOKS, ROUNDS, crossing
     from regard.plots import mode_work
 
     if len(mechanisms) < 2:
         raise ValueError("measure: expected two mechanisms to compare, got one")
     (first, one), (second, two) = list(mechanisms.items())[:2]
     at = mode_work(replace(work, num_kv_heads=num_kv_heads), "prefill", 4096)
-    rates = measure([one, two], at)
-    predicted = rg.crossover(one, two, at, seconds=rates.seconds)
-    measured = None if predicted is None else measured_crossover(one, two, at, near=predicted)
+    with progress(LOOKS + ROUNDS, "measuring this machine", ticking=False) as advance:
+        found = crossing(one, two, at, begin_round=advance)
+    predicted, measured = found.predicted, found.measured
     off = None if predicted is None or measured is None else 100 * (predicted - measured) / measured
     return {
         "first": first,
@@ -251,7 +250,7 @@ def _measured(mechanisms: dict[str, rg.Mechanism], work: rg.Work, num_kv_heads: 
         "num_heads": work.num_heads,
         "num_kv_heads": num_kv_heads,
         "dtype": str(work.dtype).removeprefix("torch."),
-        "rates": rates.table,
+        "rates": found.rates.table,
         "predicted": predicted,
         "measured": measured,
         "difference_percent": off,
