@@ -239,6 +239,27 @@ def test_cost_with_a_window_says_why_it_is_quadratic(inside: Inside) -> None:
     assert "(1) quadratic in the length: a window" in done.stdout
 
 
+def test_cost_measures_the_crossover_it_predicts(inside: Inside) -> None:
+    shape = ("--heads", "1", "--qk-length", "8", "--length", "64")
+    found = json.loads(inside("cost", "--measure", *shape, "--json").stdout)["measured"]
+    assert (found["first"], found["second"], found["num_heads"], found["dtype"]) == (
+        "softmax",
+        "quadratic",
+        1,
+        "float32",
+    )
+    assert len(found["rates"]) == 2
+    assert all(rate["flops_per_second"] > 0 for rate in found["rates"].values())
+    predicted, measured, off = found["predicted"], found["measured"], found["difference_percent"]
+    known = predicted is not None and measured is not None  # on a busy machine they may not cross
+    assert off == (pytest.approx(100 * (predicted - measured) / measured) if known else None)
+    alone = inside("cost", "--measure", "--mechanism", "softmax", *shape)
+    assert (alone.returncode, alone.stderr) == (
+        2,
+        "regard: error: measure: expected two mechanisms to compare, got one\n",
+    )
+
+
 def test_cost_plot_is_a_picture(tmp_path: Path) -> None:
     done = regard("cost", "--length", "512,8192", "--plot", "cost.png", cwd=tmp_path)
     assert done.returncode == 0
