@@ -79,6 +79,26 @@ def test_one_graph(name: str, mask: str) -> None:
     agree(run(compiled(mechanism, rule, fullgraph=True), inputs()), run(eager(mechanism, rule), inputs()))
 
 
+@pytest.mark.parametrize("name", ["softmax", "quadratic", "elu", "argmax"])
+@torch.no_grad()
+def test_a_streams_step_is_one_graph(name: str) -> None:
+    mechanism = MECHANISMS[name]
+
+    def step(q: Tensor, k: Tensor, v: Tensor, state: object) -> tuple[Tensor, object]:
+        return mechanism.extend(q, k, v, state, mask=rg.causal)
+
+    traced = torch.compile(step, backend="aot_eager", fullgraph=True)
+    state = mechanism.start(batch=B, num_kv_heads=G, qk_length=K, value_length=K, capacity=T, dtype=torch.float64)
+    q, k, v = inputs()
+    found = []
+    for low in range(0, T, 3):
+        here = slice(low, low + 3)
+        out, state = traced(q[:, :, here], k[:, :, here], v[:, :, here], state)
+        found.append(out)
+    expected = rg.attend(q, k, v, mechanism, rg.causal, path="reference")
+    assert (torch.cat(found, 2) - expected).abs().max() <= 1e-12
+
+
 def test_one_graph_over_several_chunks() -> None:
     """Longer than a chunk, so that sums are kept and read."""
     rule, mechanism, tensors = rg.causal, rg.Quadratic(), inputs(300)

@@ -174,8 +174,7 @@ class KeyValueState:
                 raise ValueError("state: expected no gradients, int8 states round, got some; use torch.no_grad()")
             buffer = self._joined(k, v)
         else:
-            inference = buffer.keys.is_inference() and not torch.is_inference_mode_enabled()
-            if self.length != buffer.used or buffer.recorded or inference:
+            if self.length != buffer.used or buffer.recorded or _closed(buffer.keys):
                 buffer = buffer.changed(Tensor.clone, self.length)
             buffer.write(self.length, k, v)
         return KeyValueState(buffer, end, padding, tainted)
@@ -332,6 +331,11 @@ def reorder_padding(padding: Padding | None, index: Tensor, length: int) -> Padd
     if padding is None or padding.rows is None:
         return None if padding is None else padding_of(padding.valid(length)[index.cpu()])
     return Padding(tuple(padding.rows[row] for row in index.tolist()), label=padding.label)
+
+
+def _closed(tensor: Tensor) -> bool:
+    """Whether a tensor was made in inference mode and cannot be written to outside of it. Tracing cannot ask."""
+    return not torch.compiler.is_compiling() and tensor.is_inference() and not torch.is_inference_mode_enabled()
 
 
 def _row_index(index: Tensor, rows: int, device: torch.device) -> Tensor:
