@@ -80,6 +80,14 @@ def test_one_graph(name: str, mask: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["softmax", "quadratic", "elu", "argmax"])
+def test_compiled_under_autocast_computes_in_the_dtype_of_its_inputs(name: str) -> None:
+    tensors = tuple(t.float() for t in inputs())
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # which would round by some 1e-2
+        found = compiled(MECHANISMS[name], rg.causal, fullgraph=True)(*tensors)
+    assert (found - rg.attend(*tensors, MECHANISMS[name], rg.causal)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("name", ["softmax", "quadratic", "elu", "argmax"])
 @torch.no_grad()
 def test_a_streams_step_is_one_graph(name: str) -> None:
     mechanism = MECHANISMS[name]

@@ -233,7 +233,7 @@ _AS_IT_IS = nullcontext()
 def in_own_dtype(q: Tensor) -> AbstractContextManager[object]:
     """A context in which autocast is off: attention computes in its inputs' dtype, or better, and in no other."""
     place = "cpu" if q.is_cpu else q.device.type
-    if not torch.is_autocast_enabled(place) or torch.compiler.is_compiling():
+    if not torch.is_autocast_enabled(place):
         return _AS_IT_IS
     return torch.autocast(place, enabled=False)
 
