@@ -225,7 +225,7 @@ def crossover(
     """The length from which `second` is cheaper than `first`, or None if it is not up to `limit`.
 
     The work's `key_length` is varied; where `query_length` equals it (prefill), both are, else queries stay (decode).
-    By FLOPs, or by `seconds(mechanism, work)` for a machine's measured rates (`regard.bench.measure`).
+    By FLOPs, or by `seconds(mechanism, work)` for a machine's measured rates (`regard.bench.crossing(…).rates`).
 
     >>> import regard as rg
     >>> work = rg.Work(query_length=1024, key_length=1024, num_heads=4, num_kv_heads=4, mask=rg.causal)
