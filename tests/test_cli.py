@@ -239,7 +239,7 @@ def test_cost_with_a_window_says_why_it_is_quadratic(inside: Inside) -> None:
     assert "(1) quadratic in the length: a window" in done.stdout
 
 
-def test_cost_measures_the_crossover_it_predicts(inside: Inside) -> None:
+def test_cost_measure_says_what_was_measured(inside: Inside) -> None:
     shape = ("--heads", "1", "--qk-length", "8", "--length", "64")
     found = json.loads(inside("cost", "--measure", *shape, "--json").stdout)["measured"]
     assert (found["first"], found["second"], found["num_heads"], found["dtype"]) == (

@@ -79,32 +79,49 @@ def test_one_graph(name: str, mask: str) -> None:
     agree(run(compiled(mechanism, rule, fullgraph=True), inputs()), run(eager(mechanism, rule), inputs()))
 
 
-@pytest.mark.parametrize("name", ["softmax", "quadratic", "elu", "argmax"])
-def test_compiled_under_autocast_computes_in_the_dtype_of_its_inputs(name: str) -> None:
+@pytest.mark.parametrize("mechanism", [rg.Softmax(), rg.Softmax(softcap=5.0), rg.Quadratic(), rg.Elu()], ids=repr)
+def test_compiled_under_autocast_computes_in_the_dtype_of_its_inputs(mechanism: rg.Mechanism) -> None:
     tensors = tuple(t.float() for t in inputs())
     with torch.autocast("cpu", dtype=torch.bfloat16):  # which would round by some 1e-2
-        found = compiled(MECHANISMS[name], rg.causal, fullgraph=True)(*tensors)
-    assert (found - rg.attend(*tensors, MECHANISMS[name], rg.causal)).abs().max() < 1e-5
+        found = compiled(mechanism, rg.causal, fullgraph=True)(*tensors)
+    assert (found - rg.attend(*tensors, mechanism, rg.causal)).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("name", ["softmax", "quadratic", "elu", "argmax"])
 @torch.no_grad()
 def test_a_streams_step_is_one_graph(name: str) -> None:
-    mechanism = MECHANISMS[name]
+    """Also where a kernel folds its older tokens into the sums."""
+    mechanism, length = MECHANISMS[name], 200
 
     def step(q: Tensor, k: Tensor, v: Tensor, state: object) -> tuple[Tensor, object]:
         return mechanism.extend(q, k, v, state, mask=rg.causal)
 
     traced = torch.compile(step, backend="aot_eager", fullgraph=True)
-    state = mechanism.start(batch=B, num_kv_heads=G, qk_length=K, value_length=K, capacity=T, dtype=torch.float64)
-    q, k, v = inputs()
+    state = mechanism.start(batch=B, num_kv_heads=G, qk_length=K, value_length=K, capacity=length, dtype=torch.float64)
+    q, k, v = inputs(length)
     found = []
-    for low in range(0, T, 3):
-        here = slice(low, low + 3)
+    for low in range(0, length, 50):
+        here = slice(low, low + 50)
         out, state = traced(q[:, :, here], k[:, :, here], v[:, :, here], state)
         found.append(out)
     expected = rg.attend(q, k, v, mechanism, rg.causal, path="reference")
     assert (torch.cat(found, 2) - expected).abs().max() <= 1e-12
+
+
+@pytest.mark.parametrize("name", ["softmax", "quadratic"])
+def test_a_compiled_step_goes_on_from_a_state_made_in_inference_mode(name: str) -> None:
+    mechanism, (q, k, v) = MECHANISMS[name], inputs()
+
+    def step(low: int, high: int, state: object) -> tuple[Tensor, object]:
+        return mechanism.extend(q[:, :, low:high], k[:, :, low:high], v[:, :, low:high], state, mask=rg.causal)
+
+    with torch.inference_mode():
+        state = mechanism.start(batch=B, num_kv_heads=G, qk_length=K, value_length=K, capacity=T, dtype=torch.float64)
+        _, state = step(0, 5, state)
+    with torch.no_grad():
+        found, _ = torch.compile(step, backend="aot_eager")(5, T, state)
+    expected = rg.attend(q, k, v, mechanism, rg.causal, path="reference")[:, :, 5:]
+    assert (found - expected).abs().max() <= 1e-12
 
 
 def test_one_graph_over_several_chunks() -> None:

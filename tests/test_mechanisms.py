@@ -325,6 +325,13 @@ def test_channel_weights_show_a_nan_that_attend_shows():
     assert rg.weights(q, k, rg.Channel(), rg.padding([3, 10])).isfinite().all()
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop because")  # torch's kernel has no batching rule
+def test_causal_softmax_can_be_mapped_over_queries():
+    q, k, v = make(6)
+    found = torch.func.vmap(lambda one: rg.attend(one, k, v, mask=rg.causal))(torch.stack([q, 2 * q]))
+    torch.testing.assert_close(found[1], rg.attend(2 * q, k, v, mask=rg.causal))
+
+
 @pytest.mark.parametrize("queries", [1, 2])
 def test_a_cache_larger_than_the_processors_own_is_read_by_two_products(queries):
     q = torch.randn(2, 8 // queries, queries, 128)

@@ -231,7 +231,10 @@ _AS_IT_IS = nullcontext()
 
 
 def in_own_dtype(q: Tensor) -> AbstractContextManager[object]:
-    """A context in which autocast is off: attention computes in its inputs' dtype, or better, and in no other."""
+    """A context in which autocast is off: attention computes in its inputs' dtype, or better, and in no other.
+
+    A backward pass that torch.compile traces is under the autocast around its forward pass all the same.
+    """
     place = "cpu" if q.is_cpu else q.device.type
     if not torch.is_autocast_enabled(place):
         return _AS_IT_IS
@@ -244,8 +247,7 @@ def run_guarded(call: Call, path: Path) -> Tensor:
         return nothing(call, call.queries)
     if call.structure is EVERYTHING:
         return path.run(call)
-    recorded = (call.q.requires_grad or call.k.requires_grad or call.v.requires_grad) and torch.is_grad_enabled()
-    if path.last_sees_all and not recorded and not torch.compiler.is_compiling():
+    if path.last_sees_all and not torch.compiler.is_compiling() and not torch.is_grad_enabled():
         # A bad number that anyone sees shows in the last query's output, unless it rightly weighs nothing there.
         out = path.run(call)
         if math.isfinite(out.select(2, -1).sum().item()):

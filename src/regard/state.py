@@ -6,7 +6,7 @@ own length. Appending at the buffer's end writes in place; appending anywhere el
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
@@ -47,6 +47,8 @@ class _Buffer:
     """Of keys and of values."""
     rounded: torch.dtype | None = None
     """With scales: what keys and values are read as."""
+    closed: bool = field(default_factory=lambda: _in_inference_mode())
+    """Whether it was made in inference mode, outside of which nobody may write to it."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -174,7 +176,7 @@ class KeyValueState:
                 raise ValueError("state: expected no gradients, int8 states round, got some; use torch.no_grad()")
             buffer = self._joined(k, v)
         else:
-            if self.length != buffer.used or buffer.recorded or _closed(buffer.keys):
+            if self.length != buffer.used or buffer.recorded or _closed(buffer):
                 buffer = buffer.changed(Tensor.clone, self.length)
             buffer.write(self.length, k, v)
         return KeyValueState(buffer, end, padding, tainted)
@@ -238,7 +240,8 @@ class KeyValueState:
         if padding is not None:
             padding = padding.between(drop, self.length, self.length)
         if tainted is not None:
-            tainted = tainted[..., drop:] if bool(tainted[..., drop:].any()) else None
+            left = tainted[..., drop:]
+            tainted = left if torch.compiler.is_compiling() or bool(left.any()) else None
         return KeyValueState(self.buffer.changed(moved, kept, recorded), kept, padding, tainted)
 
 
@@ -333,9 +336,15 @@ def reorder_padding(padding: Padding | None, index: Tensor, length: int) -> Padd
     return Padding(tuple(padding.rows[row] for row in index.tolist()), label=padding.label)
 
 
-def _closed(tensor: Tensor) -> bool:
-    """Whether a tensor was made in inference mode and cannot be written to outside of it. Tracing cannot ask."""
-    return not torch.compiler.is_compiling() and tensor.is_inference() and not torch.is_inference_mode_enabled()
+def _in_inference_mode() -> bool:
+    return not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
+
+
+def _closed(buffer: _Buffer) -> bool:
+    """Whether nobody may write to a buffer here. Tracing cannot ask its tensors."""
+    if torch.compiler.is_compiling():
+        return buffer.closed
+    return buffer.keys.is_inference() and not torch.is_inference_mode_enabled()
 
 
 def _row_index(index: Tensor, rows: int, device: torch.device) -> Tensor:

@@ -73,11 +73,16 @@ def crossing(
     near = crossover(first, second, work, seconds=look.seconds)
     if near is None:
         return Crossing(look, None, None)
-    around = sorted({max(2, round(near * 2 ** (step / 4))) for step in range(-4, 5)})
-    times = _timed(both, work, sorted({*LENGTHS, *around}), rounds, begin_round)
-    rates = _rates(both, work, times)
+    for _ in range(2):  # once more where the first look was far off
+        around = sorted({max(2, round(near * 2 ** (step / 4))) for step in range(-4, 5)})
+        times = _timed(both, work, sorted({*LENGTHS, *around}), rounds, begin_round)
+        rates = _rates(both, work, times)
+        predicted = crossover(first, second, work, seconds=rates.seconds)
+        if predicted is None or around[0] <= predicted <= around[-1]:
+            break
+        near = predicted
     gains = [(length, times[first, length] / times[second, length]) for length in around]
-    return Crossing(rates, crossover(first, second, work, seconds=rates.seconds), overtaken(gains))
+    return Crossing(rates, predicted, overtaken(gains))
 
 
 def overtaken(gains: Sequence[tuple[int, float]]) -> int | None:
@@ -85,7 +90,11 @@ def overtaken(gains: Sequence[tuple[int, float]]) -> int | None:
 
     >>> overtaken([(100, 0.5), (200, 2.0), (400, 0.5), (800, 2.0)]), overtaken([(100, 2.0), (200, 3.0)])
     (566, None)
+    >>> print(overtaken([(100, 0.5), (200, 2.0), (400, 0.5)]))
+    None
     """
+    if gains[-1][1] <= 1:
+        return None
     points = [(math.log(length), math.log(gain)) for length, gain in gains]
     for (x, slower), (y, faster) in reversed(list(pairwise(points))):
         if slower <= 0 < faster:

@@ -9,21 +9,14 @@ from torch import Tensor
 
 from regard.call import Call, Path
 from regard.paths import sdpa
-from regard.paths.products import MOST_ROWS
+from regard.paths.products import few
 
 
 def cannot(call: Call) -> str | None:
     """Why this path cannot serve a call; None if it can."""
-    repeats = call.heads // call.groups
-    if call.queries > 1 and call.queries * repeats > MOST_ROWS:
-        return f"more than {MOST_ROWS} query rows a group: a tile for each head is faster"
-    if (reason := sdpa.unfit(call)) is not None:
+    if (reason := few(call)) is not None:
         return reason
-    if call.bias is not None:
-        return "a bias needs the score form"
-    if not call.q.is_cpu:
-        return "made for the CPU"
-    if repeats == 1 and call.q.dtype not in (torch.float32, torch.float64):
+    if call.heads == call.groups and call.q.dtype not in (torch.float32, torch.float64):
         return "every head has keys of its own: nothing to group"
     if call.structure.positional:
         return "the mask hides keys from some queries"

@@ -18,21 +18,28 @@ LARGE = 24 << 20
 its tile on 2 cores."""
 
 
-def cannot(call: Call) -> str | None:
-    """Why this path cannot serve a call; None if it can."""
-    repeats = call.heads // call.groups
-    if call.queries > 1 and call.queries * repeats > MOST_ROWS:
-        return f"more than {MOST_ROWS} query rows a key/value head: a fused kernel is faster"
+def few(call: Call) -> str | None:
+    """Why a call is not a few queries of plain softmax on a CPU; None if it is."""
+    if call.queries > 1 and call.queries * (call.heads // call.groups) > MOST_ROWS:
+        return f"more than {MOST_ROWS} query rows a key/value head: a tile for each query head is faster"
     if (reason := sdpa.unfit(call)) is not None:
         return reason
     if call.bias is not None:
         return "a bias needs the score form"
-    if not call.q.is_cpu or call.q.dtype not in (torch.float32, torch.float64):
-        return "made for float32 and float64 on a CPU"
+    return None if call.q.is_cpu else "made for the CPU"
+
+
+def cannot(call: Call) -> str | None:
+    """Why this path cannot serve a call; None if it can."""
+    if (reason := few(call)) is not None:
+        return reason
+    if call.q.dtype not in (torch.float32, torch.float64):
+        return "made for float32 and float64"
     if call.structure.positional or call.structure.paddings:
         return "the mask hides keys"
+    repeats = call.heads // call.groups
     if repeats > 1 and (call.queries * repeats > FEW_ROWS or call.groups % 2 or not _large(call)):
-        return f"a group is one tile, except up to {FEW_ROWS} rows over an even number of large caches"
+        return f"a group is one tile, except up to {FEW_ROWS} rows over an even number of large float32 caches"
     return None
 
 

@@ -90,4 +90,4 @@ def _folded_taint(state: KernelState, tainted: Tensor | None, valid: Tensor | No
     found = _taint(state, tainted, valid, tainted.shape[-1])
     assert found is not None
     more = found[..., : fold_to + 1].any(-1)
-    return more if state.tainted is not None or bool(more.any()) else None
+    return more if state.tainted is not None or torch.compiler.is_compiling() or bool(more.any()) else None

@@ -163,8 +163,8 @@ def compare(
         phi = mechanism.summed_features(rows)
         similar = phi @ mechanism.summed_features(k).transpose(-1, -2)
     if diagonal is not None:
-        tiled = similar.unflatten(1, q.shape[1:3])
-        similar = (tiled.tril(diagonal) if tiled.requires_grad else tiled.tril_(diagonal)).flatten(1, 2)
+        heads = similar.unflatten(1, q.shape[1:3])
+        similar = (heads.tril(diagonal) if heads.requires_grad else heads.tril_(diagonal)).flatten(1, 2)
     if real is not None:
         similar = similar.masked_fill(~real[:, None], 0)
     return similar, phi
