@@ -9,12 +9,11 @@ from torch import Tensor
 
 from regard.call import Call, Path
 from regard.paths import sdpa
-from regard.paths.products import few
 
 
 def cannot(call: Call) -> str | None:
     """Why this path cannot serve a call; None if it can."""
-    if (reason := few(call)) is not None:
+    if (reason := sdpa.few(call)) is not None:
         return reason
     if call.heads == call.groups and call.q.dtype not in (torch.float32, torch.float64):
         return "every head has keys of its own: nothing to group"

@@ -19,12 +19,25 @@ from regard.paths.rows import by_interval
 
 ROUND = 128
 """On a GPU, lengths of which multiples are worth a plan of cuDNN's."""
+MOST_ROWS = 64
+"""Query rows of a key/value head that are still a few."""
 _switch = threading.Lock()
 
 
 def unfit(call: Call) -> str | None:
     """Why SDPA cannot compute this mechanism under any mask; None if it can."""
     return "SDPA does not compute this mechanism" if call.mechanism.sdpa_scale(call.qk_length) is None else None
+
+
+def few(call: Call) -> str | None:
+    """Why a call is not a few queries of plain softmax on a CPU; None if it is."""
+    if call.queries > 1 and call.queries * (call.heads // call.groups) > MOST_ROWS:
+        return f"more than {MOST_ROWS} query rows a key/value head: a tile for each query head is faster"
+    if (reason := unfit(call)) is not None:
+        return reason
+    if call.bias is not None:
+        return "a bias needs the score form"
+    return None if call.q.is_cpu else "made for the CPU"
 
 
 def cannot(call: Call) -> str | None:
@@ -117,7 +130,7 @@ def without_plans() -> Iterator[None]:
             torch.backends.cuda.enable_cudnn_sdp(before)
 
 
-def _count_flops(q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> int:
+def count_flops(q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> int:
     """FLOPs of the CPU kernel, every pair counted, as torch's own formulas for the GPU kernels do."""
     batch, heads, queries, length = q
     return int(2 * batch * heads * queries * k[2] * (length + v[3]))
@@ -131,7 +144,7 @@ def _count_backward_flops(grad: Any, q: Any, k: Any, v: Any, *args: Any, **kwarg
 
 # Torch's counter has no formula for its own CPU kernel and counts 0 (pytorch#195460).
 for _kernel, _formula in (
-    (torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, _count_flops),
+    (torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, count_flops),
     (torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward, _count_backward_flops),
 ):
     if _kernel not in flop_registry:

@@ -1,0 +1,246 @@
+"""The machine code of decode steps: it agrees with the reference, and what it cannot serve goes another way."""
+
+import math
+import multiprocessing
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+import regard as rg
+from regard.paths import decode, machine_code
+
+pytestmark = pytest.mark.skipif(decode.missing() is not None, reason=str(decode.missing()))
+WITHIN = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+BLOCK, SOFTMAX = machine_code.BLOCK, rg.Softmax()
+
+
+@pytest.fixture(autouse=True)
+def _at_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "LEAST", 0)
+
+
+def tensors(
+    kind: torch.dtype = torch.float32, batch=2, groups=2, repeats=3, queries=1, keys=50, K=32, V=16
+) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(keys)
+    shapes = (batch, groups * repeats, queries, K), (batch, groups, keys, K), (batch, groups, keys, V)
+    q, k, v = (torch.randn(shape).to(kind) for shape in shapes)
+    return q, k, v
+
+
+def exact(q: Tensor, k: Tensor, v: Tensor, mask: rg.Mask | None = None, mechanism: rg.Mechanism = SOFTMAX) -> Tensor:
+    return rg.attend(q.double(), k.double(), v.double(), mechanism, mask, path="reference")
+
+
+def agree(q: Tensor, k: Tensor, v: Tensor, mask: rg.Mask | None = None, mechanism: rg.Mechanism = SOFTMAX) -> None:
+    found = rg.attend(q, k, v, mechanism, mask, path="decode")
+    assert found.dtype == q.dtype
+    assert (found - exact(q, k, v, mask, mechanism)).abs().max() <= WITHIN[q.dtype]
+
+
+@pytest.mark.parametrize("kind", WITHIN, ids=str)
+@pytest.mark.parametrize("lanes", [8, 16])
+@pytest.mark.parametrize("keys", [1, 7, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 5])
+def test_it_agrees_with_the_reference(monkeypatch, kind, lanes, keys):
+    monkeypatch.setattr(decode, "LANES", min(lanes, decode.LANES))
+    for repeats, (K, V) in product((1, 2, 4, 7), ((16, 16), (64, 48))):
+        agree(*tensors(kind, repeats=repeats, keys=keys, K=K, V=V))
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    batch=st.integers(1, 3), groups=st.integers(1, 3), repeats=st.integers(1, 9), queries=st.integers(1, 3),
+    keys=st.integers(1, 300), K=st.sampled_from([16, 32, 256]), V=st.sampled_from([16, 80, 256]),
+    beta=st.sampled_from([None, 0.0, 0.3]), data=st.data(),
+)  # fmt: skip
+def test_it_agrees_at_any_shape(batch, groups, repeats, queries, keys, K, V, beta, data):
+    spans = [sorted(data.draw(st.tuples(st.integers(0, keys), st.integers(0, keys)))) for _ in range(batch)]
+    valid = torch.tensor([[low <= s < high for s in range(keys)] for low, high in spans])
+    mask = data.draw(st.sampled_from([None, rg.padding(valid=valid)]))
+    agree(*tensors(torch.float32, batch, groups, repeats, queries, keys, K, V), mask, rg.Softmax(beta=beta))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_any_number_of_threads_gives_the_same(threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for groups in (1, 2, 3):
+            agree(*tensors(batch=1, groups=groups, repeats=8, keys=401))
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_many_python_threads_at_once():
+    cases = [tensors(keys=keys, repeats=repeats) for keys in (40, 300) for repeats in (1, 3, 5, 8)] * 4
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda case: rg.attend(*case, path="decode"), cases))
+    assert all((out - exact(*case)).abs().max() < 2e-6 for out, case in zip(found, cases, strict=True))
+
+
+def _in_a_fork(case: tuple[Tensor, ...]) -> bool:
+    torch.set_num_threads(1)
+    return bool((rg.attend(*case, path="decode") - exact(*case)).abs().max() < 2e-6)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_worker_can_use_it():
+    case = tensors()
+    rg.attend(*case, path="decode")
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        assert pool.apply_async(_in_a_fork, (case,)).get(60)
+
+
+def test_a_cache_of_any_strides():
+    q, k, v = tensors(groups=3, keys=100)
+    agree(q, k[:, ::2].expand(2, 2, 100, 32)[:, :1], v[:, 1:2, :, :16])
+    agree(q, k[:, :, ::3], v[:, :, ::3])
+    agree(q.transpose(1, 2).contiguous().transpose(1, 2), k.transpose(2, 3).contiguous().transpose(2, 3), v)
+    agree(q, k[:1].expand(2, -1, -1, -1), v)
+
+
+def test_padding_and_windows_are_never_read():
+    q, k, v = tensors(batch=3, keys=300)
+    lengths = rg.padding([300, 7, 0])
+    for mask in (lengths, lengths & rg.causal, rg.causal & rg.window(before=20), lengths & rg.window(before=295)):
+        assert rg.explain(q, k, v, mask=mask).path == "decode"
+        agree(q, k, v, mask)
+    k[1, :, 7:] = v[1, :, 7:] = k[2] = math.nan
+    found = rg.attend(q, k, v, mask=lengths, path="decode")
+    assert found.isfinite().all()
+    assert (found[2] == 0).all()
+    # … by the code itself, without the guard that cleans NaN away
+    assert torch.ops.regard.decode(q, k, v, 1.0, [0, 300, 0, 7, 0, 0]).isfinite().all()
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_bad_number_that_is_seen_shows(bad, place):
+    given = tensors(keys=200)
+    given[1 + place][1, 0, 150, 3] = bad
+    found = rg.attend(*given, path="decode")
+    assert found[0].isfinite().all()
+    assert found[1, 3:].isfinite().all()
+    assert not (found[1, :3].isfinite().all(-1)).any()
+
+
+@pytest.mark.parametrize("kind", WITHIN, ids=str)
+def test_large_scores(kind):
+    q, k, v = tensors(kind, keys=200)
+    agree(100 * q, 100 * k, v)
+    k[:, :, 0] = -math.inf  # a score of -inf weighs nothing
+    found = rg.attend(q.abs(), k, v, path="decode")
+    assert (found - exact(q.abs(), k[:, :, 1:], v[:, :, 1:])).abs().max() <= WITHIN[kind]
+
+
+def test_streams_take_it_and_agree():
+    q, k, v = tensors(keys=40, queries=40)
+    m = rg.Softmax()
+    state = m.start(batch=2, num_kv_heads=2, qk_length=32, value_length=16, capacity=64)
+    outs = []
+    for t in range(40):
+        here = slice(t, t + 1)
+        out, state = m.extend(q[:, :, here], k[:, :, here], v[:, :, here], state, mask=rg.causal)
+        outs.append(out)
+    assert (torch.cat(outs, 2) - exact(q, k, v, rg.causal)).abs().max() < 2e-6
+
+
+def _reason(q: Tensor, k: Tensor, v: Tensor, mask: rg.Mask | None = None) -> str:
+    plan = rg.explain(q, k, v, mask=mask)
+    assert plan.path != "decode"
+    with pytest.raises(ValueError, match="path: expected one that can serve this call, got 'decode'"):
+        rg.attend(q, k, v, mask=mask, path="decode")
+    return plan.rejected["decode"]
+
+
+def test_what_it_cannot_serve_says_why(monkeypatch):
+    q, k, v = tensors()
+    assert "float32, bfloat16" in _reason(q.double(), k.double(), v.double())
+    assert "multiples of" in _reason(*tensors(K=20))
+    assert "up to 256" in _reason(*tensors(K=512))
+    assert "64 query rows" in _reason(*tensors(queries=33))
+    assert "some queries" in _reason(*tensors(queries=2), rg.causal)
+    assert "interval" in _reason(q, k, v, rg.padding(valid=torch.arange(100).reshape(2, 50) % 2 == 0))
+    assert "gradients" in _reason(q.requires_grad_(), k, v)
+    with torch.no_grad():
+        agree(q, k, v)
+    q = q.detach()
+    monkeypatch.setattr(decode, "LEAST", 1 << 19)
+    assert "small cache" in _reason(q, k, v)
+    monkeypatch.setattr(decode, "LANES", 0)
+    assert "AVX2" in _reason(q, k, v)
+
+
+def test_gradients_go_another_way_and_are_right():
+    q, k, v = (t.requires_grad_() for t in tensors())
+    grads = torch.autograd.grad(rg.attend(q, k, v).sum(), (q, k, v))
+    wanted = torch.autograd.grad(exact(q, k, v).sum(), (q, k, v))
+    assert all((a - b).abs().max() < 1e-5 for a, b in zip(grads, wanted, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when it loads its jvp
+def test_transforms_go_another_way():
+    q, k, v = tensors(repeats=1)
+    mapped = torch.func.vmap(lambda one: rg.attend(one, k, v))(torch.stack([q, 2 * q]))
+    assert (mapped[1] - exact(2 * q, k, v)).abs().max() < 1e-5
+    _, slope = torch.func.jvp(lambda one: rg.attend(one, k, v), (q,), (torch.ones_like(q),))
+    near = (exact(q + 1e-3, k, v) - exact(q - 1e-3, k, v)) / 2e-3
+    assert (slope - near).abs().max() < 1e-3
+
+
+def test_torch_knows_the_operation():
+    case = (*tensors(), 0.3, [0, 50, 3, 20])
+    torch.library.opcheck(torch.ops.regard.decode.default, case, test_utils=["test_schema", "test_faketensor"])
+    with FlopCounterMode(display=False) as counter:
+        torch.ops.regard.decode(*case)
+    assert counter.get_total_flops() == 2 * 2 * 6 * 50 * (32 + 16)
+
+
+def test_a_compiled_call_holds_it():
+    q, k, v = tensors()
+    graphs: list[str] = []
+
+    def seen(graph: torch.fx.GraphModule, example: object) -> object:
+        graphs.append(graph.code)
+        return graph.forward
+
+    with torch.no_grad():
+        found = torch.compile(lambda: rg.attend(q, k, v), backend=seen, fullgraph=True)()
+    assert "ops.regard.decode" in graphs[0]
+    assert (found - exact(q, k, v)).abs().max() < 2e-6
+
+
+@pytest.mark.parametrize("gone", ["llvmlite", "libgomp"])
+def test_where_something_is_missing_torch_computes(gone):
+    """In a process of its own, since what is there is looked up once."""
+    script = f"""
+import importlib.util, pathlib, torch
+real, glob = importlib.util.find_spec, pathlib.Path.glob
+if {gone == "llvmlite"}:
+    importlib.util.find_spec = lambda name, *rest: None if name == "llvmlite" else real(name, *rest)
+else:
+    pathlib.Path.glob = lambda self, pattern: iter(()) if "libgomp" in pattern else glob(self, pattern)
+import regard as rg
+q, k = torch.randn(1, 8, 1, 64), torch.randn(1, 2, 4096, 64)
+plan = rg.explain(q, k, k)
+print(plan.path, plan.rejected["decode"])
+print((rg.attend(q, k, k) - rg.attend(q, k, k, path="reference")).abs().max() < 1e-5)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("grouped ")
+    assert {"llvmlite": "llvmlite is not installed", "libgomp": "GNU OpenMP"}[gone] in done.stdout
+    assert done.stdout.endswith("tensor(True)\n")
+
+
+def test_llvm_is_loaded_by_who_decodes_and_nobody_else():
+    script = "import sys, regard; print('llvmlite' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
