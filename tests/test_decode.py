@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
 import regard as rg
@@ -28,7 +29,7 @@ def _at_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def tensors(
-    kind: torch.dtype = torch.float32, batch=2, groups=2, repeats=3, queries=1, keys=50, K=32, V=16
+    kind: torch.dtype = torch.float32, batch=2, groups=2, repeats=3, keys=50, K=32, V=16, queries=1
 ) -> tuple[Tensor, Tensor, Tensor]:
     torch.manual_seed(keys)
     shapes = (batch, groups * repeats, queries, K), (batch, groups, keys, K), (batch, groups, keys, V)
@@ -57,15 +58,15 @@ def test_it_agrees_with_the_reference(monkeypatch, kind, lanes, keys):
 
 @settings(max_examples=30, deadline=None)
 @given(
-    batch=st.integers(1, 3), groups=st.integers(1, 3), repeats=st.integers(1, 9), queries=st.integers(1, 3),
+    batch=st.integers(1, 3), groups=st.integers(1, 3), repeats=st.integers(1, 9),
     keys=st.integers(1, 300), K=st.sampled_from([16, 32, 256]), V=st.sampled_from([16, 80, 256]),
     beta=st.sampled_from([None, 0.0, 0.3]), data=st.data(),
 )  # fmt: skip
-def test_it_agrees_at_any_shape(batch, groups, repeats, queries, keys, K, V, beta, data):
+def test_it_agrees_at_any_shape(batch, groups, repeats, keys, K, V, beta, data):
     spans = [sorted(data.draw(st.tuples(st.integers(0, keys), st.integers(0, keys)))) for _ in range(batch)]
     valid = torch.tensor([[low <= s < high for s in range(keys)] for low, high in spans])
     mask = data.draw(st.sampled_from([None, rg.padding(valid=valid)]))
-    agree(*tensors(torch.float32, batch, groups, repeats, queries, keys, K, V), mask, rg.Softmax(beta=beta))
+    agree(*tensors(torch.float32, batch, groups, repeats, keys, K, V), mask, rg.Softmax(beta=beta))
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
@@ -118,7 +119,17 @@ def test_padding_and_windows_are_never_read():
     assert found.isfinite().all()
     assert (found[2] == 0).all()
     # … by the code itself, without the guard that cleans NaN away
-    assert torch.ops.regard.decode(q, k, v, 1.0, [0, 300, 0, 7, 0, 0]).isfinite().all()
+    spans = torch.tensor([[0, 300], [0, 7], [0, 0]])
+    assert torch.ops.regard.decode(q, k, v, 1.0, spans, None).isfinite().all()
+    assert torch.ops.regard.decode(q[1:], k[1:].flip(2), v[1:].flip(2), 1.0, None, 6)[:1].isfinite().all()
+
+
+def test_spans_end_where_the_cache_does():
+    q, k, v = tensors(keys=40)
+    spans = torch.tensor([[-5, 1000], [3, 41]])
+    found = torch.ops.regard.decode(q, k, v, 32**-0.5, spans, 1000)
+    wanted = exact(q, k, v, rg.padding(valid=torch.arange(40) >= torch.tensor([[0], [3]])))
+    assert (found - wanted).abs().max() < 2e-6
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -166,8 +177,9 @@ def test_what_it_cannot_serve_says_why(monkeypatch):
     assert "float32, bfloat16" in _reason(q.double(), k.double(), v.double())
     assert "multiples of" in _reason(*tensors(K=20))
     assert "up to 256" in _reason(*tensors(K=512))
-    assert "64 query rows" in _reason(*tensors(queries=33))
-    assert "some queries" in _reason(*tensors(queries=2), rg.causal)
+    assert "one query" in _reason(*tensors(queries=2))
+    assert "up to 64 heads" in _reason(*tensors(repeats=65))
+    assert "interval" in _reason(q, k, v, rg.window(before=3) | rg.global_tokens(2))
     assert "interval" in _reason(q, k, v, rg.padding(valid=torch.arange(100).reshape(2, 50) % 2 == 0))
     assert "gradients" in _reason(q.requires_grad_(), k, v)
     with torch.no_grad():
@@ -197,11 +209,112 @@ def test_transforms_go_another_way():
 
 
 def test_torch_knows_the_operation():
-    case = (*tensors(), 0.3, [0, 50, 3, 20])
+    case = (*tensors(), 0.3, torch.tensor([[0, 50], [3, 20]]), 40)
     torch.library.opcheck(torch.ops.regard.decode.default, case, test_utils=["test_schema", "test_faketensor"])
     with FlopCounterMode(display=False) as counter:
         torch.ops.regard.decode(*case)
-    assert counter.get_total_flops() == 2 * 2 * 6 * 50 * (32 + 16)
+    assert counter.get_total_flops() == 2 * 6 * (41 + 11) * (32 + 16)
+
+
+def test_the_operation_has_no_gradient_and_says_so():
+    q, k, v = tensors()
+    with pytest.raises(NotImplementedError, match="regard::decode has no derivative"):
+        torch.ops.regard.decode(q.requires_grad_(), k, v, 0.3, None, None)
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="regard::decode has no derivative"):
+        torch.ops.regard.decode(q.detach(), forward_ad.make_dual(k, k), v, 0.3, None, None)
+
+
+@pytest.mark.parametrize("case", [tensors(queries=2), tensors(K=20), (*tensors()[:2], tensors(torch.float16)[2])])
+def test_the_operation_refuses_what_it_was_not_made_for(case):
+    with pytest.raises(ValueError, match="decode: expected one query, one dtype"):
+        torch.ops.regard.decode(*case, 0.3, None, None)
+
+
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16], ids=str)
+def test_the_default_dtype_changes_nothing(default):
+    case = tensors(torch.bfloat16)
+    try:
+        torch.set_default_dtype(default)
+        agree(*case)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_sums_of_many_threads_stay_small():
+    """64 threads over 65 heads were 64 parts of each."""
+    seen: list[int] = []
+    before, real = torch.get_num_threads(), torch.empty
+    torch.set_num_threads(64)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch, "empty", lambda *size, **rest: seen.append(math.prod(size)) or real(*size, **rest))
+            agree(*tensors(batch=65, groups=1, keys=300))
+    finally:
+        torch.set_num_threads(before)
+    assert max(seen) <= 8 * 64 * 3 * 16
+
+
+def test_compiled_code_is_made_once_for_all_threads():
+    machine_code.compiled.cache_clear()
+    case = tensors(repeats=5)
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda _: rg.attend(*case, path="decode"), range(16)))
+    assert machine_code.compiled.cache_info().misses == 1
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when it loads its jvp
+def test_compiled_derivatives_go_another_way(backend):
+    q, k, v = tensors(repeats=1)
+    slope = torch.func.grad(lambda one: rg.attend(one, k, v).square().sum())
+    wanted = torch.autograd.grad(exact(q.requires_grad_(), k, v).square().sum(), q)[0]
+    found = torch.compile(slope, backend=backend)(q.detach())
+    assert (found - wanted).abs().max() < 1e-5
+
+
+def test_an_exported_program_takes_any_batch_and_length():
+    class Step(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return rg.attend(q, k, v)
+
+    sizes = {0: torch.export.Dim("b", min=1, max=64)}
+    cache = {**sizes, 2: torch.export.Dim("s", min=2, max=8192)}
+    with torch.no_grad():
+        program = torch.export.export(Step(), tensors(), dynamic_shapes=(sizes, cache, cache)).module()
+        for batch, keys in ((1, 33), (5, 400)):
+            case = tensors(batch=batch, keys=keys)
+            assert (program(*case) - exact(*case)).abs().max() < 2e-6
+
+
+@torch.no_grad()
+def test_a_compiled_call_takes_any_batch_and_length():
+    graphs: list[torch.fx.GraphModule] = []
+
+    def seen(graph: torch.fx.GraphModule, example: object) -> object:
+        graphs.append(graph)
+        return graph.forward
+
+    traced = torch.compile(rg.attend, backend=seen, fullgraph=True, dynamic=True)
+    for batch, keys in ((4, 33), (3, 50), (5, 400)):
+        case = tensors(batch=batch, keys=keys)
+        assert (traced(*case) - exact(*case)).abs().max() < 2e-6
+    assert len(graphs) == 1
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_it_can_be_traced_by_jit():
+    traced = torch.jit.trace(lambda q, k, v: rg.attend(q, k, v, mask=rg.window(before=30)), tensors(keys=60))
+    case = tensors(keys=90)
+    assert (traced(*case) - exact(*case, rg.window(before=30))).abs().max() < 2e-6
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mask", [rg.padding([50, 7]), rg.causal & rg.window(before=20)], ids=repr)
+def test_a_masked_call_is_one_graph(mask):
+    case = tensors()
+    found = torch.compile(lambda: rg.attend(*case, mask=mask), backend="aot_eager", fullgraph=True)()
+    assert (found - exact(*case, mask)).abs().max() < 2e-6
 
 
 def test_a_compiled_call_holds_it():

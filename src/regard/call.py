@@ -107,7 +107,8 @@ class Path:
 
     name: str
     cannot: Callable[[Call], str | None]
-    """Why it cannot serve a call, None if it can: a pure function of shapes, dtype, device and mask."""
+    """Why it cannot serve a call, None if it can: a pure function of shapes, dtype, device, mask, whether gradients are
+    recorded, and the machine."""
     run: Callable[[Call], Tensor]
     last_sees_all: bool = False
     """Whether the last query meets every key that is computed with, so that a NaN among them shows in its output."""

@@ -45,13 +45,14 @@ def _padded() -> Pair:
     )
 
 
-def _decode(kv_heads: int, size: int) -> Pair:
+def _decode(kv_heads: int, size: int, dtype: torch.dtype = torch.float32) -> Pair:
     """One step over a cache of 4096, appending included; the cache grows a little over the rounds."""
-    q, k, v = torch.randn(1, 32, 1, size), torch.randn(1, kv_heads, 1, size), torch.randn(1, kv_heads, 1, size)
-    past_k, past_v = torch.randn(1, kv_heads, 4095, size), torch.randn(1, kv_heads, 4095, size)
+    lengths = (32, 1), (kv_heads, 1), (kv_heads, 1), (kv_heads, 4095), (kv_heads, 4095)
+    q, k, v, past_k, past_v = (torch.randn(1, *length, size, dtype=dtype) for length in lengths)
     mechanism, room = Softmax(), 4096 + 256
-    state = mechanism.start(batch=1, num_kv_heads=kv_heads, qk_length=size, value_length=size, capacity=room)
-    state = state.append(past_k, past_v)
+    state = mechanism.start(
+        batch=1, num_kv_heads=kv_heads, qk_length=size, value_length=size, capacity=room, dtype=dtype
+    ).append(past_k, past_v)
 
     def ours() -> Tensor:
         nonlocal state
@@ -160,6 +161,8 @@ BENCHES: tuple[Bench, ...] = (
         for size in (64, 128)
         for kv, goal in ((32, 1.0), (8, 1.8), (1, 2.0))
     ),
+    Bench("decode-8-128-bfloat16", "decode step, cache 4096, 32 heads over 8, D=128, bfloat16", "SDPA enable_gqa", 1.8,
+          partial(_decode, 8, 128, torch.bfloat16), 101),
     Bench("append", "1,024 appends of one token, 32 heads, D=128", "torch.cat", 20.0, _append, 9),
     *(
         Bench(f"quadratic-{size}", f"quadratic, causal, N=16384, 4 heads, D={size}", "SDPA softmax, is_causal",

@@ -1,16 +1,16 @@
-"""A few queries over a long cache on a CPU, in machine code of our own: keys and values are read once.
+"""One query over a long cache on a CPU, in machine code of our own: keys and values are read once.
 
-PyTorch reads a decode step's cache once a query head, or through products made for many rows. Here all query rows of a
-key/value head share one pass (see machine_code.py), on PyTorch's own threads. Padding and, for one query, a window are
-intervals of keys: what they hide is never read.
+PyTorch reads a decode step's cache once a query head, or through products made for many rows. Here all query heads of a
+key/value head share one pass (see machine_code.py), on PyTorch's own threads. Padding and a window leave an interval of
+keys, and what they hide is not read.
 """
 
 import ctypes
 import struct
-from collections.abc import Sequence
+import threading
 from functools import cache
 from importlib.util import find_spec
-from math import e, log2
+from math import e, gcd, log2
 from pathlib import Path as File
 from typing import Any
 
@@ -23,36 +23,45 @@ from regard.call import Call, Path
 from regard.paths import sdpa
 
 LONGEST = 256
-"""Numbers of a head up to which this code is made."""
+"""The longest heads this code is made for."""
 LEAST = 1 << 19
-"""Numbers of keys and values from which on a pass of our own is faster than PyTorch's products, which start sooner."""
+"""Elements of keys and values from which on a pass of our own is faster than PyTorch's kernels, which start sooner."""
 LANES = {"AVX512": 16, "AVX2": 8}.get(torch.backends.cpu.get_cpu_capability(), 0)
 """Float32 numbers in a register of this processor; 0 where no code is made for it."""
-_THREADS = sorted((File(torch.__file__).parent / "lib").glob("libgomp*"))
+_OPENMP = sorted((File(torch.__file__).parent / "lib").glob("libgomp*"))
 _HAS_LLVM = find_spec("llvmlite") is not None
+_compiling = threading.Lock()
 
 
 def cannot(call: Call) -> str | None:
     """Why this path cannot serve a call; None if it can."""
-    if (reason := sdpa.few(call) or missing()) is not None:
+    if call.queries > 1 or call.heads // call.groups > sdpa.MOST_ROWS:
+        return f"made for one query, and up to {sdpa.MOST_ROWS} heads of it a key/value head"
+    if (reason := sdpa.few(call)) is not None:
+        return reason
+    if (reason := missing()) is not None:
         return reason
     if call.q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return "made for float32, bfloat16 and float16"
-    known = call.structure
-    if known.rest is not None or (known.positional and call.queries > 1):
-        return "the mask hides keys from some queries"
-    if known.paddings and known.rows is None:
-        return "padding with holes is no interval of keys"
+    if call.structure.rest is not None or (call.structure.paddings and call.structure.rows is None):
+        return "the keys that the mask shows are no interval"
     if call.qk_length % LANES or call.value_length % LANES or max(call.qk_length, call.value_length) > LONGEST:
         return f"made for heads whose lengths are multiples of {LANES}, up to {LONGEST}"
     if call.batch * call.groups * call.keys * (call.qk_length + call.value_length) < LEAST:
         return "a small cache: PyTorch's own kernels start sooner"
+    return _derived(call)
+
+
+def _derived(call: Call) -> str | None:
+    """Why PyTorch would have to look inside, to derive or to transform; None if it need not."""
+    if torch.compiler.is_exporting():
+        return "an exported program holds PyTorch's operators alone"
+    if torch.compiler.is_compiling():
+        return "a trace with gradients enabled may have to derive it" if torch.is_grad_enabled() else None
     if torch.is_grad_enabled() and (call.q.requires_grad or call.k.requires_grad or call.v.requires_grad):
         return "gradients are recorded"
-    if not torch.compiler.is_compiling() and (
-        torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-    ):
-        return "within a transform of torch.func"
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return "a transform of torch.func, or forward derivatives, would have to reach inside"
     return None
 
 
@@ -62,51 +71,63 @@ def missing() -> str | None:
         return "made for processors with AVX2 or AVX-512"
     if not _HAS_LLVM:
         return "llvmlite is not installed"
-    return None if _THREADS else "PyTorch comes without GNU OpenMP here, on whose threads it runs"
+    return None if _OPENMP else "PyTorch comes without GNU OpenMP here, on whose threads it runs"
 
 
 def run(call: Call) -> Tensor:
     """one pass over keys and values, in machine code made for this processor."""
-    spans = call.structure.rows or ((0, call.keys),) * call.batch
-    window = call.structure.before
-    oldest = 0 if window is None else max(0, call.keys - 1 - window)
-    edges = [edge for low, high in spans for edge in (max(low, oldest), min(high, call.keys))]
-    return torch.ops.regard.decode(call.q, call.k, call.v, sdpa.scale(call), edges)
+    rows = call.structure.rows
+    spans = None if rows is None else torch.tensor(rows)
+    return torch.ops.regard.decode(call.q, call.k, call.v, sdpa.scale(call), spans, call.structure.before)
 
 
-PATH = Path("decode", cannot, run)
+PATH = Path("decode", cannot, run, last_sees_all=True)
 
 _LIBRARY = torch.library.Library("regard", "DEF")
-_LIBRARY.define("decode(Tensor q, Tensor k, Tensor v, float scale, SymInt[] edges) -> Tensor")
+_LIBRARY.define("decode(Tensor q, Tensor k, Tensor v, float scale, Tensor? spans, int? before) -> Tensor")
 
 
-def _decode(q: Tensor, k: Tensor, v: Tensor, scale: float, edges: Sequence[int]) -> Tensor:
-    """Plain softmax attention of (B, H, T, K) to the keys [edges[2b], edges[2b + 1]) of each batch row b."""
-    from regard.paths.machine_code import FIELDS, compiled  # LLVM is loaded by who decodes
+def _decode(q: Tensor, k: Tensor, v: Tensor, scale: float, spans: Tensor | None, before: int | None) -> Tensor:
+    """Softmax attention of one query, (B, H, 1, K), to the keys [spans[b, 0], spans[b, 1]) of each batch row b, and of
+    those to the last `before` + 1 of all."""
+    from regard.paths.machine_code import BLOCK, FIELDS, compiled  # LLVM is loaded by who decodes
 
     batch, heads, queries, qk_length = q.shape
-    groups, value_length = k.shape[1], v.shape[3]
-    rows, pairs, threads = heads // groups * queries, batch * groups, torch.get_num_threads()
-    parts = 1 if pairs % threads == 0 else threads
+    groups, keys, value_length = k.shape[1], k.shape[2], v.shape[3]
+    rows, pairs, threads = heads // groups, batch * groups, torch.get_num_threads()
+    if queries != 1 or qk_length % LANES or value_length % LANES or not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"decode: expected one query, one dtype and head lengths that are multiples of {LANES}")
+    seen = _seen(batch, keys, spans, before)
+    with _compiling:
+        code, _ = compiled(qk_length, value_length, rows, str(q.dtype).removeprefix("torch."), LANES)
+    # As many parts as give every thread as much to do, within what their sums may take.
+    parts = max(1, min(threads // gcd(pairs, threads), 8 * threads // pairs, keys // BLOCK))
     q, k, v = q.contiguous(), *(t if t.stride(3) == 1 else t.contiguous() for t in (k, v))
-    sums = torch.empty(pairs, parts, rows, value_length)
-    found = torch.empty(2, pairs, parts, rows)
-    spans = (ctypes.c_int64 * len(edges))(*edges)
-    (scaled,) = struct.unpack("q", struct.pack("d", scale * log2(e)))
-    sizes, strides = (pairs * parts, parts, groups), (*k.stride()[:3], *v.stride()[:3])
-    addresses = [t.data_ptr() for t in (q, k, v, sums, found)]
-    fields = (ctypes.c_int64 * len(FIELDS))(0, *sizes, *addresses, ctypes.addressof(spans), *strides, scaled)
-    code, _ = compiled(qk_length, value_length, rows, str(q.dtype).removeprefix("torch."), LANES)
+    sums = torch.empty(pairs, parts, rows, value_length, dtype=torch.float32, device="cpu")
+    tops, totals = torch.empty(2, pairs, parts, rows, dtype=torch.float32, device="cpu")
+    told = {"next": 0, "tasks": pairs * parts, "parts": parts, "groups": groups, "spans": seen.data_ptr()}
+    for name, tensor in {"q": q, "k": k, "v": v, "sums": sums, "tops": tops, "totals": totals}.items():
+        told[name] = tensor.data_ptr()
+    for name, tensor in {"k": k, "v": v}.items():
+        told[f"{name}_batch"], told[f"{name}_head"], told[f"{name}_token"], _ = tensor.stride()
+    (told["scale"],) = struct.unpack("q", struct.pack("d", scale * log2(e)))
+    fields = (ctypes.c_int64 * len(FIELDS))(*(told[name] for name in FIELDS))
     _in_parallel(code, ctypes.addressof(fields), min(threads, pairs * parts))
-    top, total = found
     if parts > 1:
-        share = torch.exp2(top - top.amax(1, keepdim=True))
-        sums, total = (sums * share[..., None]).sum(1), (total * share).sum(1)
-    out = sums.view(batch, heads, queries, value_length) / total.view(batch, heads, queries, 1)
-    for row, (low, high) in enumerate(zip(edges[::2], edges[1::2], strict=True)):
-        if low >= high:
-            out[row] = 0
+        share = torch.exp2(tops - tops.amax(1, keepdim=True))
+        sums, totals = (sums * share[..., None]).sum(1), (totals * share).sum(1)
+    out = sums.view(batch, heads, 1, value_length) / totals.view(batch, heads, 1, 1)
+    if spans is not None:
+        out = out.masked_fill((seen[:, 0] >= seen[:, 1])[:, None, None, None], 0)
     return out.to(q.dtype)
+
+
+def _seen(batch: int, keys: int, spans: Tensor | None, before: int | None) -> Tensor:
+    """The keys that each batch row sees, within those that there are."""
+    whole = torch.tensor([[0 if before is None else max(0, keys - 1 - before), keys]] * batch, device="cpu")
+    if spans is None:
+        return whole
+    return torch.stack([spans[:, 0].maximum(whole[:, 0]), spans[:, 1].minimum(whole[:, 1])], 1)
 
 
 def _in_parallel(code: int, fields: int, threads: int) -> None:
@@ -119,15 +140,32 @@ def _in_parallel(code: int, fields: int, threads: int) -> None:
 
 @cache
 def _openmp() -> Any:
-    return ctypes.CDLL(str(_THREADS[0]))
+    return ctypes.CDLL(str(_OPENMP[0]))
 
 
-_LIBRARY.impl("decode", _decode, "CPU")
-
-
-def _shape(q: Tensor, k: Tensor, v: Tensor, scale: float, edges: Sequence[int]) -> Tensor:
+def _shape(q: Tensor, k: Tensor, v: Tensor, scale: float, spans: Tensor | None, before: int | None) -> Tensor:
     return q.new_empty(*q.shape[:3], v.shape[3])
 
 
+def _underived(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+    """Better an error than no gradient, where PyTorch derives what `cannot` did not foresee."""
+    tangents = (forward_ad.unpack_dual(t).tangent for t in (q, k, v)) if forward_ad._current_level >= 0 else ()
+    if (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)) or any(
+        tangent is not None for tangent in tangents
+    ):
+        raise NotImplementedError("regard::decode has no derivative; compute with path='reference'")
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.regard.decode(q, k, v, *rest)
+
+
+def _flops(q: Tensor, k: Tensor, v: Tensor, scale: float, spans: Tensor | None, before: int | None, **_: Any) -> int:
+    """Of the keys that are read."""
+    seen = _seen(q.shape[0], k.shape[2], spans, before)
+    pairs = q.shape[1] * int((seen[:, 1] - seen[:, 0]).clamp(min=0).sum())
+    return 2 * pairs * (q.shape[3] + v.shape[3])
+
+
+_LIBRARY.impl("decode", _decode, "CPU")
+_LIBRARY.impl("decode", _underived, "Autograd")
 torch.library.register_fake("regard::decode", _shape)
-register_flop_formula(torch.ops.regard.decode)(sdpa.count_flops)
+register_flop_formula(torch.ops.regard.decode, get_raw=True)(_flops)

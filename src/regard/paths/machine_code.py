@@ -4,8 +4,8 @@
 
 PyTorch's products are made for many rows; a step of a stream has a few. This is one pass over the keys and values, a
 block of `BLOCK` tokens at a time: its scores, their powers of two, and the sum of its values, for up to 4 query rows
-together, so that every number read is used in up to 4 multiply-adds and all sums stay in registers. Keys and values
-are read in the order they lie in. Where a block brings a larger score, the sums so far are scaled down.
+together, so that what is read serves up to 4 multiply-adds and a block's sums stay in registers. Keys and values are
+read in the order they lie in. Where a block brings a larger score, the sums so far are scaled down.
 
 Python writes the code out and LLVM (by llvmlite) makes it fit the processor: some 0.1 s for each new set of sizes.
 """
@@ -22,19 +22,21 @@ from llvmlite import ir
 BLOCK = 128
 """Tokens whose scores are kept at a time."""
 FIELDS = (
-    "next", "tasks", "parts", "groups", "q", "k", "v", "sums", "found", "spans",
+    "next", "tasks", "parts", "groups", "spans", "q", "k", "v", "sums", "tops", "totals",
     "k_batch", "k_head", "k_token", "v_batch", "v_head", "v_token", "scale",
 )  # fmt: skip
 """What the code is told, 8 bytes each: a counter that all threads draw their tasks from, sizes, addresses, strides in
-numbers, and the scale as a double. A task is a part of one key/value head's tokens."""
+elements, and the scale times log2(e) as a double. A task is a part of one key/value head's tokens."""
 
 _I64, _I32, _F32, _F64 = ir.IntType(64), ir.IntType(32), ir.FloatType(), ir.DoubleType()
 _POINTER = ir.PointerType()
 _STORED = {"float32": _F32, "float16": ir.HalfType(), "bfloat16": ir.IntType(16)}
+_LOWEST = -3.4028234663852886e38
+"""The largest score before any is known: the lowest that is finite, since from -inf nothing can be taken off."""
 _ROUNDER = 1.5 * 2**23
 """Added to a float32, leaves its nearest whole number in the last bits."""
 _POWERS = (1.5403530e-4, 1.3333558e-3, 9.6181291e-3, 5.5504109e-2, 2.4022651e-1, 6.9314718e-1, 1.0)
-"""ln(2)^n / n! from n = 6 down: 2^x within 2e-7 for |x| <= 1/2."""
+"""ln(2)^n / n! from n = 6 down, Taylor's: 2^x within 2e-7 for |x| <= 1/2."""
 
 
 @lru_cache(maxsize=256)
@@ -42,7 +44,7 @@ def compiled(qk_length: int, value_length: int, rows: int, dtype: str, lanes: in
     """The address of `void step(int64_t fields[])` for these sizes, and what keeps it alive."""
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
-    module = llvm.parse_assembly(step(qk_length, value_length, rows, dtype, lanes))
+    module = llvm.parse_assembly(source(qk_length, value_length, rows, dtype, lanes))
     machine = llvm.Target.from_default_triple().create_target_machine(
         cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten(), opt=3
     )
@@ -53,13 +55,13 @@ def compiled(qk_length: int, value_length: int, rows: int, dtype: str, lanes: in
     return engine.get_function_address("step"), engine
 
 
-def step(qk_length: int, value_length: int, rows: int, dtype: str, lanes: int) -> str:
-    """The code of a step in LLVM's language. It leaves `sums` (tasks, rows, value_length) of the values, and in `found`
-    (2, tasks, rows) the largest score and the sum of the weights."""
+def source(qk_length: int, value_length: int, rows: int, dtype: str, lanes: int) -> str:
+    """The code of a step in LLVM's language. Each task leaves `sums` (rows, value_length) of the values, and each row's
+    largest score and sum of weights in `tops` and `totals`."""
     code = _Code(lanes, dtype)
     b, stored = code.b, code.stored
     field = {name: code.read(code.b.function.args[0], place, _I64) for place, name in enumerate(FIELDS) if place}
-    address = {name: b.inttoptr(field[name], _POINTER) for name in ("q", "k", "v", "sums", "found", "spans")}
+    address = {name: b.inttoptr(field[name], _POINTER) for name in FIELDS[4:11]}
     scale = b.fptrunc(b.bitcast(field["scale"], _F64), _F32)
     queries = b.alloca(_F32, _I64(rows * qk_length))
     weights = b.alloca(_F32, _I64(4 * BLOCK))
@@ -85,14 +87,13 @@ def step(qk_length: int, value_length: int, rows: int, dtype: str, lanes: int) -
     )
     q = code.at(address["q"], b.mul(head, _I64(rows * qk_length)), stored)
     sums = code.at(address["sums"], b.mul(task, _I64(rows * value_length)))
-    tops = code.at(address["found"], b.mul(task, _I64(rows)))
-    totals = code.at(tops, b.mul(field["tasks"], _I64(rows)))
+    tops, totals = (code.at(address[name], b.mul(task, _I64(rows))) for name in ("tops", "totals"))
     with code.loop(_I64(0), _I64(rows * qk_length), lanes) as i:
         code.write(b.fmul(code.vector(q, i, stored), code.splat(scale)), queries, i)
     with code.loop(_I64(0), _I64(rows * value_length), lanes) as i:
         code.write(code.constant(0), sums, i)
     with code.loop(_I64(0), _I64(rows)) as i:
-        code.write(_F32(-3.4028234663852886e38), tops, i)
+        code.write(_F32(_LOWEST), tops, i)
         code.write(_F32(0), totals, i)
 
     with code.loop(low, high, BLOCK) as start:
@@ -267,15 +268,15 @@ class _Code:
         return self.b.call(self._fma, [x, y, z])
 
     def larger(self, x: Any, y: Any) -> Any:
-        """The larger number in each lane; y where x is NaN."""
+        """The larger number in each lane; y where x is NaN, so that a bad score spoils its weight and no maximum."""
         return self.b.select(self.b.fcmp_ordered(">", x, y), x, y)
 
     def joined(self, join: Any, x: Any, count: int) -> Any:
         """All lanes i, i + count, i + 2 count … joined, in each of them."""
-        step = self.lanes
-        while step > count:
-            step //= 2
-            x = join(x, self.picked(x, [(lane + step) % self.lanes for lane in range(self.lanes)]))
+        apart = self.lanes
+        while apart > count:
+            apart //= 2
+            x = join(x, self.picked(x, [(lane + apart) % self.lanes for lane in range(self.lanes)]))
         return x
 
     def sums(self, vectors: list[Any]) -> Any:

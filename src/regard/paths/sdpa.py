@@ -33,8 +33,8 @@ def few(call: Call) -> str | None:
     """Why a call is not a few queries of plain softmax on a CPU; None if it is."""
     if call.queries > 1 and call.queries * (call.heads // call.groups) > MOST_ROWS:
         return f"more than {MOST_ROWS} query rows a key/value head: a tile for each query head is faster"
-    if (reason := unfit(call)) is not None:
-        return reason
+    if unfit(call) is not None:
+        return "made for plain softmax"
     if call.bias is not None:
         return "a bias needs the score form"
     return None if call.q.is_cpu else "made for the CPU"
@@ -130,7 +130,7 @@ def without_plans() -> Iterator[None]:
             torch.backends.cuda.enable_cudnn_sdp(before)
 
 
-def count_flops(q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> int:
+def _count_flops(q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> int:
     """FLOPs of the CPU kernel, every pair counted, as torch's own formulas for the GPU kernels do."""
     batch, heads, queries, length = q
     return int(2 * batch * heads * queries * k[2] * (length + v[3]))
@@ -144,7 +144,7 @@ def _count_backward_flops(grad: Any, q: Any, k: Any, v: Any, *args: Any, **kwarg
 
 # Torch's counter has no formula for its own CPU kernel and counts 0 (pytorch#195460).
 for _kernel, _formula in (
-    (torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, count_flops),
+    (torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, _count_flops),
     (torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward, _count_backward_flops),
 ):
     if _kernel not in flop_registry:
