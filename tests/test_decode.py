@@ -16,10 +16,11 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
 import regard as rg
+from regard.laws.case import exact_output, plain_output
 from regard.paths import decode, machine_code
 
 pytestmark = pytest.mark.skipif(decode.missing() is not None, reason=str(decode.missing()))
-WITHIN = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+KINDS = (torch.float32, torch.bfloat16, torch.float16)
 BLOCK, SOFTMAX = machine_code.BLOCK, rg.Softmax()
 
 
@@ -41,13 +42,18 @@ def exact(q: Tensor, k: Tensor, v: Tensor, mask: rg.Mask | None = None, mechanis
     return rg.attend(q.double(), k.double(), v.double(), mechanism, mask, path="reference")
 
 
-def agree(q: Tensor, k: Tensor, v: Tensor, mask: rg.Mask | None = None, mechanism: rg.Mechanism = SOFTMAX) -> None:
-    found = rg.attend(q, k, v, mechanism, mask, path="decode")
+def near(found: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: rg.Mask | None, mechanism: rg.Mechanism) -> None:
+    """Twice the plain formula's own error at most."""
     assert found.dtype == q.dtype
-    assert (found - exact(q, k, v, mask, mechanism)).abs().max() <= WITHIN[q.dtype]
+    wanted, plain = (compute(mechanism, q, k, v, mask) for compute in (exact_output, plain_output))
+    assert (found - wanted).abs().max() <= 2 * (plain - wanted).abs().max() + 1e-6
 
 
-@pytest.mark.parametrize("kind", WITHIN, ids=str)
+def agree(q: Tensor, k: Tensor, v: Tensor, mask: rg.Mask | None = None, mechanism: rg.Mechanism = SOFTMAX) -> None:
+    near(rg.attend(q, k, v, mechanism, mask, path="decode"), q, k, v, mask, mechanism)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("lanes", [8, 16])
 @pytest.mark.parametrize("keys", [1, 7, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 5])
 def test_it_agrees_with_the_reference(monkeypatch, kind, lanes, keys):
@@ -143,13 +149,13 @@ def test_a_bad_number_that_is_seen_shows(bad, place):
     assert not (found[1, :3].isfinite().all(-1)).any()
 
 
-@pytest.mark.parametrize("kind", WITHIN, ids=str)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_large_scores(kind):
     q, k, v = tensors(kind, keys=200)
     agree(100 * q, 100 * k, v)
     k[:, :, 0] = -math.inf  # a score of -inf weighs nothing
     found = rg.attend(q.abs(), k, v, path="decode")
-    assert (found - exact(q.abs(), k[:, :, 1:], v[:, :, 1:])).abs().max() <= WITHIN[kind]
+    near(found, q.abs(), k[:, :, 1:], v[:, :, 1:], None, SOFTMAX)
 
 
 def test_streams_take_it_and_agree():
@@ -317,6 +323,7 @@ def test_a_masked_call_is_one_graph(mask):
     assert (found - exact(*case, mask)).abs().max() < 2e-6
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="torch 2.11 calls every trace an export")
 def test_a_compiled_call_holds_it():
     q, k, v = tensors()
     graphs: list[str] = []
