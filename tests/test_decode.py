@@ -16,7 +16,8 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
 import regard as rg
-from regard.laws.case import exact_output, plain_output
+from regard.laws.case import HEADS, MASKS, Case, exact_output, plain_output
+from regard.laws.statements import LAWS
 from regard.paths import decode, machine_code
 
 pytestmark = pytest.mark.skipif(decode.missing() is not None, reason=str(decode.missing()))
@@ -156,6 +157,20 @@ def test_large_scores(kind):
     k[:, :, 0] = -math.inf  # a score of -inf weighs nothing
     found = rg.attend(q.abs(), k, v, path="decode")
     near(found, q.abs(), k[:, :, 1:], v[:, :, 1:], None, SOFTMAX)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["streamed", "forked", "batched", "padded", "weights", "groups"])
+def test_the_laws_hold_on_it(monkeypatch, name, dtype):
+    """Those that record no gradients, under which another path serves."""
+    law = LAWS[name]
+    served, real = [], decode._in_parallel
+    monkeypatch.setattr(decode, "_in_parallel", lambda *given: served.append(given) or real(*given))
+    for mask, heads, keys in product(MASKS, HEADS, (1, 5, BLOCK + 2)):
+        case = Case(mask, heads, dtype, 2, keys if law.square else 1, keys, 16, 32, seed=keys)
+        if law.excuse(SOFTMAX, case) is None:
+            law.test(SOFTMAX, case)
+    assert served
 
 
 def test_streams_take_it_and_agree():
