@@ -13,7 +13,7 @@ Python writes the code out and LLVM (by llvmlite) makes it fit the processor: so
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -39,7 +39,7 @@ _POWERS = (1.5403530e-4, 1.3333558e-3, 9.6181291e-3, 5.5504109e-2, 2.4022651e-1,
 """ln(2)^n / n! from n = 6 down, Taylor's: 2^x within 2e-7 for |x| <= 1/2."""
 
 
-@lru_cache(maxsize=256)
+@cache
 def compiled(qk_length: int, value_length: int, rows: int, dtype: str, lanes: int) -> tuple[int, Any]:
     """The address of `void step(int64_t fields[])` for these sizes, and what keeps it alive."""
     llvm.initialize_native_target()
