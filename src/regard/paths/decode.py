@@ -20,6 +20,7 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 from regard.call import Call, Path
+from regard.mask import Span
 from regard.paths import sdpa
 
 LONGEST = 256
@@ -98,14 +99,16 @@ def _decode(q: Tensor, k: Tensor, v: Tensor, scale: float, spans: Tensor | None,
     if queries != 1 or qk_length % LANES or value_length % LANES or not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"decode: expected one query, one dtype and head lengths that are multiples of {LANES}")
     seen = _seen(batch, keys, spans, before)
+    edges = (ctypes.c_int64 * (2 * batch))(*(edge for span in seen for edge in span))
     with _compiling:
         code, _ = compiled(qk_length, value_length, rows, str(q.dtype).removeprefix("torch."), LANES)
     # As many parts as give every thread as much to do, within what their sums may take.
     parts = max(1, min(threads // gcd(pairs, threads), 8 * threads // pairs, keys // BLOCK))
     q, k, v = q.contiguous(), *(t if t.stride(3) == 1 else t.contiguous() for t in (k, v))
     sums = torch.empty(pairs, parts, rows, value_length, dtype=torch.float32, device="cpu")
-    tops, totals = torch.empty(2, pairs, parts, rows, dtype=torch.float32, device="cpu")
-    told = {"next": 0, "tasks": pairs * parts, "parts": parts, "groups": groups, "spans": seen.data_ptr()}
+    tops = torch.empty(pairs, parts, rows, dtype=torch.float32, device="cpu")
+    totals = torch.empty_like(tops)
+    told = {"next": 0, "tasks": pairs * parts, "parts": parts, "groups": groups, "spans": ctypes.addressof(edges)}
     for name, tensor in {"q": q, "k": k, "v": v, "sums": sums, "tops": tops, "totals": totals}.items():
         told[name] = tensor.data_ptr()
     for name, tensor in {"k": k, "v": v}.items():
@@ -117,17 +120,19 @@ def _decode(q: Tensor, k: Tensor, v: Tensor, scale: float, spans: Tensor | None,
         share = torch.exp2(tops - tops.amax(1, keepdim=True))
         sums, totals = (sums * share[..., None]).sum(1), (totals * share).sum(1)
     out = sums.view(batch, heads, 1, value_length) / totals.view(batch, heads, 1, 1)
-    if spans is not None:
-        out = out.masked_fill((seen[:, 0] >= seen[:, 1])[:, None, None, None], 0)
+    for row, (low, high) in enumerate(seen):
+        if low >= high:
+            out[row] = 0
     return out.to(q.dtype)
 
 
-def _seen(batch: int, keys: int, spans: Tensor | None, before: int | None) -> Tensor:
+def _seen(batch: int, keys: int, spans: Tensor | None, before: int | None) -> list[Span]:
     """The keys that each batch row sees, within those that there are."""
-    whole = torch.tensor([[0 if before is None else max(0, keys - 1 - before), keys]] * batch, device="cpu")
-    if spans is None:
-        return whole
-    return torch.stack([spans[:, 0].maximum(whole[:, 0]), spans[:, 1].minimum(whole[:, 1])], 1)
+    oldest = 0 if before is None else max(0, keys - 1 - before)
+    given = [(0, keys)] * batch if spans is None else spans.tolist()
+    if len(given) != batch:
+        raise ValueError(f"spans: expected one for each of {batch} batch rows, got {len(given)}")
+    return [(max(low, oldest), min(high, keys)) for low, high in given]
 
 
 def _in_parallel(code: int, fields: int, threads: int) -> None:
@@ -161,7 +166,7 @@ def _underived(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
 def _flops(q: Tensor, k: Tensor, v: Tensor, scale: float, spans: Tensor | None, before: int | None, **_: Any) -> int:
     """Of the keys that are read."""
     seen = _seen(q.shape[0], k.shape[2], spans, before)
-    pairs = q.shape[1] * int((seen[:, 1] - seen[:, 0]).clamp(min=0).sum())
+    pairs = q.shape[1] * sum(max(0, high - low) for low, high in seen)
     return 2 * pairs * (q.shape[3] + v.shape[3])
 
 
