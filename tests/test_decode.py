@@ -261,6 +261,16 @@ def test_the_default_dtype_changes_nothing(default):
         torch.set_default_dtype(torch.float32)
 
 
+def test_the_default_device_changes_nothing():
+    case = tensors()
+    try:
+        torch.set_default_device("meta")
+        found = rg.attend(*case, mask=rg.padding([50, 7]), path="decode")
+    finally:
+        torch.set_default_device(None)
+    near(found, *case, rg.padding([50, 7]), SOFTMAX)
+
+
 def test_sums_of_many_threads_stay_small():
     """64 threads over 65 heads were 64 parts of each."""
     seen: list[int] = []

@@ -78,7 +78,7 @@ def missing() -> str | None:
 def run(call: Call) -> Tensor:
     """one pass over keys and values, in machine code made for this processor."""
     rows = call.structure.rows
-    spans = None if rows is None else torch.tensor(rows)
+    spans = None if rows is None else torch.tensor(rows, device=call.q.device)
     return torch.ops.regard.decode(call.q, call.k, call.v, sdpa.scale(call), spans, call.structure.before)
 
 
