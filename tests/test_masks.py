@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import jaxtyping
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -487,3 +488,77 @@ def test_plans_are_turned_off_and_on_again():
             raise RuntimeError
         assert torch.backends.cuda.cudnn_sdp_enabled() == wanted
     torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+@pytest.mark.parametrize(
+    "spell",
+    [
+        lambda mask: rg.causal and mask,
+        lambda mask: mask or rg.causal,
+        lambda mask: not mask,
+        lambda mask: 1 if mask & rg.causal else 0,
+    ],
+)
+@pytest.mark.parametrize("mask", [rg.causal, rg.padding([2]), rg.window(1) | rg.causal, ~rg.causal], ids=repr)
+def test_python_words_for_masks_are_refused(spell: Callable[[Mask], object], mask: Mask) -> None:
+    """`causal and padding(…)` would be the padding alone."""
+    with pytest.raises(ValueError, match=r"^mask: expected &, \| or ~"):
+        spell(mask)
+
+
+WHOLE = [np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int64, np.uint64]
+
+
+@pytest.mark.parametrize("kind", WHOLE, ids=lambda kind: kind.__name__)
+def test_whole_numbers_of_any_kind_make_the_same_masks(kind: type) -> None:
+    lengths, ids = np.array([3, 1, 5], dtype=kind), np.array([[0, 0, 1, 1, 1]], dtype=kind)
+    pairs = {
+        rg.padding([3, 1, 5]): [rg.padding(lengths), rg.padding(list(lengths)), rg.padding(torch.from_numpy(lengths))],
+        rg.segments(ids.tolist()): [rg.segments(ids), rg.segments(torch.from_numpy(ids))],
+        rg.window(2, 1): [rg.window(kind(2), kind(1)), rg.window(torch.from_numpy(lengths - 1)[0], after=kind(1))],
+        rg.global_tokens(2): [rg.global_tokens(kind(2))],
+        rg.window2d((1, 5), 1): [rg.window2d((kind(1), kind(5)), kind(1))],
+    }
+    for expected, masks in pairs.items():
+        for mask in masks:
+            assert repr(mask) == repr(expected)
+            assert torch.equal(seen(mask, 5, 5), seen(expected, 5, 5))
+
+
+def test_numpy_tables_are_masks() -> None:
+    q, k, v = (torch.randn(2, 2, 5, 4) for _ in range(3))
+    table, valid = seeded(5, 5).numpy(), seeded(2, 5, seed=4).numpy()
+    table.flags.writeable = False
+    both = torch.tensor(table) & torch.tensor(valid)[:, None, None]
+    expected = rg.attend(q, k, v, mask=both)
+    for mask in (
+        both.numpy(),
+        rg.dense(table) & rg.padding(valid=valid),
+        table & rg.padding(valid=valid),
+        rg.padding(valid=valid) & table,
+    ):
+        assert torch.equal(rg.attend(q, k, v, mask=mask), expected)
+    rows = np.array([4, -2])
+    assert torch.equal(rg.weights(q, k, mask=table, rows=rows), rg.weights(q, k, mask=table)[:, :, rows])
+
+
+@pytest.mark.parametrize(
+    ("make", "argument"),
+    [
+        (lambda: rg.padding(np.array([1.5])), "lengths"),
+        (lambda: rg.padding(np.array([True])), "lengths"),
+        (lambda: rg.padding(np.array(["a"])), "lengths"),
+        (lambda: rg.padding(np.array([[1]])), "lengths"),
+        (lambda: rg.padding(np.array([-1])), "lengths"),
+        (lambda: rg.padding([np.True_]), "lengths"),
+        (lambda: rg.padding(valid=np.array([[1]])), "valid"),
+        (lambda: as_mask(np.zeros((2, 2))), "mask"),
+        (lambda: as_mask(np.array([[object()]])), "mask"),
+        (lambda: rg.window(np.float32(1)), "before"),
+        (lambda: rg.window(torch.tensor(True)), "before"),
+        (lambda: rg.segments(np.array([0.5])), "ids"),
+    ],
+)
+def test_bad_numpy_arguments(own_errors: None, make: Callable[[], object], argument: str) -> None:
+    with pytest.raises(ValueError, match=rf"(?s)^{argument}: expected .*got "):
+        make()

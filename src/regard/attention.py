@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from regard.call import Call, Plan, choose, cleaned, in_own_dtype, plan, run_guarded, taint
-from regard.mask import Mask, MaskFunction, as_mask
+from regard.mask import Mask, MaskFunction, as_mask, whole_number
 from regard.mechanism import Mechanism
 from regard.mechanisms.softmax import Softmax
 
@@ -131,10 +131,11 @@ def _visible(call: Call, rows: list[int]) -> Tensor | None:
 def _chosen(name: str, wanted: Sequence[int] | Tensor | None, size: int) -> list[int]:
     if wanted is None:
         return list(range(size))
-    chosen = wanted.tolist() if isinstance(wanted, Tensor) else wanted
-    if not isinstance(chosen, list | tuple | range) or not all(type(i) is int and -size <= i < size for i in chosen):
+    listed = isinstance(wanted, list | tuple | range) or getattr(wanted, "ndim", 0) == 1
+    chosen = [whole_number(i) for i in wanted] if listed else [None]
+    if not all(i is not None and -size <= i < size for i in chosen):
         raise ValueError(f"{name}: expected whole numbers from {-size} to {size - 1}, got {wanted!r}")
-    return [i % size for i in chosen]
+    return [i % size for i in chosen if i is not None]
 
 
 def _mechanism(mechanism: Mechanism) -> Mechanism:

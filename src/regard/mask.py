@@ -8,10 +8,11 @@ Positions are absolute. With S keys and T queries, query i stands at position S 
 at the last key: one cached step, a chunked prefill and the whole sequence all mean the same thing.
 """
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -58,6 +59,12 @@ class Mask:
 
     __rand__ = __and__
     __ror__ = __or__
+    __array_ufunc__ = None
+    """NumPy leaves `array & mask` to the mask."""
+
+    def __bool__(self) -> bool:
+        # `causal and padding(…)` would be its right side alone, and lose the left one without a word.
+        raise ValueError("mask: expected &, | or ~ to combine masks, got `and`, `or`, `not` or `if`")
 
     def spans(self, low: int, high: int, keys: int) -> list[Span]:
         """Key ranges that cover every key visible to the queries at positions [low, high). May cover more."""
@@ -488,13 +495,10 @@ def window2d(grid: tuple[int, int], radius: int) -> Mask:
     · · ■ ·
     · · · ■
     """
-    if (
-        not isinstance(grid, tuple | list)
-        or len(grid) != 2
-        or any(not isinstance(side, int) or side < 1 for side in grid)
-    ):
+    sides = [whole_number(side) for side in grid] if isinstance(grid, tuple | list) else []
+    if len(sides) != 2 or sides[0] is None or sides[1] is None or min(sides[0], sides[1]) < 1:
         raise ValueError(f"grid: expected two positive whole numbers (height, width), got {grid!r}")
-    return Window2d((grid[0], grid[1]), _count("radius", radius))
+    return Window2d((sides[0], sides[1]), _count("radius", radius))
 
 
 def global_tokens(n: int) -> Mask:
@@ -518,6 +522,7 @@ def segments(ids: Tensor | Sequence[Sequence[int]]) -> Mask:
     ■ ■ ·
     · · ■
     """
+    ids = _from_numpy("ids", ids)
     if not isinstance(ids, Tensor) and len({len(row) if hasattr(row, "__len__") else None for row in ids}) > 1:
         raise ValueError(f"ids: expected rows of one length, got {ids!r}")
     table = torch.as_tensor(ids)
@@ -525,7 +530,8 @@ def segments(ids: Tensor | Sequence[Sequence[int]]) -> Mask:
         table = table[None]
     if table.ndim != 2 or table.dtype.is_floating_point:
         raise ValueError(f"ids: expected whole numbers of shape (B, S), got {table.dtype} {tuple(table.shape)}")
-    return Segments(table, tuple(_reach(row) for row in table.tolist()))
+    # Positions are looked up in it, which PyTorch does not do for every kind of whole number.
+    return Segments(table.long(), tuple(_reach(row) for row in table.tolist()))
 
 
 def _reach(row: list[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -545,6 +551,7 @@ def dense(table: Tensor) -> Mask:
     ■ ·
     ■ ■
     """
+    table = _from_numpy("mask", table)
     if not isinstance(table, Tensor) or table.dtype != torch.bool:
         given = table.dtype if isinstance(table, Tensor) else type(table).__name__
         raise ValueError(
@@ -557,7 +564,8 @@ def dense(table: Tensor) -> Mask:
 
 
 def padding(lengths: Tensor | Sequence[int] | None = None, *, valid: Tensor | None = None) -> Mask:
-    """Only real keys are seen. Give `lengths` (B,) for right padding, or `valid`, bool (B, S), for any padding.
+    """Only real keys are seen. Give `lengths` (B,) for right padding, or `valid`, bool (B, S), for any padding: as
+    tensors or NumPy arrays, or the lengths as a list.
 
     >>> import regard as rg, torch
     >>> print(rg.padding([1, 2]).draw(2, batch=0))
@@ -572,20 +580,25 @@ def padding(lengths: Tensor | Sequence[int] | None = None, *, valid: Tensor | No
             "padding: expected either lengths or valid=…, got " + ("both" if valid is not None else "none")
         )
     if lengths is not None:
-        if isinstance(lengths, Tensor) and (lengths.ndim != 1 or lengths.dtype.is_floating_point):
-            raise ValueError(
-                f"lengths: expected whole numbers of shape (B,), got {lengths.dtype} {tuple(lengths.shape)}"
-            )
-        if not isinstance(lengths, Tensor | Sequence):
-            raise ValueError(f"lengths: expected whole numbers of shape (B,), got {lengths!r}")
-        counts = lengths.tolist() if isinstance(lengths, Tensor) else list(lengths)
-        if any(not isinstance(n, int) or isinstance(n, bool) or n < 0 for n in counts):
-            raise ValueError(f"lengths: expected whole numbers of at least 0, got {counts}")
-        return Padding(tuple((0, n) for n in counts), label=f"padding({_short(counts)})")
+        return _padding_to(_from_numpy("lengths", lengths))
+    valid = _from_numpy("valid", valid)
     if not isinstance(valid, Tensor) or valid.dtype != torch.bool or valid.ndim != 2:
         given = f"{valid.dtype} {tuple(valid.shape)}" if isinstance(valid, Tensor) else type(valid).__name__
         raise ValueError(f"valid: expected a bool tensor of shape (B, S), got {given}")
     return replace(padding_of(valid), width=valid.shape[1])
+
+
+def _padding_to(lengths: Tensor | Sequence[int]) -> Padding:
+    """Right padding."""
+    if isinstance(lengths, Tensor) and (lengths.ndim != 1 or lengths.dtype.is_floating_point):
+        raise ValueError(f"lengths: expected whole numbers of shape (B,), got {lengths.dtype} {tuple(lengths.shape)}")
+    if not isinstance(lengths, Tensor | Sequence):
+        raise ValueError(f"lengths: expected whole numbers of shape (B,), got {lengths!r}")
+    listed = lengths.tolist() if isinstance(lengths, Tensor) else list(lengths)
+    counts = [count for count in map(whole_number, listed) if count is not None and count >= 0]
+    if len(counts) < len(listed):
+        raise ValueError(f"lengths: expected whole numbers of at least 0, got {listed}")
+    return Padding(tuple((0, n) for n in counts), label=f"padding({_short(counts)})")
 
 
 def padding_of(valid: Tensor) -> Padding:
@@ -605,9 +618,10 @@ def padding_of(valid: Tensor) -> Padding:
 
 
 def as_mask(mask: "Mask | MaskFunction | Tensor | None") -> Mask | None:
-    """What a user may pass as `mask`, as a Mask: a mask, a bool tensor, a mask_mod function, or None."""
+    """What a user may pass as `mask`, as a Mask: a mask, a bool tensor or array, a mask_mod function, or None."""
     if mask is None or isinstance(mask, Mask):
         return mask
+    mask = _from_numpy("mask", mask)
     if isinstance(mask, Tensor):
         return dense(mask)
     makers: tuple[object, ...] = (window, window2d, global_tokens, segments, dense, padding)
@@ -625,10 +639,33 @@ def _operand(other: "Mask | MaskFunction") -> Mask:
     return mask
 
 
+def whole_number(value: Any) -> int | None:
+    """A Python int from one, or from NumPy's or a tensor's whole number; None for anything else."""
+    if type(value) is int:
+        return value
+    if isinstance(value, bool) or (isinstance(value, Tensor) and value.dtype == torch.bool):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
 def _count(name: str, value: int) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+    count = whole_number(value)
+    if count is None or count < 0:
         raise ValueError(f"{name}: expected a whole number of at least 0, got {value!r}")
-    return value
+    return count
+
+
+def _from_numpy(name: str, value: Any) -> Any:
+    """A NumPy array as a tensor of its own, anything else as it is."""
+    if isinstance(value, Tensor) or not hasattr(value, "__array__"):
+        return value
+    try:
+        return torch.tensor(value)
+    except TypeError:
+        raise ValueError(f"{name}: expected an array of bools or whole numbers, got {value!r}") from None
 
 
 def _short(items: list[int]) -> str:

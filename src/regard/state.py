@@ -362,7 +362,8 @@ def join_padding(
     """Which of `length` tokens and `count` more are real; None if all are."""
     if old is None and new is None:
         return None
-    old_rows, new_rows = old.rows if old else ((0, length),) * batch, new.rows if new else ((0, count),) * batch
+    old_rows = ((0, length),) * batch if old is None else old.rows
+    new_rows = ((0, count),) * batch if new is None else new.rows
     if old_rows is not None and new_rows is not None:
         spans = _join_spans(old_rows, length, new_rows, count)
         if spans is not None:

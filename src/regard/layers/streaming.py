@@ -76,7 +76,7 @@ class ModelState:
         """The state with its layers' longer states, `tokens` more, of which `fresh` says which are real."""
         padding = self.padding
         if fresh is not None or padding is not None:
-            batch = len((fresh or padding).counts())  # type: ignore[union-attr]
+            batch = next(part.batch for part in (fresh, padding) if part is not None)
             padding = join_padding(padding, self.length, fresh, tokens, batch, torch.device("cpu"))
         return replace(self, layers=layers, length=self.length + tokens, padding=padding)
 
