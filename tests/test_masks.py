@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -17,7 +16,7 @@ from PIL import Image
 import regard as rg
 from regard.call import Call
 from regard.mask import Band, Mask, as_mask
-from regard.paths import masked, sdpa
+from regard.paths import masked
 from regard.structure import blocks, count_pairs, positions, reached, structure
 
 B, H = 3, 2
@@ -476,18 +475,6 @@ def test_padding_as_a_mask_gives_what_slices_give(side, causal):
     call = Call(rg.Softmax(), q, k, v, rule)
     assert masked.cannot(call) == "made for GPUs"
     assert (masked.run(call) - rg.attend(q, k, v, mask=rule, path="reference")).abs().max() < 1e-12
-
-
-def test_plans_are_turned_off_and_on_again():
-    """What a GPU does with lengths that change from call to call; the switches are there on the CPU, too."""
-    before = torch.backends.cuda.cudnn_sdp_enabled()
-    for wanted in (True, False):
-        torch.backends.cuda.enable_cudnn_sdp(wanted)
-        with suppress(RuntimeError), sdpa.without_plans():
-            assert not torch.backends.cuda.cudnn_sdp_enabled()
-            raise RuntimeError
-        assert torch.backends.cuda.cudnn_sdp_enabled() == wanted
-    torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """One call of attention, checked once, and the choice of a path for it."""
 
 import math
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -170,13 +171,19 @@ def plan(call: Call, name: str | None = None) -> Plan:
     )
 
 
-_finite = False
+class _Policy(threading.local):
+    """What is taken for granted, in this thread alone. torch.compile follows it, which it does not a ContextVar."""
+
+    finite = False
+
+
+_policy = _Policy()
 
 
 @contextmanager
 def all_finite() -> Iterator[None]:
     """Within this, keys and values are taken to be finite, and nobody looks for those that are not: for training,
-    where one NaN anywhere spoils the loss, which is looked at.
+    where one NaN anywhere spoils the loss, which is looked at. Other threads look as ever.
 
     >>> import torch
     >>> from regard.call import all_finite, taint
@@ -187,12 +194,11 @@ def all_finite() -> Iterator[None]:
     ...     print(taint(spoiled, spoiled))
     None
     """
-    global _finite
-    before, _finite = _finite, True
+    before, _policy.finite = _policy.finite, True
     try:
         yield
     finally:
-        _finite = before
+        _policy.finite = before
 
 
 def taint(k: Tensor, v: Tensor) -> Tensor | None:
@@ -200,7 +206,7 @@ def taint(k: Tensor, v: Tensor) -> Tensor | None:
 
     While tracing there is nothing to look at, so the answer is always a tensor.
     """
-    if _finite:
+    if _policy.finite:
         return None
     if k.requires_grad or v.requires_grad:
         k, v = k.detach(), v.detach()

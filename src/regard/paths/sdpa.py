@@ -4,14 +4,12 @@ No mask and causal are one call. Padding becomes slices: rows of the batch that 
 together, over those keys only, so padding costs nothing and nothing in it can leak.
 """
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from regard.call import Call, Path
@@ -21,7 +19,6 @@ ROUND = 128
 """On a GPU, lengths of which multiples are worth a plan of cuDNN's."""
 MOST_ROWS = 64
 """Query rows of a key/value head that are still a few."""
-_switch = threading.Lock()
 
 
 def unfit(call: Call) -> str | None:
@@ -91,8 +88,10 @@ def plain(q: Tensor, k: Tensor, v: Tensor, *, scale: float, **options: Any) -> T
         # The CPU kernel rounds its gradients to half inside the sums: 3 and more times the plain formula's error.
         q, k, v = q.float(), k.float(), v.float()
     size = v.shape[-1]
-    if size != q.shape[-1]:
-        longest = max(size, q.shape[-1])
+    fresh = q.is_cuda and q.dtype.itemsize == 2 and (q.shape[2] % ROUND > 0 or k.shape[2] % ROUND > 0)
+    longest = max(size, q.shape[-1])
+    longest += -longest % 8 if fresh else 0
+    if longest != size or longest != q.shape[-1]:
         q, k, v = (F.pad(t, (0, longest - t.shape[-1])) for t in (q, k, v))
     if q.stride(-1) != 1 or k.stride(-1) != 1 or v.stride(-1) != 1:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
@@ -101,33 +100,45 @@ def plain(q: Tensor, k: Tensor, v: Tensor, *, scale: float, **options: Any) -> T
         k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
     if q.shape[1] != k.shape[1]:
         options["enable_gqa"] = True
-    if q.is_cuda and not torch.compiler.is_compiling() and (q.shape[2] % ROUND or k.shape[2] % ROUND):
-        with without_plans():
-            out = F.scaled_dot_product_attention(q, k, v, scale=scale, **options)
-    else:
+    out = unplanned(q, k, v, scale=scale, **options) if fresh and not torch.compiler.is_compiling() else None
+    if out is None:
         out = F.scaled_dot_product_attention(q, k, v, scale=scale, **options)
-    out = out if size == v.shape[-1] else out[..., :size]
+    out = out if size == longest else out[..., :size]
     return out if out.dtype == kind else out.to(kind)
 
 
-@contextmanager
-def without_plans() -> Iterator[None]:
-    """SDPA by any way but cuDNN's, which makes a plan for each new shape: some 17 ms, where a call takes less than one.
-    Lengths that grow with each token, or differ from batch to batch, are all new shapes.
+def unplanned(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    enable_gqa: bool = False,
+) -> Tensor | None:
+    """SDPA by PyTorch's flash or memory-efficient kernel, called by name; None if neither can serve.
 
-    >>> import torch
-    >>> from regard.paths.sdpa import without_plans
-    >>> with without_plans():
-    ...     torch.backends.cuda.cudnn_sdp_enabled()
-    False
+    In half precision SDPA would take cuDNN, which makes a plan for each new shape: some 17 ms, where a call takes less
+    than one. Lengths that grow with each token, or differ from batch to batch, are all new shapes. SDPA's switch for
+    cuDNN is one for all threads of the process, so nobody may turn it for one call.
     """
-    with _switch:  # it is one for the whole process
-        before = torch.backends.cuda.cudnn_sdp_enabled()
-        torch.backends.cuda.enable_cudnn_sdp(before and not torch.backends.cuda.math_sdp_enabled())
-        try:
-            yield
-        finally:
-            torch.backends.cuda.enable_cudnn_sdp(before)
+    params = SDPAParams(q, k, v, attn_mask, 0.0, is_causal, enable_gqa)
+    if attn_mask is None and can_use_flash_attention(params):
+        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, scale=scale)[0]
+    if enable_gqa or not can_use_efficient_attention(params):
+        return None
+    recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
+    bias = None if attn_mask is None else _aligned_bias(attn_mask, q, k.shape[2])
+    return torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, bias, recorded, 0.0, is_causal, scale=scale)[
+        0
+    ]
+
+
+def _aligned_bias(visible: Tensor, q: Tensor, keys: int) -> Tensor:
+    """A bool mask as scores to add, (B, H, T, S), its rows 16 numbers apart, as the memory-efficient kernel asks."""
+    room = q.new_full((*visible.shape[:-1], keys + -keys % 16), -torch.inf)[..., :keys]
+    return room.masked_fill_(visible, 0).expand(*q.shape[:3], keys)
 
 
 def _count_flops(q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> int:
