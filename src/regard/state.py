@@ -2,9 +2,11 @@
 
 A state is a value. Extending it gives a new state and leaves the old one as it was, so a prompt's state can be forked,
 kept and used again. Appending does not copy: states of one history share one buffer with room to spare, each with its
-own length. Appending at the buffer's end writes in place; appending anywhere else (a fork) copies the history once.
+own length. Whoever appends at the buffer's end claims the next positions and writes in place; whoever comes second (a
+fork, another thread) copies the history once, by its length.
 """
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
@@ -13,6 +15,9 @@ import torch
 from torch import Tensor
 
 from regard.mask import Padding, Span, padding_of
+
+_claiming = threading.Lock()
+"""Held while a buffer's next positions are claimed, for some hundred nanoseconds: one lock serves all buffers."""
 
 
 def quantize(x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -29,6 +34,10 @@ def quantize(x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
     # A row of zeros has scale 0: any divisor will do. Where a scale is nearly too small for its dtype, it is inexact.
     numbers = (x / scale.masked_fill(scale == 0, 1)).round_().clamp_(-127, 127)
     return numbers.to(torch.int8), scale
+
+
+LEAST_ROOM = 64
+"""Tokens that a fork's buffer has room for at least; beyond, it has room for twice its length."""
 
 
 @dataclass(eq=False)
@@ -59,6 +68,38 @@ class _Buffer:
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.keys, self.values, *(self.scales or ()))
 
+    @property
+    def room(self) -> int:
+        """How many positions it has, written or not."""
+        return self.keys.shape[2]
+
+    def claim(self, start: int, end: int) -> bool:
+        """Whether the positions [start, end) are the caller's alone to write, which they are once."""
+        if self.recorded or end > self.room or _closed(self):
+            return False
+        if torch.compiler.is_compiling():  # one thread, and a lock is not traced
+            return self._take(start, end)
+        with _claiming:
+            return self._take(start, end)
+
+    def _take(self, start: int, end: int) -> bool:
+        if self.used != start:
+            return False
+        self.used = end
+        return True
+
+    def moved(self, low: int, high: int, room: int, rows: Tensor | None = None, recorded: bool = False) -> "_Buffer":
+        """The positions [low, high) in a buffer of their own, with room for more; `rows` chooses and repeats rows."""
+
+        def copied(tensor: Tensor) -> Tensor:
+            part = tensor.narrow(2, low, high - low)
+            part = part if rows is None else part.index_select(0, rows)
+            space = part.new_empty(*part.shape[:2], room, part.shape[3])
+            space.narrow(2, 0, high - low).copy_(part)
+            return space
+
+        return self.changed(copied, high - low, recorded)
+
     def changed(self, change: Callable[[Tensor], Tensor], used: int, recorded: bool = False) -> "_Buffer":
         """A buffer of changed tensors."""
         scales = None if self.scales is None else (change(self.scales[0]), change(self.scales[1]))
@@ -70,7 +111,7 @@ class _Buffer:
         return found if self.scales is None else (found * self.scales[which][:, :, :length]).to(self.dtype)
 
     def write(self, start: int, k: Tensor, v: Tensor) -> None:
-        """Put keys and values at a place."""
+        """Put keys and values at claimed positions."""
         count = k.shape[2]
         if self.scales is not None:
             (k, k_scale), (v, v_scale) = quantize(k), quantize(v)
@@ -78,7 +119,6 @@ class _Buffer:
             self.scales[1].narrow(2, start, count).copy_(v_scale)
         self.keys.narrow(2, start, count).copy_(k)
         self.values.narrow(2, start, count).copy_(v)
-        self.used = start + count
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,6 +137,8 @@ class KeyValueState:
     """Keys and values are alike for every mechanism that keeps them."""
 
     buffer: _Buffer
+    capacity: int
+    """Tokens it may hold at most. A fork's buffer grows up to it; that of `start` has the room from the beginning."""
     length: int = 0
     padding: Padding | None = None
     """Which of the keys are real; None while all are."""
@@ -119,10 +161,11 @@ class KeyValueState:
             return torch.empty(batch, num_kv_heads, capacity, length, dtype=dtype, device=device)
 
         if storage is None:
-            return cls(_Buffer(room(qk_length, dtype), room(value_length, dtype)))
+            return cls(_Buffer(room(qk_length, dtype), room(value_length, dtype)), capacity)
         fine = torch.promote_types(dtype, torch.float32)
         scales = room(1, fine), room(1, fine)
-        return cls(_Buffer(room(qk_length, storage), room(value_length, storage), scales=scales, rounded=dtype))
+        small = _Buffer(room(qk_length, storage), room(value_length, storage), scales=scales, rounded=dtype)
+        return cls(small, capacity)
 
     @property
     def keys(self) -> Tensor:
@@ -133,10 +176,6 @@ class KeyValueState:
     def values(self) -> Tensor:
         """The values met so far, (B, G, length, V): a view, unless they are stored as int8."""
         return self.buffer.read(1, self.length)
-
-    @property
-    def capacity(self) -> int:
-        return self.buffer.keys.shape[2]
 
     @property
     def nbytes(self) -> int:
@@ -176,27 +215,23 @@ class KeyValueState:
                 raise ValueError("state: expected no gradients, int8 states round, got some; use torch.no_grad()")
             buffer = self._joined(k, v)
         else:
-            if self.length != buffer.used or buffer.recorded or _closed(buffer):
-                buffer = buffer.changed(Tensor.clone, self.length)
+            if not buffer.claim(self.length, end):
+                buffer = buffer.moved(0, self.length, min(self.capacity, max(2 * end, LEAST_ROOM)))
+                buffer.used = end
             buffer.write(self.length, k, v)
-        return KeyValueState(buffer, end, padding, tainted)
+        return KeyValueState(buffer, self.capacity, end, padding, tainted)
 
     def _joined(self, k: Tensor, v: Tensor) -> _Buffer:
-        end = self.length + k.shape[2]
-        spare_keys, spare_values = self.buffer.keys[:, :, end:], self.buffer.values[:, :, end:]
-        return _Buffer(
-            torch.cat([self.keys, k, spare_keys], dim=2),
-            torch.cat([self.values, v, spare_values], dim=2),
-            end,
-            recorded=True,
-        )
+        """A buffer of its own without room to spare: autograd holds views of it, so that nobody may write there."""
+        keys, values = torch.cat([self.keys, k], dim=2), torch.cat([self.values, v], dim=2)
+        return _Buffer(keys, values, keys.shape[2], recorded=True)
 
     def reorder(self, index: Tensor) -> "KeyValueState":
         """The state of other batch rows: row i becomes row `index[i]`. Rows may repeat (beam search)."""
         index = _row_index(index, self.buffer.keys.shape[0], self.buffer.keys.device)
         return replace(
             self,
-            buffer=self.buffer.changed(lambda t: t[index], self.length),
+            buffer=self.buffer.moved(0, self.length, min(self.capacity, max(2 * self.length, LEAST_ROOM)), index),
             padding=reorder_padding(self.padding, index, self.length),
             tainted=None if self.tainted is None else self.tainted[index],
         )
@@ -230,11 +265,6 @@ class KeyValueState:
         kept = self.length - drop
         assert kept <= capacity
 
-        def moved(held: Tensor) -> Tensor:
-            room = held.new_empty(*held.shape[:2], capacity, held.shape[3])
-            room.narrow(2, 0, kept).copy_(held.narrow(2, drop, kept))
-            return room
-
         recorded = torch.is_grad_enabled() and any(t.requires_grad for t in self.buffer.tensors)
         padding, tainted = self.padding, self.tainted
         if padding is not None:
@@ -242,7 +272,8 @@ class KeyValueState:
         if tainted is not None:
             left = tainted[..., drop:]
             tainted = left if torch.compiler.is_compiling() or bool(left.any()) else None
-        return KeyValueState(self.buffer.changed(moved, kept, recorded), kept, padding, tainted)
+        buffer = self.buffer.moved(drop, self.length, capacity, recorded=recorded)
+        return KeyValueState(buffer, capacity, kept, padding, tainted)
 
 
 @dataclass(frozen=True, eq=False)

@@ -38,7 +38,8 @@ def stream(
     A key the padding hides is left out of the sums for good.
     """
     new, length = k.shape[2], state.length + k.shape[2]
-    fold_to = folded(length, recent) - state.folded
+    # After a crop more may be folded than the length alone would have: then nothing is, until the stream catches up.
+    fold_to = max(0, folded(length, recent) - state.folded)
     held = state.recent if state.recent.length + new <= recent else state.recent.resized(state.recent.length + new)
     held = held.append(k, v, None, tainted, recorded=q.requires_grad)
     held = replace(held, padding=both(held.padding, padding, held.length))
