@@ -2,6 +2,7 @@
 
 import math
 import multiprocessing
+import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -16,13 +17,14 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
 import regard as rg
+from regard import cpu
 from regard.laws.case import HEADS, MASKS, Case, exact_output, plain_output
 from regard.laws.statements import LAWS
-from regard.paths import decode, machine_code
+from regard.paths import decode, decode_code, machine_code
 
-pytestmark = pytest.mark.skipif(decode.missing() is not None, reason=str(decode.missing()))
+pytestmark = pytest.mark.skipif(cpu.missing() is not None, reason=str(cpu.missing()))
 KINDS = (torch.float32, torch.bfloat16, torch.float16)
-BLOCK, SOFTMAX = machine_code.BLOCK, rg.Softmax()
+BLOCK, SOFTMAX = decode_code.BLOCK, rg.Softmax()
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +60,7 @@ def agree(q: Tensor, k: Tensor, v: Tensor, mask: rg.Mask | None = None, mechanis
 @pytest.mark.parametrize("lanes", [8, 16])
 @pytest.mark.parametrize("keys", [1, 7, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 5])
 def test_it_agrees_with_the_reference(monkeypatch, kind, lanes, keys):
-    monkeypatch.setattr(decode, "LANES", min(lanes, decode.LANES))
+    monkeypatch.setattr(cpu, "LANES", min(lanes, cpu.LANES))
     for repeats, (K, V) in product((1, 2, 4, 7), ((16, 16), (64, 48))):
         agree(*tensors(kind, repeats=repeats, keys=keys, K=K, V=V))
 
@@ -164,8 +166,8 @@ def test_large_scores(kind):
 def test_the_laws_hold_on_it(monkeypatch, name, dtype):
     """Those that record no gradients, under which another path serves."""
     law = LAWS[name]
-    served, real = [], decode._in_parallel
-    monkeypatch.setattr(decode, "_in_parallel", lambda *given: served.append(given) or real(*given))
+    served, real = [], cpu.in_parallel
+    monkeypatch.setattr(cpu, "in_parallel", lambda *given: served.append(given) or real(*given))
     for mask, heads, keys in product(MASKS, HEADS, (1, 5, BLOCK + 2)):
         case = Case(mask, heads, dtype, 2, keys if law.square else 1, keys, 16, 32, seed=keys)
         if law.excuse(SOFTMAX, case) is None:
@@ -208,7 +210,7 @@ def test_what_it_cannot_serve_says_why(monkeypatch):
     q = q.detach()
     monkeypatch.setattr(decode, "LEAST", 1 << 19)
     assert "small cache" in _reason(q, k, v)
-    monkeypatch.setattr(decode, "LANES", 0)
+    monkeypatch.setattr(cpu, "LANES", 0)
     assert "AVX2" in _reason(q, k, v)
 
 
@@ -286,11 +288,11 @@ def test_sums_of_many_threads_stay_small():
 
 
 def test_compiled_code_is_made_once_for_all_threads():
-    machine_code.compiled.cache_clear()
+    machine_code._compiled.cache_clear()
     case = tensors(repeats=5)
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda _: rg.attend(*case, path="decode"), range(16)))
-    assert machine_code.compiled.cache_info().misses == 1
+    assert machine_code._compiled.cache_info().misses == 1
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -383,6 +385,49 @@ print((rg.attend(q, k, k) - rg.attend(q, k, k, path="reference")).abs().max() < 
     assert done.stdout.startswith("grouped ")
     assert {"llvmlite": "llvmlite is not installed", "libgomp": "GNU OpenMP"}[gone] in done.stdout
     assert done.stdout.endswith("tensor(True)\n")
+
+
+AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+
+
+@pytest.mark.parametrize("environment", [{}, AVX2], ids=["all", "avx2"])
+def test_code_keeps_to_the_instructions_that_torch_was_told(environment):
+    script = """
+import torch
+from regard import cpu
+from regard.paths import decode_code, machine_code
+module, machine = machine_code.optimized(decode_code.source(64, 64, 4, "bfloat16", cpu.LANES), cpu.LANES)
+code = machine.emit_assembly(module)
+print(torch.backends.cpu.get_cpu_capability(), cpu.LANES, "zmm" in code, "%k1" in code, "ymm" in code)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, env={**os.environ, **environment}
+    )
+    capability, lanes, wide, masks, _ = done.stdout.split()
+    assert (capability, lanes, wide) in {("AVX512", "16", "True"), ("AVX2", "8", "False")}
+    if environment:
+        assert (capability, masks) == ("AVX2", "False")
+
+
+def test_a_process_that_may_not_make_code_takes_another_path():
+    """As under systemd's MemoryDenyWriteExecute; LLVM used to die of a segmentation fault."""
+    script = """
+import ctypes, torch
+if ctypes.CDLL(None).prctl(65, 1, 0, 0, 0):  # PR_SET_MDWE: no memory that was written becomes code
+    raise SystemExit("this kernel has no PR_SET_MDWE")
+import regard as rg
+q, k = torch.randn(1, 8, 1, 64), torch.randn(1, 2, 4096, 64)
+plan = rg.explain(q, k, k)
+print(plan.path, plan.rejected["decode"])
+print((rg.attend(q, k, k) - rg.attend(q, k, k, path="reference")).abs().max() < 1e-5)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    if "PR_SET_MDWE" in done.stderr:
+        pytest.skip(done.stderr)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == (
+        "grouped the system forbids code made at run time (W^X, MemoryDenyWriteExecute)\ntensor(True)\n"
+    )
 
 
 def test_llvm_is_loaded_by_who_decodes_and_nobody_else():

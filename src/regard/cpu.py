@@ -1,15 +1,69 @@
-"""A guard against CPUs that advertise matrix tiles (AMX) the system will not let a process use.
+"""What the processor and the operating system let this process do.
 
-There a bfloat16 product dies with an illegal instruction. oneDNN reads its limit from the environment when it is first
-used, so setting it while regard is imported is early enough, and only such machines are limited.
+torch tells the instruction set (`ATEN_CPU_CAPABILITY` can lower it). Machine code needs that, llvmlite, PyTorch's own
+threads, and memory that may be written first and executed later. The guard is for CPUs that advertise matrix tiles
+(AMX) the system will not let a process use: there a bfloat16 product dies with an illegal instruction. oneDNN reads its
+limit from the environment when it is first used, so setting it while regard is imported is early enough, and only such
+machines are limited.
 """
 
 import ctypes
+import mmap
 import os
 import sys
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
+import torch
+
+LANES = {"AVX512": 16, "AVX2": 8}.get(torch.backends.cpu.get_cpu_capability(), 0)
+"""Float32 numbers in a register of this processor; 0 where no machine code is made for it."""
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18  # x86-64 Linux
+_OPENMP = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*"))
+_HAS_LLVM = find_spec("llvmlite") is not None
+
+
+def _may_compile() -> bool:
+    """Whether memory may be written and then executed: a page is tried, which harms nothing if it is refused."""
+    if sys.platform != "linux":
+        return True
+    with mmap.mmap(-1, mmap.PAGESIZE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ | mmap.PROT_WRITE) as page:
+        view = ctypes.c_char.from_buffer(page)
+        executable = mmap.PROT_READ | mmap.PROT_EXEC
+        refused = ctypes.CDLL(None).mprotect(ctypes.c_void_p(ctypes.addressof(view)), mmap.PAGESIZE, executable)
+        del view  # or the page cannot be closed
+    return refused == 0
+
+
+MAY_COMPILE = _may_compile()
+"""Whether code can be made at run time: by LLVM, which dies where it cannot, and by oneDNN, which raises. A hardened
+process may not (`PR_SET_MDWE`, systemd's MemoryDenyWriteExecute, SELinux)."""
+
+
+def missing() -> str | None:
+    """What machine code lacks here; None if nothing."""
+    if not LANES:
+        return "made for processors with AVX2 or AVX-512"
+    if not _HAS_LLVM:
+        return "llvmlite is not installed"
+    if not _OPENMP:
+        return "PyTorch comes without GNU OpenMP here, on whose threads it runs"
+    return None if MAY_COMPILE else "the system forbids code made at run time (W^X, MemoryDenyWriteExecute)"
+
+
+def in_parallel(code: int, fields: int, threads: int) -> None:
+    """`code(fields)` on each of some threads, PyTorch's own: others would wait for its threads, which spin."""
+    if threads == 1:
+        ctypes.CFUNCTYPE(None, ctypes.c_void_p)(code)(fields)
+    else:
+        _openmp().GOMP_parallel(ctypes.c_void_p(code), ctypes.c_void_p(fields), threads, 0)
+
+
+@cache
+def _openmp() -> Any:
+    return ctypes.CDLL(str(_OPENMP[0]))
 
 
 def tiles_are_forbidden(cpuinfo: str, permitted: bool) -> bool:

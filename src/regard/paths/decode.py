@@ -1,17 +1,13 @@
 """One query over a long cache on a CPU, in machine code of our own: keys and values are read once.
 
 PyTorch reads a decode step's cache once a query head, or through products made for many rows. Here all query heads of a
-key/value head share one pass (see machine_code.py), on PyTorch's own threads. Padding and a window leave an interval of
+key/value head share one pass (see decode_code.py), on PyTorch's own threads. Padding and a window leave an interval of
 keys, and what they hide is not read.
 """
 
 import ctypes
 import struct
-import threading
-from functools import cache
-from importlib.util import find_spec
 from math import e, gcd, log2
-from pathlib import Path as File
 from typing import Any
 
 import torch
@@ -19,6 +15,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
+from regard import cpu
 from regard.call import Call, Path
 from regard.mask import Span
 from regard.paths import sdpa
@@ -27,11 +24,6 @@ LONGEST = 256
 """The longest heads this code is made for."""
 LEAST = 1 << 19
 """Elements of keys and values from which on a pass of our own is faster than PyTorch's kernels, which start sooner."""
-LANES = {"AVX512": 16, "AVX2": 8}.get(torch.backends.cpu.get_cpu_capability(), 0)
-"""Float32 numbers in a register of this processor; 0 where no code is made for it."""
-_OPENMP = sorted((File(torch.__file__).parent / "lib").glob("libgomp*"))
-_HAS_LLVM = find_spec("llvmlite") is not None
-_compiling = threading.Lock()
 
 
 def cannot(call: Call) -> str | None:
@@ -40,14 +32,14 @@ def cannot(call: Call) -> str | None:
         return f"made for one query, and up to {sdpa.MOST_ROWS} heads of it a key/value head"
     if (reason := sdpa.few(call)) is not None:
         return reason
-    if (reason := missing()) is not None:
+    if (reason := cpu.missing()) is not None:
         return reason
     if call.q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return "made for float32, bfloat16 and float16"
     if call.structure.rest is not None or (call.structure.paddings and call.structure.rows is None):
         return "the keys that the mask shows are no interval"
-    if call.qk_length % LANES or call.value_length % LANES or max(call.qk_length, call.value_length) > LONGEST:
-        return f"made for heads whose lengths are multiples of {LANES}, up to {LONGEST}"
+    if call.qk_length % cpu.LANES or call.value_length % cpu.LANES or max(call.qk_length, call.value_length) > LONGEST:
+        return f"made for heads whose lengths are multiples of {cpu.LANES}, up to {LONGEST}"
     if call.batch * call.groups * call.keys * (call.qk_length + call.value_length) < LEAST:
         return "a small cache: PyTorch's own kernels start sooner"
     return _derived(call)
@@ -66,15 +58,6 @@ def _derived(call: Call) -> str | None:
     return None
 
 
-def missing() -> str | None:
-    """What this machine lacks; None if nothing."""
-    if not LANES:
-        return "made for processors with AVX2 or AVX-512"
-    if not _HAS_LLVM:
-        return "llvmlite is not installed"
-    return None if _OPENMP else "PyTorch comes without GNU OpenMP here, on whose threads it runs"
-
-
 def run(call: Call) -> Tensor:
     """one pass over keys and values, in machine code made for this processor."""
     rows = call.structure.rows
@@ -91,17 +74,18 @@ _LIBRARY.define("decode(Tensor q, Tensor k, Tensor v, float scale, Tensor? spans
 def _decode(q: Tensor, k: Tensor, v: Tensor, scale: float, spans: Tensor | None, before: int | None) -> Tensor:
     """Softmax attention of one query, (B, H, 1, K), to the keys [spans[b, 0], spans[b, 1]) of each batch row b, and of
     those to the last `before` + 1 of all."""
-    from regard.paths.machine_code import BLOCK, FIELDS, compiled  # LLVM is loaded by who decodes
+    # llvmlite is imported only when a decode step needs it.
+    from regard.paths.decode_code import BLOCK, FIELDS, source
+    from regard.paths.machine_code import compiled
 
     batch, heads, queries, qk_length = q.shape
     groups, keys, value_length = k.shape[1], k.shape[2], v.shape[3]
     rows, pairs, threads = heads // groups, batch * groups, torch.get_num_threads()
-    if queries != 1 or qk_length % LANES or value_length % LANES or not q.dtype == k.dtype == v.dtype:
-        raise ValueError(f"decode: expected one query, one dtype and head lengths that are multiples of {LANES}")
+    if queries != 1 or qk_length % cpu.LANES or value_length % cpu.LANES or not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"decode: expected one query, one dtype and head lengths that are multiples of {cpu.LANES}")
     seen = _seen(batch, keys, spans, before)
     edges = (ctypes.c_int64 * (2 * batch))(*(edge for span in seen for edge in span))
-    with _compiling:
-        code, _ = compiled(qk_length, value_length, rows, str(q.dtype).removeprefix("torch."), LANES)
+    code = compiled(source, qk_length, value_length, rows, str(q.dtype).removeprefix("torch."), cpu.LANES)
     # As many parts as give every thread as much to do, within what their sums may take.
     parts = max(1, min(threads // gcd(pairs, threads), 8 * threads // pairs, keys // BLOCK))
     q, k, v = q.contiguous(), *(t if t.stride(3) == 1 else t.contiguous() for t in (k, v))
@@ -115,7 +99,7 @@ def _decode(q: Tensor, k: Tensor, v: Tensor, scale: float, spans: Tensor | None,
         told[f"{name}_batch"], told[f"{name}_head"], told[f"{name}_token"], _ = tensor.stride()
     (told["scale"],) = struct.unpack("q", struct.pack("d", scale * log2(e)))
     fields = (ctypes.c_int64 * len(FIELDS))(*(told[name] for name in FIELDS))
-    _in_parallel(code, ctypes.addressof(fields), min(threads, pairs * parts))
+    cpu.in_parallel(code, ctypes.addressof(fields), min(threads, pairs * parts))
     if parts > 1:
         share = torch.exp2(tops - tops.amax(1, keepdim=True))
         sums, totals = (sums * share[..., None]).sum(1), (totals * share).sum(1)
@@ -133,19 +117,6 @@ def _seen(batch: int, keys: int, spans: Tensor | None, before: int | None) -> li
     if len(given) != batch:
         raise ValueError(f"spans: expected one for each of {batch} batch rows, got {len(given)}")
     return [(max(low, oldest), min(high, keys)) for low, high in given]
-
-
-def _in_parallel(code: int, fields: int, threads: int) -> None:
-    """`code(fields)` on each of some threads, PyTorch's own: others would wait for its threads, which spin."""
-    if threads == 1:
-        ctypes.CFUNCTYPE(None, ctypes.c_void_p)(code)(fields)
-    else:
-        _openmp().GOMP_parallel(ctypes.c_void_p(code), ctypes.c_void_p(fields), threads, 0)
-
-
-@cache
-def _openmp() -> Any:
-    return ctypes.CDLL(str(_OPENMP[0]))
 
 
 def _shape(q: Tensor, k: Tensor, v: Tensor, scale: float, spans: Tensor | None, before: int | None) -> Tensor:
