@@ -4,11 +4,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 import regard as rg
 from memory import Allocations, Traffic, saved_bytes
 from regard.mechanisms.kernel import RECENT
+from regard.paths import sums_cost
+from regard.paths.sums import steps
 
 GROUPS = {"MHA": 4, "GQA": 2, "MQA": 1}
 LINEAR = [rg.Quadratic(), rg.Polynomial(degree=4), rg.Elu(), rg.Taylor(), rg.RandomFeatures(n=16)]
@@ -78,6 +82,29 @@ def test_kernel_prefill_flops_are_the_counted_ones(mechanism, mask, length):
     if mask is not None and mask is not rg.causal:
         mask = rg.padding([length, length // 2])
     assert counted(lambda: rg.attend(q, k, v, mechanism, mask)) == rg.cost(mechanism, work_of(q, k, v, mask)).flops
+
+
+@settings(max_examples=300, deadline=None, database=None)
+@given(
+    queries=st.integers(1, 3000),
+    keys=st.integers(1, 3000),
+    offset=st.none() | st.integers(-1500, 3000),
+    which=st.integers(0, 2),
+)
+def test_a_long_walk_costs_what_its_steps_cost_one_by_one(queries, keys, offset, which):
+    """Long walks are told from short ones: exact, whatever stands before, among and after the keys."""
+    mechanism = (rg.Quadratic(), rg.Elu(), rg.RandomFeatures(n=16))[which]
+    work = rg.Work(num_heads=4, num_kv_heads=2, qk_length=8, value_length=8)
+    walked = sums_cost._flops(mechanism, work, steps(queries, keys, offset), False)
+    assert sums_cost._walk_flops(mechanism, work, queries, keys, offset) == walked
+
+
+def test_no_length_is_too_long_to_count_and_no_batch_too_large():
+    long = rg.Work(batch=10**12, query_length=10**15, key_length=10**15, mask=rg.causal)
+    assert rg.cost(rg.Quadratic(), long).flops < rg.cost(rg.Softmax(), long).flops
+    assert rg.cost(rg.Quadratic(), replace(long, query_length=1)).flops > 0
+    with pytest.raises(ValueError, match="key_length: expected a whole number of at least 0, at most"):
+        rg.Work(key_length=10**15 + 1)
 
 
 def test_kernel_flops_grow_linearly_and_softmax_quadratically():

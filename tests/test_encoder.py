@@ -8,6 +8,7 @@ import transformers
 
 import peers
 import regard as rg
+from regard.checkpoints import resolve
 from regard.mechanisms import REGISTRY
 
 SENTENCES = [
@@ -153,7 +154,7 @@ def test_a_head_that_is_not_there_is_one_error():
 @torch.no_grad()
 def test_minilm_embeds_sentences_as_transformers_does():
     ours = rg.load("minilm")
-    folder = rg.checkpoints.resolve("minilm")
+    folder = resolve("minilm")
     theirs, tokenizer = (
         transformers.AutoModel.from_pretrained(folder),
         transformers.AutoTokenizer.from_pretrained(folder),

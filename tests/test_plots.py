@@ -8,8 +8,9 @@ import torch
 from matplotlib.text import Annotation
 
 import regard as rg
+from regard.cost import heads_label, mode_crossover, mode_work
 from regard.files import save_figure
-from regard.plots import cost_figure, heads_label, masks_figure, mode_crossover, mode_work, weights_figure
+from regard.plots import cost_figure, masks_figure, weights_figure
 
 MECHANISMS = {"softmax": rg.Softmax(), "quadratic": rg.Quadratic()}
 TOKENS = ["to", "be", "or", "not", "to", "be"]

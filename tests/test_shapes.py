@@ -8,6 +8,7 @@ import pytest
 ENFORCED = """
 from jaxtyping import install_import_hook
 with install_import_hook("regard", "beartype.beartype"):
+    from regard import *
     import regard as rg
 import torch
 torch.set_num_threads(1)

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from regard.mechanism import Mechanism
 
 
+LONGEST = 10**15
+"""Tokens, or sequences: beyond it a float no longer tells neighbouring lengths apart."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Work:
     """A piece of work: how many queries meet how many keys, in which shape.
@@ -47,8 +51,10 @@ class Work:
             if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected a whole number of at least 1, got {getattr(self, name)!r}")
         for name in ("batch", "query_length", "key_length"):
-            if not isinstance(getattr(self, name), int) or getattr(self, name) < 0:
-                raise ValueError(f"{name}: expected a whole number of at least 0, got {getattr(self, name)!r}")
+            if not isinstance(getattr(self, name), int) or not 0 <= getattr(self, name) <= LONGEST:
+                raise ValueError(
+                    f"{name}: expected a whole number of at least 0, at most {LONGEST:,}, got {getattr(self, name)!r}"
+                )
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_kv_heads: expected a divisor of num_heads={self.num_heads}, got {self.num_kv_heads}")
         if not isinstance(self.dtype, torch.dtype) or not self.dtype.is_floating_point:
@@ -267,6 +273,68 @@ def with_length(work: Work, length: int) -> Work:
     return replace(work, key_length=length, query_length=queries)
 
 
+MODES = ("prefill", "decode")
+"""A whole sequence at once; one new token over a cache."""
+
+
+def heads_label(num_heads: int, num_kv_heads: int) -> str:
+    """What a grouping of heads is called.
+
+    >>> from regard.cost import heads_label
+    >>> [heads_label(32, kv) for kv in (32, 8, 1)]
+    ['MHA', 'GQA', 'MQA']
+    """
+    if num_heads == num_kv_heads:
+        return "MHA"
+    return "MQA" if num_kv_heads == 1 else "GQA"
+
+
+def mode_work(work: Work, mode: str, length: int) -> Work:
+    """The work at a length: a whole sequence for "prefill", one new token over a cache for "decode".
+
+    >>> import regard as rg
+    >>> from regard.cost import mode_work
+    >>> mode_work(rg.Work(), "decode", 512).query_length
+    1
+    """
+    if mode not in MODES:
+        raise ValueError(f"mode: expected one of {', '.join(MODES)}, got {mode!r}")
+    return replace(work, query_length=length if mode == "prefill" else 1, key_length=length)
+
+
+PRICES: dict[str, Rate] = {
+    "flops": lambda mechanism, work: float(cost(mechanism, work).flops),
+    "bytes": lambda mechanism, work: float(cost(mechanism, work).bytes),
+}
+"""What `crossover` can go by without a machine to measure."""
+
+
+def mode_price(mode: str) -> Rate:
+    """What decides a mode's speed, as a price for `crossover`: FLOPs for prefill, bytes moved for decode.
+
+    >>> import regard as rg
+    >>> from regard.cost import mode_price
+    >>> mode_price("decode")(rg.Softmax(), rg.Work(key_length=1024))
+    2105344.0
+    """
+    return PRICES["flops" if mode == "prefill" else "bytes"]
+
+
+def mode_crossover(
+    first: "Mechanism", second: "Mechanism", work: Work, mode: str, price: Rate | None = None
+) -> int | None:
+    """The length from which `second` is cheaper in a mode, by what decides the mode's speed or by another price.
+
+    >>> import regard as rg
+    >>> from regard.cost import mode_crossover
+    >>> mode_crossover(rg.Softmax(), rg.Quadratic(), rg.Work(mask=rg.causal), "decode")
+    2565
+    """
+    # Any length of at least 2 does: a decode of length 1 would read as a whole sequence of one token.
+    at = mode_work(work, mode, 2)
+    return crossover(first, second, at, seconds=price or mode_price(mode))
+
+
 def accumulator(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which statistics and state are kept: float32 or better."""
     return torch.promote_types(dtype, torch.float32)
@@ -281,6 +349,6 @@ def human(value: float, unit: str = "") -> str:
     if value == 0 or not math.isfinite(value):
         return f"{value:g} {unit}".strip()
     step = 0
-    while step < 5 and abs(value) >= 999.5:
+    while step < 10 and abs(value) >= 999.5:
         value, step = value / 1000, step + 1
-    return f"{value:.3g} {' kMGTP'[step].strip()}{unit}".strip()
+    return f"{value:.3g} {' kMGTPEZYRQ'[step].strip()}{unit}".strip()

@@ -20,12 +20,12 @@ import torch
 from matplotlib.figure import Figure
 
 import regard as rg
-from regard.cost import human
+from regard.cost import human, mode_crossover, mode_work
 from regard.data.phrasebook import phrasebook, swaps
 from regard.files import save_figure, write_text
 from regard.laws import LAWS
 from regard.laws.case import HEADS
-from regard.plots import cost_figure, curves_figure, masks_figure, mode_crossover, mode_work, weights_figure
+from regard.plots import cost_figure, curves_figure, masks_figure, weights_figure
 from regard.training.metrics import read_metrics
 from regard.training.recipes.translate import alignment, looks, quality, translate
 

@@ -19,7 +19,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, FixedLocator, FuncFormatter, LogLocator, NullLocator
 from torch import Tensor
 
-from regard.cost import Rate, Work, cost, crossover, with_length
+from regard.cost import MODES, Rate, Work, heads_label, mode_crossover, mode_price, mode_work, with_length
 from regard.mask import Mask
 from regard.mechanism import Mechanism
 
@@ -32,63 +32,11 @@ HIDDEN = "#e4e7eb"
 WEIGHT_MAP = LinearSegmentedColormap.from_list("weight", ["#ffffff", "#c6dcef", "#6aaed6", "#2171b5", "#08306b"])
 DPI = 120
 
-MODES: dict[str, tuple[str, str, str]] = {
+MODE_WORDS: dict[str, tuple[str, str, str]] = {
     "prefill": ("Prefill: FLOPs of a whole sequence", "FLOPs", ""),
     "decode": ("Decode: bytes moved for one new token", "bytes moved", "B"),
 }
 """For each mode, its panel's title, its vertical axis and the axis's unit: the quantity that decides its speed."""
-
-
-def heads_label(num_heads: int, num_kv_heads: int) -> str:
-    """What a grouping of heads is called.
-
-    >>> [heads_label(32, kv) for kv in (32, 8, 1)]
-    ['MHA', 'GQA', 'MQA']
-    """
-    if num_heads == num_kv_heads:
-        return "MHA"
-    return "MQA" if num_kv_heads == 1 else "GQA"
-
-
-def mode_work(work: Work, mode: str, length: int) -> Work:
-    """The work at a length: a whole sequence for "prefill", one new token over a cache for "decode".
-
-    >>> import regard as rg
-    >>> mode_work(rg.Work(), "decode", 512).query_length
-    1
-    """
-    if mode not in MODES:
-        raise ValueError(f"mode: expected one of {', '.join(MODES)}, got {mode!r}")
-    return replace(work, query_length=length if mode == "prefill" else 1, key_length=length)
-
-
-PRICES: dict[str, Rate] = {
-    "flops": lambda mechanism, work: float(cost(mechanism, work).flops),
-    "bytes": lambda mechanism, work: float(cost(mechanism, work).bytes),
-}
-"""What `crossover` can go by without a machine to measure."""
-
-
-def mode_price(mode: str) -> Rate:
-    """What decides a mode's speed, as a price for `crossover`: FLOPs for prefill, bytes moved for decode.
-
-    >>> import regard as rg
-    >>> mode_price("decode")(rg.Softmax(), rg.Work(key_length=1024))
-    2105344.0
-    """
-    return PRICES["flops" if mode == "prefill" else "bytes"]
-
-
-def mode_crossover(first: Mechanism, second: Mechanism, work: Work, mode: str, price: Rate | None = None) -> int | None:
-    """The length from which `second` is cheaper in a mode, by what decides the mode's speed or by another price.
-
-    >>> import regard as rg
-    >>> mode_crossover(rg.Softmax(), rg.Quadratic(), rg.Work(mask=rg.causal), "decode")
-    2565
-    """
-    # Any length of at least 2 does: a decode of length 1 would read as a whole sequence of one token.
-    at = mode_work(work, mode, 2)
-    return crossover(first, second, at, seconds=price or mode_price(mode))
 
 
 def weights_figure(
@@ -186,7 +134,7 @@ def cost_figure(
     work: Work,
     *,
     kv_heads: Sequence[int] | None = None,
-    modes: Sequence[str] = tuple(MODES),
+    modes: Sequence[str] = MODES,
     shortest: int = 512,
     longest: int = 131072,
     title: str = "",
@@ -216,7 +164,7 @@ def cost_figure(
 def _cost_panel(
     axes: Axes, mechanisms: Mapping[str, Mechanism], works: Mapping[int, Work], mode: str, shortest: int, longest: int
 ) -> None:
-    heading, quantity, unit = MODES[mode]
+    heading, quantity, unit = MODE_WORDS[mode]
     price = mode_price(mode)
     lengths = _sampled(shortest, longest)
     ends: list[tuple[float, str, str]] = []

@@ -5,15 +5,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 
 import regard as rg
 from regard.cli.common import digits, one_of, one_thread, print_json, print_table, progress
-from regard.cost import human
-from regard.laws.case import DTYPES
+from regard.cost import LONGEST, MODES, PRICES, heads_label, human, mode_crossover, mode_work
 from regard.mechanisms import REGISTRY, named
 
-MODE_NAMES = ("prefill", "decode", "both")
+DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
+WIDEST = 1 << 20
+"""Heads, channels, sequences: the most of them that can be asked about."""
 LENGTHS = (1024, 8192, 65536)
 
 
@@ -33,17 +35,19 @@ def cost(
         ),
     ] = None,
     heads: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Query heads. Default: 32, 4 with --measure.")
+        int | None, typer.Option(min=1, max=WIDEST, metavar="N", help="Query heads. Default: 32, 4 with --measure.")
     ] = None,
     kv_heads: Annotated[
         list[int] | None,
-        typer.Option(min=1, metavar="N", help="Key/value heads. May repeat. Default: one each of MHA, GQA, MQA."),
+        typer.Option(
+            min=1, max=WIDEST, metavar="N", help="Key/value heads. May repeat. Default: one each of MHA, GQA, MQA."
+        ),
     ] = None,
-    qk_length: Annotated[int, typer.Option(min=1, metavar="N", help="Length of queries and keys.")] = 64,
+    qk_length: Annotated[int, typer.Option(min=1, max=WIDEST, metavar="N", help="Length of queries and keys.")] = 64,
     value_length: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Length of values. Default: qk-length.")
+        int | None, typer.Option(min=1, max=WIDEST, metavar="N", help="Length of values. Default: qk-length.")
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, metavar="N", help="Sequences at once.")] = 1,
+    batch: Annotated[int, typer.Option(min=1, max=WIDEST, metavar="N", help="Sequences at once.")] = 1,
     dtype: Annotated[
         str | None,
         typer.Option(metavar="NAME", help=f"Of {', '.join(DTYPES)}. Default: bfloat16, float32 with --measure."),
@@ -57,7 +61,8 @@ def cost(
     ] = None,
     is_causal: Annotated[bool, typer.Option("--causal/--no-causal", help="Hide the future in prefill.")] = True,
     embedding_dim: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Count the layer too: its projections, and the bottleneck.")
+        int | None,
+        typer.Option(min=1, max=WIDEST, metavar="N", help="Count the layer too: its projections, and the bottleneck."),
     ] = None,
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw cost over length into this picture file.")
@@ -84,9 +89,8 @@ def cost(
         dtype=one_of("dtype", dtype or ("float32" if measure else "bfloat16"), DTYPES),
         mask=mask,
     )
-    lengths = _whole_numbers("length", length) or list(LENGTHS)
-    one_of("mode", mode, {name: name for name in MODE_NAMES})
-    modes = ["prefill", "decode"] if mode == "both" else [mode]
+    lengths = _lengths(length) or list(LENGTHS)
+    modes = one_of("mode", mode, {**{name: [name] for name in MODES}, "both": list(MODES)})
     groupings = kv_heads or ([num_heads] if measure else _three_groupings(num_heads))
     with one_thread():
         rows = _cost_rows(chosen, work, groupings, modes, lengths, embedding_dim)
@@ -108,13 +112,15 @@ def cost(
         print(f"-> {plot}")
 
 
-def _whole_numbers(name: str, given: Sequence[str] | None) -> list[int]:
-    """Numbers from options that may repeat and may list with commas."""
-    parts = [part.strip() for text in given or [] for part in text.split(",")]
-    for part in parts:
-        if not part.isdecimal() or int(part) < 1:
-            raise ValueError(f"{name}: expected whole numbers of at least 1, got {part!r}")
-    return list(dict.fromkeys(int(part) for part in parts))
+def _lengths(texts: Sequence[str] | None) -> list[int]:
+    """Lengths from options that may repeat and may list with commas."""
+    lengths = []
+    for part in (part.strip() for text in texts or [] for part in text.split(",")):
+        length = int(part) if part.isdecimal() and len(part) <= len(str(LONGEST)) else 0
+        if not 1 <= length <= LONGEST:
+            raise ValueError(f"length: expected whole numbers from 1 to {LONGEST:,}, got {part[:40]!r}")
+        lengths.append(length)
+    return list(dict.fromkeys(lengths))
 
 
 def _three_groupings(num_heads: int) -> list[int]:
@@ -132,8 +138,6 @@ def _cost_rows(
     lengths: Sequence[int],
     embedding_dim: int | None,
 ) -> list[dict[str, Any]]:
-    from regard.plots import heads_label, mode_work
-
     rows = []
     for mode in modes:
         for kv in groupings:
@@ -174,8 +178,6 @@ def _crossovers(
     mechanisms: dict[str, rg.Mechanism], work: rg.Work, groupings: Sequence[int], modes: Sequence[str]
 ) -> list[dict[str, Any]]:
     """From which length one of the first two mechanisms is cheaper than the other, for good."""
-    from regard.plots import PRICES, heads_label, mode_crossover
-
     if len(mechanisms) < 2:
         return []
     (first, one), (second, two) = list(mechanisms.items())[:2]
@@ -234,7 +236,6 @@ def _draw_cost(
 def _measured(mechanisms: dict[str, rg.Mechanism], work: rg.Work, num_kv_heads: int) -> dict[str, Any]:
     """The prefill crossover of the first two mechanisms as this machine's rates predict it, and as it is."""
     from regard.bench import LOOKS, ROUNDS, crossing
-    from regard.plots import mode_work
 
     if len(mechanisms) < 2:
         raise ValueError("measure: expected two mechanisms to compare, got one")

@@ -13,19 +13,15 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from regard.cli import leaving_at_once
+from regard.cli.commands import COMMANDS, command, documentation, examples, group
 from regard.cli.common import output, print_json, print_table
-from regard.training.recipes import NAMES, recipe
+from regard.training import recipes
 from regard.training.settings import Settings
 
 if TYPE_CHECKING:
     from regard.training import Report, Task
     from regard.training.parallel import Place
-
-app = typer.Typer(
-    help="Train a model by a recipe; or go on with a run.",
-    epilog="Example:\n\n  regard train translate --mechanism quadratic",
-    no_args_is_help=True,
-)
 
 FLAGS = {"start": "--from"}
 """Fields whose flag is not their own name: `from` is a word of Python's."""
@@ -40,7 +36,8 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the end of the run a
 
 def _command(name: str) -> Callable[..., None]:
     """The command of a recipe."""
-    module = recipe(name)
+    with leaving_at_once():
+        module = recipes.recipe(name)
     options, settings = fields(module.Options), fields(Settings)
     defaults = module.settings()
 
@@ -68,7 +65,7 @@ def _command(name: str) -> Callable[..., None]:
     ]
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {one.name: one.annotation for one in parameters}
-    run.__doc__ = (module.__doc__ or "").split("\n\n")[0].replace("\n", " ")
+    run.__doc__ = _summary(module.__doc__ or "")
     return run
 
 
@@ -122,10 +119,10 @@ def _placed(device: str | None, strategy: str) -> Any:
 
 
 def _run(task: "Task", settings: Settings, folder: Path, place: "Place", as_json: bool) -> None:
-    from regard.training import train
+    from regard.training import loop
 
     if not place.first:
-        train(task, settings, folder, place=place)
+        loop.train(task, settings, folder, place=place)
         return
     console = Console(stderr=True)
     columns = (
@@ -150,7 +147,7 @@ def _run(task: "Task", settings: Settings, folder: Path, place: "Place", as_json
             for words in lines:
                 console.print(words, highlight=False, markup=False, soft_wrap=True)
 
-        report = train(task, settings, folder, place=place, watch=watch)
+        report = loop.train(task, settings, folder, place=place, watch=watch)
     _show(report, folder, as_json)
 
 
@@ -179,10 +176,32 @@ def _show(report: "Report", folder: Path, as_json: bool) -> None:
         raise typer.Exit(130)
 
 
-def _examples(name: str) -> str:
-    return f"Example:\n\n  regard train {name} --mechanism quadratic --out runs/{name}-quadratic"
+def _load(name: str) -> Any:
+    """The command of a recipe, or `resume`."""
+    if name == "resume":
+        return command(resume, name, ("regard train resume runs/translate",))
+    return command(_command(name), name, (f"regard train {name} --mechanism quadratic --out runs/{name}-quadratic",))
 
 
-for _name in NAMES:
-    app.command(_name, epilog=_examples(_name))(_command(_name))
-app.command("resume", epilog="Example:\n\n  regard train resume runs/translate")(resume)
+def _listed(name: str) -> str:
+    if name == "resume":
+        return documentation(Path(__file__), name)
+    return _summary(documentation(Path(recipes.__file__).with_name(f"{name}.py")))
+
+
+def _summary(text: str) -> str:
+    """The first paragraph of a docstring, as one line."""
+    return text.split("\n\n")[0].replace("\n", " ")
+
+
+def train() -> None:
+    """Train a model by a recipe; or go on with a run."""
+
+
+app = group(
+    {name: _listed(name) for name in (*recipes.NAMES, "resume")},
+    _load,
+    epilog=examples(*COMMANDS["train"][1]),
+    no_args_is_help=True,
+)
+app.callback()(train)

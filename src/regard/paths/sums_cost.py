@@ -1,5 +1,6 @@
 """What the linear form of a kernel costs, from the very steps that are walked."""
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -7,6 +8,9 @@ from regard.cost import Cost, Work, accumulator
 from regard.paths.stream import folded
 from regard.paths.sums import CHUNK, Step, steps
 from regard.structure import structure
+
+SETTLED = 2
+"""Chunks until a walk repeats itself: the first has no sums to meet yet, the last is not folded."""
 
 
 def sums_bytes(mechanism: Any, work: Work) -> int:
@@ -29,10 +33,13 @@ def cost(mechanism: Any, work: Work, recent: int, state_bytes: int) -> Cost:
         moved = replace(work, key_length=work.query_length, mask=None).io_bytes + state_bytes
     else:
         known = structure(work.rule, work.query_length, length)
-        spans = known.rows or ((0, length),) * work.batch
+        spans = Counter(known.rows) if known.rows else {(0, length): work.batch}
         offset = length - work.query_length
-        plans = [(steps(work.query_length, b - a, offset - a if known.causal else None), b - a) for a, b in spans]
-        flops = sum(_flops(mechanism, work, plan, False) for plan, keys in plans if keys > 0 < work.query_length)
+        flops = sum(
+            rows * _walk_flops(mechanism, work, work.query_length, high - low, offset - low if known.causal else None)
+            for (low, high), rows in spans.items()
+            if high > low and work.query_length
+        )
         moved = work.io_bytes
     # A whole sequence folds chunk by chunk; a stream folds half of the newest keys, which its queries meet one by one.
     fold, keys = (recent // 2, recent) if streamed else (min(CHUNK, length), min(CHUNK, length))
@@ -44,6 +51,40 @@ def cost(mechanism: Any, work: Work, recent: int, state_bytes: int) -> Cost:
         activation_bytes=sums_bytes(mechanism, work) + groups * rows * (size + keys) * kind,
         form="linear",
     )
+
+
+def _walk_flops(mechanism: Any, work: Work, queries: int, keys: int, offset: int | None) -> int:
+    """FLOPs a key head spends on the steps of a whole sequence, however long.
+
+    The steps repeat chunk by chunk, in three places: where keys are folded that no query meets, where a chunk of
+    queries meets its own chunk of keys, and where queries that stand after all keys meet the last chunk. Each
+    repetition costs the same, so two short walks tell what a long one costs.
+    """
+    places: tuple[tuple[int, tuple[int, int, int]], ...]
+    if offset is None:
+        places = ((keys, (0, CHUNK, 0)), (queries, (CHUNK, 0, 0)))
+    else:
+        inside = min(queries + min(offset, 0), keys - max(offset, 0))
+        places = (
+            (min(offset, keys), (0, CHUNK, CHUNK)),
+            (inside, (CHUNK, CHUNK, 0)),
+            (min(queries, queries + offset - keys), (CHUNK, 0, 0)),
+        )
+    for room, (more_queries, more_keys, more_offset) in places:
+        repeats = room // CHUNK - SETTLED
+        if repeats > 1:
+            fewer, more = (
+                _walk_flops(
+                    mechanism,
+                    work,
+                    queries - left_out * more_queries,
+                    keys - left_out * more_keys,
+                    None if offset is None else offset - left_out * more_offset,
+                )
+                for left_out in (repeats, repeats - 1)
+            )
+            return fewer + repeats * (more - fewer)
+    return _flops(mechanism, work, steps(queries, keys, offset), False)
 
 
 def _stream_flops(mechanism: Any, work: Work, recent: int) -> int:
@@ -62,11 +103,12 @@ def _flops(mechanism: Any, work: Work, plan: list[Step], history: bool) -> int:
     size, phi = mechanism.summed_length(work.qk_length), mechanism.feature_flops(work.qk_length)
     score = work.qk_length if mechanism.short else size
     per_query = 2 * size * work.value_length + mechanism.normaliser_flops(work.qk_length)[0]
+    per_fold = _fold_flops(mechanism, work)
     total = 0
     for step in plan:
         keys, queries = step.high - step.low, work.num_heads // work.num_kv_heads * (step.stop - step.start)
         if step.folds:
-            total += keys * _fold_flops(mechanism, work)
+            total += keys * per_fold
             history = True
             continue
         total += 2 * queries * keys * (score + work.value_length) + history * queries * per_query
