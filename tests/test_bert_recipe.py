@@ -425,4 +425,4 @@ def test_results_stand_beside_their_baselines(python):
     assert 0.03 < found["masked words baseline"] < 0.1
     # Passages that follow each other share words; that alone tells more than chance.
     assert 0.6 < found["next sentence shared words baseline"] < 0.9
-    assert "documents" in python.card()["data"]
+    assert "documents" in python.card().data

@@ -121,7 +121,7 @@ def test_results_are_right(own, tmp_path):
     assert found["accuracy"] == pytest.approx(share)
     assert found["macro F1"] == pytest.approx(2 * share / (1 + share) / 3)
     assert found["baseline"] == pytest.approx((labels == np.bincount(task.train.labels).argmax()).mean())
-    assert "3 classes (food, sky, work)" in task.card()["data"]
+    assert "3 classes (food, sky, work)" in task.card().data
 
 
 def test_a_batch_is_the_sum_of_its_examples(own, tmp_path):

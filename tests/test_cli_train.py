@@ -9,9 +9,17 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from PIL import Image
 
 import regard as rg
+from regard.training import Card, Report, Settings, recipes
 from regard.training.metrics import read_metrics
+from regard.training.parallel import Place
+from regard.training.recipes import translate
+from regard.training.records import write_card
+from regard.training.runs import begin, default_folder
+from test_cli import entry_point
 
 TINY = ["--count", "300", "--held-out", "20", "--vocabulary", "400", "--width", "16", "--heads", "2", "--layers", "1",
         "--hidden", "32", "--batch-size", "8", "--device", "cpu"]  # fmt: skip
@@ -85,41 +93,135 @@ def test_torchrun_takes_the_same_command(tmp_path):
     assert json.loads((two / "environment.json").read_text())["processes"] == 2
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["translate", "--data", "nothing.tsv"], "nothing.tsv"),
-        (["translate", "--data", "columns.tsv"], "columns.tsv, line 2: expected 2 columns"),
-        (["translate", "--data", "broken.tsv"], "broken.tsv, line 2"),
-        (["translate", "--data", "empty.tsv"], "empty.tsv"),
-        (["translate", "--mechanism", "softmux"], "mechanism"),
-        (["translate", "--kv-heads", "3"], "num_kv_heads"),
-        (["translate", "--steps", "0"], "steps: expected a whole number of at least 1, got 0"),
-        (["translate", "--batch-tokens", "3"], "batch_tokens"),
-        (["translate", "--strategy", "fsdp"], "strategy: expected fsdp under torchrun alone"),
-        (["translate", "--device", "tpu"], "device"),
-        (["classify", "--data", "one.tsv"], "expected at least 2 classes"),
-        (["vision", "--data", "empty-folder"], "empty-folder"),
-        (["lm", "--data", "empty-folder"], "empty-folder"),
-        (["bert", "--data", "empty.tsv"], "empty.tsv"),
-        (["resume", "nowhere"], "nowhere"),
-        (["resume", "spoiled"], "run.json"),
-    ],
-)
-def test_what_a_user_gets_wrong_is_one_line(tmp_path, words, said):
+RECIPES = recipes.NAMES
+FAILURES = {
+    "a missing file": (["--data", "nothing.tsv"], "nothing.tsv"),
+    "an empty file": (["--data", "empty.tsv"], "empty.tsv"),
+    "an empty folder": (["--data", "empty-folder"], "empty-folder"),
+    "bytes that are no text": (["--data", "bytes.tsv"], "bytes.tsv"),
+    "a mechanism of no name": (["--mechanism", "softmux"], "softmux"),
+    "a width that heads do not divide": (["--width", "17", "--heads", "2"], ": expected"),
+    "no steps": (["--steps", "0"], "steps: expected a whole number of at least 1, got 0"),
+    "a batch too small": (["--batch-tokens", "1"], "batch_tokens: expected room for the longest example"),
+    "a device that is not here": (["--device", "tpu"], "device"),
+    "shards for one process": (["--strategy", "fsdp"], "strategy: expected fsdp under torchrun alone"),
+    "a flag of no name": (["--nosuch", "1"], "nosuch"),
+}
+SPECIAL = [
+    (["translate", "--data", "columns.tsv"], "columns.tsv, line 2: expected 2 columns"),
+    (["translate", "--data", "broken.tsv"], "broken.tsv, line 2"),
+    (["translate", "--count", "50", "--held-out", "5", "--kv-heads", "3"], "num_kv_heads"),
+    (["classify", "--data", "one.tsv"], "expected at least 2 classes"),
+    (["classify", "--from", "nowhere"], "nowhere"),
+    (["resume", "nowhere"], "nowhere"),
+    (["resume", "spoiled"], "run.json"),
+]
+SMALL: dict[str, dict[str, object]] = {
+    "translate": {"count": 50, "held_out": 5},
+    "lm": {"data": "words.txt", "vocabulary": 300, "context": 32},
+    "bert": {"data": "words.txt", "vocabulary": 80},
+    "classify": {"data": "labels.tsv", "vocabulary": 80},
+    "vision": {"data": "images"},
+}
+"""Data that is read in no time, for failures that come after it."""
+
+
+@pytest.fixture
+def files(tmp_path):
+    """A folder with data of all kinds, some of it wrong in many ways."""
     (tmp_path / "columns.tsv").write_text("un\tone\ndeux\ttwo\ttoo\n")
     (tmp_path / "broken.tsv").write_bytes(b"un\tone\nd\xffux\ttwo\n")
+    (tmp_path / "bytes.tsv").write_bytes(b"\xff\xfe\x00\x80" * 100)
     (tmp_path / "empty.tsv").write_text("")
     (tmp_path / "one.tsv").write_text("".join(f"same\ttext number {n} of some\n" for n in range(40)))
+    (tmp_path / "labels.tsv").write_text("".join(f"{n % 2}\ttext number {n} of some\n" for n in range(80)))
+    (tmp_path / "words.txt").write_text("".join(f"It is {n}. So it was {n}.\n\n" for n in range(200)))
     (tmp_path / "empty-folder").mkdir()
     (tmp_path / "spoiled").mkdir()
     (tmp_path / "spoiled/run.json").write_text("{}")
-    done = regard("train", *words, cwd=tmp_path)
-    assert done.returncode == 2, done.stdout + done.stderr
-    lines = done.stderr.strip().splitlines()
-    assert len(lines) == 1, done.stderr
-    assert lines[0].startswith("regard: error: ")
-    assert said in lines[0]
+    for number in range(8):
+        folder = tmp_path / "images" / ("train" if number % 4 else "test") / ("odd" if number % 2 else "even")
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.new("L", (14, 14), number).save(folder / f"{number}.png")
+    return tmp_path
+
+
+@pytest.fixture
+def wrong(files, monkeypatch, capsys):
+    """Run a command that fails: its only line."""
+    before = sorted(files.rglob("*"))
+    call = entry_point(monkeypatch, capsys)
+
+    def run(*words):
+        done = call("train", *words, cwd=files)
+        assert done.returncode == 2, done.stdout + done.stderr
+        assert done.stdout == ""
+        lines = done.stderr.strip().splitlines()
+        assert len(lines) == 1, done.stderr
+        assert lines[0].startswith("regard: error: ")
+        assert sorted(files.rglob("*")) == before, "something was left behind"
+        return lines[0]
+
+    return run
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_failure_is_one_line_and_leaves_nothing(wrong, recipe, failure):
+    words, said = FAILURES[failure]
+    small = {} if "--data" in words else SMALL[recipe]
+    data = [word for name, value in small.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    assert said in wrong(recipe, *data, *words)
+    assert said in wrong(recipe, *data, *words, "--out", "deep/er/run")
+
+
+@pytest.mark.parametrize(("words", "said"), SPECIAL, ids=lambda part: " ".join(part) if isinstance(part, list) else "")
+def test_what_a_user_gets_wrong_is_one_line(wrong, words, said):
+    assert said in wrong(*words)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_card_says_what_the_model_learned_from_and_is_for(files, monkeypatch, recipe):
+    monkeypatch.chdir(files)
+    module = recipes.recipe(recipe)
+    task = module.build(module.Options(**SMALL[recipe], width=16, heads=2), files, seed=0)
+    card = task.card()
+    assert isinstance(card, Card)
+    assert card.data not in ("", Card().data)
+    assert card.use not in ("", Card().use)
+    write_card(task, Settings(steps=1, batch_size=8), files, Report(step=1, steps=1, results={"loss": 0.5}))
+    text = (files / "README.md").read_text()
+    assert f"## Data\n{card.data}\n" in text
+    assert f"## Use\n{card.use}\n" in text
+
+
+def test_a_failure_leaves_the_name_and_what_others_put_there(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    options, place = translate.Options(data=("nothing.tsv",)), Place(0, 1, torch.device("cpu"))
+    assert default_folder("translate") == Path("runs/translate")
+    Path("runs/lm").mkdir(parents=True)
+    Path("mine").mkdir()
+    for folder in ("runs/translate", "mine"):
+        with pytest.raises((ValueError, OSError)):
+            begin("translate", options, Settings(steps=1, batch_size=8), folder, place)
+    assert default_folder("translate") == Path("runs/translate")
+    assert sorted(map(str, Path().rglob("*"))) == ["mine", "runs", "runs/lm"]
+
+
+def test_an_interrupt_while_data_is_read_leaves_nothing(tmp_path, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(translate, "train_bpe", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        begin(
+            "translate",
+            translate.Options(count=50, held_out=5),
+            Settings(steps=1, batch_size=8),
+            tmp_path / "runs/translate",
+            Place(0, 1, torch.device("cpu")),
+        )
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_run_killed_before_it_began_may_begin_again(tmp_path):

@@ -116,10 +116,10 @@ class TestTask:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         task = made(tmp_path)
-        assert "sacrebleu" not in task.card()["data"]
+        assert "sacrebleu" not in task.card().data
         monkeypatch.setitem(sys.modules, "sacrebleu", None)
         assert "bleu" not in translate.quality(task.model.eval(), phrasebook("held_out", 3))
-        assert "sacrebleu" in task.card()["data"]
+        assert "sacrebleu" in task.card().data
 
     def test_a_users_own_pairs(self, tmp_path: Path) -> None:
         lines = [f"un mot {number}\ta word {number}\n" for number in range(60)]
@@ -128,8 +128,8 @@ class TestTask:
         task = made(tmp_path, data=(str(tmp_path / "pairs.tsv"),), held_out=10)
         assert len(task.sizes()) + len(task.held_out.pairs) in (60, 61)
         assert max(task.sizes()) < 100
-        assert "pairs.tsv" in task.card()["data"]
-        assert str(tmp_path) not in task.card()["data"]
+        assert "pairs.tsv" in task.card().data
+        assert str(tmp_path) not in task.card().data
 
     @pytest.mark.parametrize("name", CAUSAL)
     def test_every_causal_mechanism_learns_and_translates(self, name: str, tmp_path: Path) -> None:

@@ -448,7 +448,7 @@ def test_evaluation_is_over_all_test_images(monkeypatch):
     assert found["loss"] == pytest.approx(F.cross_entropy(logits, labels).item(), rel=1e-6)
     assert len(task.samples(model)) == 6
     assert task.samples(model)[0].startswith("a: taken for ")
-    assert "24 images of 8×8 to train on, 10 to test on" in task.card()["data"]
+    assert "24 images of 8×8 to train on, 10 to test on" in task.card().data
     assert task.watched[0] in found
 
 

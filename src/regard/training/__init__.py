@@ -6,6 +6,6 @@ run and that `rg.load` opens.
 
 from regard.training.loop import Report, train
 from regard.training.settings import Settings, option
-from regard.training.task import IGNORED, Batch, Task, Totals
+from regard.training.task import IGNORED, Batch, Card, Task, Totals
 
-__all__ = ["IGNORED", "Batch", "Report", "Settings", "Task", "Totals", "option", "train"]
+__all__ = ["IGNORED", "Batch", "Card", "Report", "Settings", "Task", "Totals", "option", "train"]

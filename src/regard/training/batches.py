@@ -12,6 +12,18 @@ STRETCH = 64
 """Batches within which examples are sorted by size."""
 
 
+def check_sizes(sizes: Sequence[int], batch_tokens: int | None) -> None:
+    """Raise ValueError unless there are examples and each fits a batch.
+
+    >>> from regard.training.batches import check_sizes
+    >>> check_sizes([5, 1, 4, 2], batch_tokens=8)
+    """
+    if not len(sizes):
+        raise ValueError("sizes: expected at least one example, got none")
+    if batch_tokens is not None and (longest := int(np.max(sizes))) > batch_tokens:
+        raise ValueError(f"batch_tokens: expected room for the longest example, {longest} tokens, got {batch_tokens}")
+
+
 def plan(
     sizes: Sequence[int], seed: int, epoch: int, *, batch_tokens: int | None = None, batch_size: int | None = None
 ) -> list[list[int]]:
@@ -24,13 +36,8 @@ def plan(
     >>> sorted(sum(plan([5, 1, 4, 2], seed=0, epoch=0, batch_tokens=10), []))
     [0, 1, 2, 3]
     """
+    check_sizes(sizes, batch_tokens)
     known = np.asarray(sizes)
-    if not len(known):
-        raise ValueError("sizes: expected at least one example, got none")
-    if batch_tokens is not None and int(known.max()) > batch_tokens:
-        raise ValueError(
-            f"batch_tokens: expected room for the longest example, {int(known.max())} tokens, got {batch_tokens}"
-        )
     random = np.random.default_rng((seed, epoch))
     order = random.permutation(len(known))
     each = batch_size or max(1, int(batch_tokens or 0) // max(1, int(known.mean())))

@@ -93,7 +93,7 @@ def write_curves(folder: Path) -> None:
 
 def write_card(task: Task, settings: Settings, folder: Path, report: "Report") -> None:
     """README.md of a run: what was trained on what, how, and with which results."""
-    told = task.card()
+    card = task.card()
     model = task.model
     rows = "\n".join(f"| {name} | {value:.4g} |" for name, value in report.results.items())
     numbers = sum(one.numel() for one in model.parameters())
@@ -101,12 +101,10 @@ def write_card(task: Task, settings: Settings, folder: Path, report: "Report") -
         f"# {task.name}: a {type(model).__name__.lower()} of {numbers:,} parameters",
         f"Mechanism: `{model.config.mechanism!r}`. Trained for {report.step:,} of {settings.steps:,} steps"
         + (", stopped early." if report.early else "."),
-        "## Data\n" + told.get("data", "Not described."),
+        "## Data\n" + card.data,
         "## Results on held-out examples, of the best evaluation\n| | |\n|---|---|\n" + rows,
         "![curves](curves.png)",
-        "## Use\n"
-        + told.get("use", "An experiment.")
-        + f"\n\n```python\nimport regard as rg\n\nmodel = rg.load({json.dumps(str(folder))})\n```",
+        f"## Use\n{card.use}\n\n```python\nimport regard as rg\n\nmodel = rg.load({json.dumps(str(folder))})\n```",
         "## Settings\n```json\n" + json.dumps(settings.to_json(), indent=1) + "\n```",
         "Options are in run.json, the machine and the versions in environment.json, every step in metrics.jsonl.",
     ]

@@ -11,12 +11,15 @@ metrics.jsonl  tensorboard/  curves.png  README.md
 import hashlib
 import json
 import shutil
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
 from regard.checkpoints.errors import CheckpointError
 from regard.files import write_text
+from regard.training.batches import check_sizes
 from regard.training.parallel import Place
 from regard.training.recipes import recipe
 from regard.training.records import environment
@@ -33,26 +36,34 @@ SAMPLED = 16
 def begin(name: str, options: Any, settings: Settings, folder: str | Path, place: Place) -> Task:
     """A new run in a new folder; all processes call it.
 
-    >>> import tempfile, torch
-    >>> from regard.training import Settings
-    >>> from regard.training.parallel import Place
-    >>> from regard.training.recipes import translate
-    >>> from regard.training.runs import begin, reopen
-    >>> options = translate.Options(count=100, width=16, heads=2, layers=1)
-    >>> place = Place(0, 1, torch.device("cpu"))
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     task = begin("translate", options, Settings(steps=2, batch_size=8), Path(folder) / "run", place)
-    ...     reopen(Path(folder) / "run", place)[1].steps
-    2
+        >>> import tempfile, torch
+        >>> from regard.training import Settings
+        >>> from regard.training.batches import check_sizes
+    from regard.training.parallel import Place
+        >>> from regard.training.recipes import translate
+        >>> from regard.training.runs import begin, reopen
+        >>> options = translate.Options(count=100, width=16, heads=2, layers=1)
+        >>> place = Place(0, 1, torch.device("cpu"))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     task = begin("translate", options, Settings(steps=2, batch_size=8), Path(folder) / "run", place)
+        ...     reopen(Path(folder) / "run", place)[1].steps
+        2
     """
     target = Path(folder)
     place.wait()  # all have chosen their folder, which may be the first that is free, before it is there
+    missing = [folder for folder in (target, *target.parents) if not folder.exists()]
     if place.first:
         _check_new(target)
         shutil.rmtree(target / "data", ignore_errors=True)
         (target / "data").mkdir(parents=True, exist_ok=True)
     place.wait()
-    task = _built(name, options, settings, target, place)
+    try:
+        task = _built(name, options, settings, target, place)
+        check_sizes(task.sizes(), settings.batch_tokens)
+    except BaseException:
+        if place.first:
+            _remove(target, missing)
+        raise
     if place.first:
         values = {
             "regard": VERSION,
@@ -65,6 +76,14 @@ def begin(name: str, options: Any, settings: Settings, folder: str | Path, place
         write_text(target / "run.json", json.dumps(values, indent=1, ensure_ascii=False) + "\n")
     place.wait()
     return task
+
+
+def _remove(target: Path, made: Sequence[Path]) -> None:
+    """Take back a run that did not begin, so that its name is free again: its data, and the folders made for it."""
+    shutil.rmtree(target / "data", ignore_errors=True)
+    for folder in made:
+        with suppress(OSError):  # somebody else has put something there
+            folder.rmdir()
 
 
 def _check_new(target: Path) -> None:

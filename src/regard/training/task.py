@@ -9,7 +9,8 @@ same whether it is taken at once, in pieces, or on many machines.
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 from torch import Tensor, nn
 
@@ -22,6 +23,19 @@ Totals = dict[str, Tensor]
 
 IGNORED = -100
 """The target of places that nothing is predicted at, as torch's cross-entropy has it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Card:
+    """What a model card says beyond results, in sentences.
+
+    >>> from regard.training import Card
+    >>> Card(data="60,000 images of clothes.").use
+    'An experiment.'
+    """
+
+    data: str = "Not described."
+    use: str = "An experiment."
 
 
 class Task(ABC):
@@ -54,9 +68,9 @@ class Task(ABC):
     def evaluate(self, model: Model) -> dict[str, float]:
         """Results on held-out examples; `watched` is among them. The model is in eval mode, gradients are off."""
 
-    def card(self) -> dict[str, Any]:
-        """What the model card says beyond results: "data" and "intended use" as sentences."""
-        return {}
+    def card(self) -> Card:
+        """What the model card says beyond results."""
+        return Card()
 
     def samples(self, model: Model) -> list[str]:
         """A few lines that a person would like to see after an evaluation: translations, continuations."""

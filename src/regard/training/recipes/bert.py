@@ -10,7 +10,7 @@ third, the inverted sentence. The embedded text is Python's own documentation.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from regard.mechanisms import REGISTRY
 from regard.models.base import Model
 from regard.models.encoder import Encoder, EncoderConfig
 from regard.training.settings import Settings, option
-from regard.training.task import IGNORED, Batch, Task, Totals
+from regard.training.task import IGNORED, Batch, Card, Task, Totals
 
 JUDGED = 512
 """Held-out examples of each kind that an evaluation looks at."""
@@ -186,16 +186,16 @@ class Bert(Task):
             found |= {full: value for full, value in self.baselines.items() if full.startswith(name)}
         return found
 
-    def card(self) -> dict[str, Any]:
+    def card(self) -> Card:
         source = Path(self.options.data).name if self.options.data else "Python's own documentation"
         parts = [
             f"{len(one.corpus.documents) - 1:,} documents with {len(one.corpus.tokens):,} word pieces"
             for one in (self.train, self.held_out)
         ]
-        return {
-            "data": f"English of {source}: {parts[0]}; {parts[1]} are held out.",
-            "use": "A beginning for other tasks on text: `regard train classify --from RUN`.",
-        }
+        return Card(
+            data=f"English of {source}: {parts[0]}; {parts[1]} are held out.",
+            use="A beginning for other tasks on text: `regard train classify --from RUN`.",
+        )
 
     def samples(self, model: Model) -> list[str]:
         """The first held-out pairs, with what the model says for the words under masks."""

@@ -8,7 +8,7 @@ The embedded texts are sentences of Python's documentation, by the area of the s
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from regard.mechanisms import REGISTRY, named
 from regard.models.base import Model
 from regard.models.encoder import Encoder, EncoderConfig
 from regard.training.settings import Settings, option
-from regard.training.task import Batch, Task, Totals
+from regard.training.task import Batch, Card, Task, Totals
 
 JUDGED = 2048
 """Held-out texts that an evaluation looks at."""
@@ -203,14 +203,14 @@ class Classification(Task):
             "macro F1": macro_f1(labels, found),
         }
 
-    def card(self) -> dict[str, Any]:
+    def card(self) -> Card:
         source = Path(self.options.data).name if self.options.data else "Sentences of Python's documentation, by area"
         begun = f" Training began with {self.options.start}." if self.options.start else ""
-        return {
-            "data": f"{source}: {len(self.train.labels):,} texts of {len(self.train.class_names)} classes "
+        return Card(
+            data=f"{source}: {len(self.train.labels):,} texts of {len(self.train.class_names)} classes "
             f"({', '.join(self.train.class_names)}); {len(self.held_out.labels):,} held out.{begun}",
-            "use": "Classes of texts like these: `regard classify RUN TEXT`.",
-        }
+            use="Classes of texts like these: `regard classify RUN TEXT`.",
+        )
 
     def samples(self, model: Model) -> list[str]:
         """Some held-out texts and what the model says of them."""

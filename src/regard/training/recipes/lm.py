@@ -42,7 +42,7 @@ from regard.models.base import Model
 from regard.models.decoder import Decoder, DecoderConfig
 from regard.training.recipes import check_causal
 from regard.training.settings import Settings, option
-from regard.training.task import IGNORED, Batch, Task, Totals
+from regard.training.task import IGNORED, Batch, Card, Task, Totals
 
 PAD, START, END = 0, 1, 2
 SAMPLE = 16 * 2**20
@@ -248,16 +248,16 @@ class LanguageModelling(Task):
             "bits_per_byte": nats / math.log(2) / size,
         }
 
-    def card(self) -> dict[str, Any]:
+    def card(self) -> Card:
         given = self.options.data
         text = "the Python standard library's source" if given is None else Path(given).name
         known = len(self.tokens.starts) - 1
         rows = "packed" if self.options.packed else "one document each"
-        return {
-            "data": f"{known:,} documents of {text}, {len(self.tokens.ids):,} tokens, in rows of "
+        return Card(
+            data=f"{known:,} documents of {text}, {len(self.tokens.ids):,} tokens, in rows of "
             f"{self.options.context} ({rows}); {len(self.held_out):,} others held out.",
-            "use": "Continues text like that it was trained on: `regard generate`.",
-        }
+            use="Continues text like that it was trained on: `regard generate`.",
+        )
 
     def samples(self, model: Model) -> list[str]:
         tokenizer = _tokenizer(model)

@@ -31,7 +31,7 @@ from regard.models.transformer import Transformer, TransformerConfig
 from regard.trace import trace
 from regard.training.recipes import check_causal
 from regard.training.settings import Settings, option
-from regard.training.task import Batch, Task, Totals
+from regard.training.task import Batch, Card, Task, Totals
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -213,7 +213,7 @@ class Translation(Task):
         found = quality(model, self.held_out.pairs[:TRANSLATED], beams=self.options.beams)
         return {"loss": loss / count, "accuracy": right / count, **found}
 
-    def card(self) -> dict[str, Any]:
+    def card(self) -> Card:
         options = self.options
         known, kept = len(self.train.pairs), len(self.held_out.pairs)
         if options.data:
@@ -225,10 +225,9 @@ class Translation(Task):
                 f"{known:,} sentences of the embedded French-English phrase-book, and {kept:,} held-out ones, which "
                 "combine words that never met in training."
             )
-        told = {"data": data, "use": "Translates sentences like those it was trained on: `regard translate`."}
         if _sacrebleu() is None:
-            told["data"] += " BLEU was not measured, for want of sacrebleu."
-        return told
+            data += " BLEU was not measured, for want of sacrebleu."
+        return Card(data=data, use="Translates sentences like those it was trained on: `regard translate`.")
 
     def samples(self, model: Model) -> list[str]:
         pairs = self.held_out.pairs[:3]

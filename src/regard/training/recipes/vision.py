@@ -28,7 +28,7 @@ from regard.models.base import Model
 from regard.models.davit import DaViT, DaViTConfig
 from regard.models.vision import VisionConfig, VisionTransformer
 from regard.training.settings import Settings, option
-from regard.training.task import Batch, Task, Totals
+from regard.training.task import Batch, Card, Task, Totals
 
 SHAPES: dict[str, dict[str, Any]] = {
     "vit": {"patch": 7, "width": 96, "layers": "4", "heads": 3},
@@ -276,13 +276,13 @@ class Vision(Task):
         with torch.no_grad():
             return model(pixels(images.to(model.device), model.dtype)).double()
 
-    def card(self) -> dict[str, Any]:
+    def card(self) -> Card:
         high, wide = _sides(self.images)
         train, test, names = len(self.images.train.labels), len(self.images.test.labels), self.images.class_names
-        return {
-            "data": f"{self.images.name}: {train:,} images of {high}×{wide} to train on, {test:,} to test on.",
-            "intended use": f"To tell {len(names)} classes apart: {', '.join(names)[:300]}. Pixels go from -1 to 1.",
-        }
+        return Card(
+            data=f"{self.images.name}: {train:,} images of {high}×{wide} to train on, {test:,} to test on.",
+            use=f"To tell {len(names)} classes apart: {', '.join(names)[:300]}. Pixels go from -1 to 1.",
+        )
 
 
 def shifted(
