@@ -21,6 +21,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import regard as rg
 from hostile import (
     FORMATS,
     make_bin,
@@ -596,6 +597,20 @@ def test_gpt2_vocabulary_and_merges(tmp_path, monkeypatch):
     transformers = pytest.importorskip("transformers")
     theirs = transformers.GPT2TokenizerFast.from_pretrained(tmp_path)
     assert tokenizer.encode("ab ab1  ba") == theirs.encode("ab ab1  ba")
+
+
+@pytest.mark.parametrize("name", ["tokenizer.model", "spiece.model", "sentencepiece.bpe.model"])
+def test_a_sentencepiece_model_alone_says_how_to_get_a_tokenizer(name, tmp_path):
+    (tmp_path / name).write_bytes(b"\n\x0e\n\x05<unk>")
+    with pytest.raises(CheckpointError, match=f"expected tokenizer.json, got {name} alone.*save_pretrained"):
+        Tokenizer.from_folder(tmp_path)
+    model = rg.Decoder(rg.DecoderConfig(vocabulary_size=9, embedding_dim=4, num_layers=1, num_heads=1))
+    folder = rg.save(model, tmp_path / "model")
+    shutil.copy(tmp_path / name, folder)
+    with pytest.raises(CheckpointError, match=r"expected tokenizer\.json"):
+        rg.load(folder)
+    make_tokenizer(tmp_path)
+    assert Tokenizer.from_folder(tmp_path).vocabulary_size == 5
 
 
 def test_sentencepiece_joins_the_best_piece_first():

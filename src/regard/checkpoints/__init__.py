@@ -37,8 +37,9 @@ def load(
     """A model with its tokenizer, in eval mode: a name of `regard models`, a folder (a checkpoint's, a training run's),
     or a .gguf file.
 
-    `mechanism` swaps the attention; `dtype` is the file's if not given, float32 for GGUF. Whatever is wrong with a
-    checkpoint is one CheckpointError, and no model.
+    `mechanism` swaps the attention. All weights get one `dtype`: if not given, float32 for GGUF, otherwise the one that
+    most of the file's numbers have, but float32 for a float16 file that keeps some in more (transformers' T5). Whatever
+    is wrong with a checkpoint is one CheckpointError, and no model.
 
     >>> import regard as rg, tempfile
     >>> model = rg.Decoder(rg.DecoderConfig(vocabulary_size=9, embedding_dim=8, num_layers=1, num_heads=2))
@@ -114,7 +115,7 @@ def save(model: Model, folder: str | Path, *, layout: Literal["regard", "hugging
 
 
 def _check_place(dtype: object, device: torch.device | str) -> None:
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1):
         raise ValueError(f"dtype: expected a floating-point dtype like torch.bfloat16, got {dtype!r}")
     try:
         torch.empty(0, device=device)

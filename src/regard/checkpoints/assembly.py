@@ -1,6 +1,7 @@
 """A model from tensors: everything is compared before anything is read, and nothing is left half-loaded."""
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -34,7 +35,7 @@ def assemble(
     device: torch.device | str = "cpu",
 ) -> Model:
     """Build a model and fill it. `shapes` and `read` are the file's names, shapes and tensors; without `links` the
-    file's names are ours."""
+    file's names are ours. A file of several dtypes gives a model of one: `common_dtype`."""
     _check_layers(config, len(shapes), path)
     model = _empty(build, config, path)
     wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
@@ -46,11 +47,36 @@ def assemble(
             if not part.is_floating_point():
                 raise CheckpointError(f"{path}: expected {pair.theirs} to hold real numbers, got {part.dtype}")
             state[name] = part.to(device=device, dtype=dtype or part.dtype).contiguous()
+    wanted_dtype = common_dtype(state.values())
+    for name, tensor in state.items():
+        state[name] = tensor.to(wanted_dtype)
     model.load_state_dict(state, assign=True)
     for module in model.modules():
         if isinstance(module, MultiHeadAttention):  # so that a token's queries, keys and values can be one product
             lay_together(module.W_q, module.W_k, module.W_v)
     return model.eval()
+
+
+def common_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
+    """The dtype that a model computes in whose file has these tensors: that of most of its numbers.
+
+    Two kinds of files ask for another. Where some of a float16 file is kept in more, as transformers keeps T5's `wo`,
+    float16's range did not suffice: the model takes float32. And 8 bits are a way to store numbers, in which nothing is
+    computed: bfloat16 holds them as they are.
+
+    >>> import torch
+    >>> common_dtype([torch.ones(9, dtype=torch.bfloat16), torch.ones(3)])
+    torch.bfloat16
+    >>> common_dtype([torch.ones(9, dtype=torch.float16), torch.ones(3)])
+    torch.float32
+    """
+    numbers: Counter[torch.dtype] = Counter()
+    for tensor in tensors:
+        numbers[tensor.dtype if tensor.dtype.itemsize > 1 else torch.bfloat16] += tensor.numel()
+    if not numbers:
+        return torch.get_default_dtype()
+    most = max(numbers, key=lambda dtype: (numbers[dtype], dtype.itemsize))
+    return torch.float32 if most is torch.float16 and len(numbers) > 1 else most
 
 
 def _check_layers(config: Config, tensors: int, path: object) -> None:

@@ -72,6 +72,8 @@ CUTS: dict[str, tuple[str, ...]] = {
     "qwen2": (LLAMA3.replace("{1,3}", ""),),
 }
 CONTROL, USER_DEFINED = 3, 4
+SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
+"""What Llama and Mistral, T5 and ALBERT, and XLM-R call their SentencePiece models."""
 
 
 class Tokenizer:
@@ -188,7 +190,11 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> "Tokenizer | None":
-        """The tokenizer of a folder: tokenizer.json, else vocab.txt, else vocab.json with merges.txt; None without."""
+        """The tokenizer of a folder: tokenizer.json, else vocab.txt, else vocab.json with merges.txt; None without.
+
+        A SentencePiece model alone is refused: it is a program's own format, and transformers writes a tokenizer.json
+        of it.
+        """
         folder = Path(folder)
         config = _read_if_there(folder / "tokenizer_config.json")
         special = _special({**_read_if_there(folder / "special_tokens_map.json"), **config})
@@ -209,6 +215,15 @@ class Tokenizer:
                 if inner.token_to_id("<|endoftext|>") is not None:
                     special = {"bos": "<|endoftext|>", "eos": "<|endoftext|>", "unk": "<|endoftext|>", **special}
                 return cls(_with_special(inner, special), special, template)
+        for name in SENTENCEPIECE:
+            if (folder / name).exists():
+                refuse(
+                    folder,
+                    "tokenizer.json",
+                    f"{name} alone, a SentencePiece model, which is not read here; to write the tokenizer.json: "
+                    "pip install transformers sentencepiece protobuf, then in Python "
+                    "transformers.AutoTokenizer.from_pretrained(folder).save_pretrained(folder)",
+                )
         return None
 
     @classmethod
