@@ -412,7 +412,7 @@ def hugging_face_models(draw):
     return peers.build(name, f"{kind}Config", sizes).float()
 
 
-@settings(max_examples=24, deadline=None, database=None, derandomize=True, phases=[Phase.generate])
+@settings(max_examples=16, deadline=None, database=None, derandomize=True, phases=[Phase.generate])
 @given(
     theirs=hugging_face_models(), few=st.lists(st.sampled_from(DTYPES), min_size=1, max_size=3), seed=st.integers(0, 9)
 )

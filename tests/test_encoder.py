@@ -1,15 +1,22 @@
 """Encoders agree with transformers, and with themselves: padded, batched, permuted, exported."""
 
+import itertools
+import json
 import re
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 
 import peers
 import regard as rg
 from regard.checkpoints import resolve
 from regard.mechanisms import REGISTRY
+from regard.models.encoder import POOLINGS, pool
 
 SENTENCES = [
     "A man is eating food.",
@@ -175,6 +182,152 @@ def test_minilm_embeds_sentences_as_transformers_does():
         ours.embed(["a"], batch_size=0)
 
 
+# What a sentence-transformers folder may say, and what it means for the hidden states (T, E) of one text, a token at a
+# time. `skipped` tokens are the prompt's.
+THEIR_POOLINGS = {
+    "cls": lambda x, skipped: x[skipped],
+    "max": lambda x, skipped: x[skipped:].amax(0),
+    "mean": lambda x, skipped: x[skipped:].mean(0),
+    "mean_sqrt_len_tokens": lambda x, skipped: x[skipped:].sum(0) / (len(x) - skipped) ** 0.5,
+    "weightedmean": lambda x, skipped: (
+        sum((at + 1) * x[at] for at in range(skipped, len(x))) / sum(range(skipped + 1, len(x) + 1))
+    ),
+    "lasttoken": lambda x, skipped: x[-1],
+}
+SWITCHES = ["cls_token", "max_tokens", "mean_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens", "lasttoken"]
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "query", ":", "Query", *(f"w{number}" for number in range(90))]
+SENTENCE_TYPES = "sentence_transformers.models."
+
+
+def write_json(path, value):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(value))
+
+
+def sentence_folder(root, theirs, *, inside="", modules=("Pooling",), pooling=None, limits=None, prompts=None):
+    """A sentence-transformers folder: a model of transformers, its tokenizer, and what modules.json lists."""
+    weights = peers.saved(theirs, root / inside)
+    (weights / "vocab.txt").write_text("\n".join(WORDS))
+    write_json(weights / "tokenizer_config.json", {"do_lower_case": False})
+    folders = [("Transformer", inside), *((kind, f"{at}_{kind}") for at, kind in enumerate(modules, 1))]
+    rows = [{"idx": i, "path": path, "type": SENTENCE_TYPES + kind} for i, (kind, path) in enumerate(folders)]
+    write_json(root / "modules.json", rows)
+    if "Pooling" in modules:
+        write_json(root / "1_Pooling" / "config.json", pooling or {})
+    if limits is not None:
+        write_json(weights / "sentence_bert_config.json", limits)
+    if prompts is not None:
+        write_json(root / "config_sentence_transformers.json", prompts)
+    return root
+
+
+@st.composite
+def sentence_layouts(draw):
+    """The poolings, and the keywords of a folder that says them, in the words of old versions or of new ones."""
+    modes = draw(st.lists(st.sampled_from(list(THEIR_POOLINGS)), min_size=1, max_size=3, unique=True))
+    pooling = {draw(st.sampled_from(["word_embedding_dimension", "embedding_dimension"])): 32}
+    if draw(st.booleans()):
+        pooling["pooling_mode"] = modes[0] if len(modes) == 1 and draw(st.booleans()) else modes
+    else:
+        modes = [mode for mode in THEIR_POOLINGS if mode in modes]
+        pooling |= {f"pooling_mode_{s}": m in modes for s, m in zip(SWITCHES, THEIR_POOLINGS, strict=True)}
+    prompt = draw(st.sampled_from(["", "query: ", "Query w3 "]))
+    included = draw(st.booleans())
+    limits = {"max_seq_length": draw(st.sampled_from([None, 6, 20, 99])), "do_lower_case": draw(st.booleans())}
+    return modes, {
+        "inside": draw(st.sampled_from(["", "0_Transformer"])),
+        "modules": ["Pooling", *draw(st.sampled_from([[], ["Normalize"], ["Dropout", "Normalize"]]))],
+        "pooling": pooling | ({} if included else {"include_prompt": False}),
+        "limits": draw(st.sampled_from([limits, None])),
+        "prompts": {"prompts": {"p": prompt}, "default_prompt_name": "p" if prompt else None},
+    }
+
+
+@settings(max_examples=15, deadline=None, database=None, derandomize=True, phases=[Phase.generate])
+@given(layout=sentence_layouts(), kind=st.sampled_from(["bert-plain", "albert"]))
+@torch.no_grad()
+def test_a_sentence_transformers_folder_says_how_texts_become_vectors(layout, kind):
+    modes, options = layout
+    theirs = peers.encoder(kind)
+    theirs = theirs if kind == "bert-plain" else theirs.albert
+    with tempfile.TemporaryDirectory() as root:
+        model = rg.load(sentence_folder(Path(root) / "theirs", theirs, **options))
+        texts = ["w1 w2 w3 Query w4", "", "w9", "w5 w6 " * 7]
+        found = model.embed(texts)
+        prompt, limits = options["prompts"]["prompts"]["p"], options["limits"] or {}
+        context = theirs.config.max_position_embeddings
+        most = min(limits.get("max_seq_length") or context, context)
+
+        def ids(text):
+            words = re.findall(r"\w+|:", text.lower() if limits.get("do_lower_case") else text)
+            return [2, *(WORDS.index(word) for word in words)][: most - 1]
+
+        skipped = 0 if not prompt or options["pooling"].get("include_prompt", True) else len(ids(prompt))
+        for vector, text in zip(found, texts, strict=True):
+            hidden = theirs(torch.tensor([[*ids(prompt + text), 3]])).last_hidden_state[0]
+            expected = torch.cat([THEIR_POOLINGS[mode](hidden, skipped) for mode in modes])
+            if "Normalize" in options["modules"]:
+                expected = expected / expected.norm()
+            assert (vector - expected).abs().max() <= 1e-10
+        for form in ("regard", "huggingface"):
+            again = rg.load(rg.save(model, Path(root) / form, layout=form))
+            assert torch.equal(again.embed(texts), found)
+            rg.save(again, Path(root) / form, layout="regard")  # over it, with nothing left of its other files
+            assert not (Path(root) / form / "modules.json").exists()
+        assert torch.allclose(model.embed(texts, normalize=True).norm(dim=-1), torch.ones(4, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"modules": ["Pooling", "Dense"]}, "expected an encoder, a Pooling and perhaps Normalize, got Dense"),
+        ({"modules": ["LSTM", "Pooling"]}, "got LSTM"),
+        ({"modules": ["Normalize", "Pooling"]}, "expected an encoder, a Pooling and perhaps Normalize, got Normalize"),
+        ({"modules": ["SpladePooling"]}, "got SpladePooling"),
+        ({"pooling": {"pooling_mode": "attention"}}, "expected a pooling of cls, max, .* got .*attention"),
+        ({"pooling": {"pooling_mode": ["mean", 3]}}, "expected a pooling of"),
+        ({"pooling": {"pooling_mode": []}}, "expected a pooling of"),
+        ({"pooling": {"pooling_mode_attention": True}}, "got .*pooling_mode_attention"),
+        ({"pooling": {"word_embedding_dimension": 33}}, "expected the model's width, 32, got 33"),
+        ({"limits": {"max_seq_length": "long"}}, "expected max_seq_length to be a whole number"),
+        ({"limits": {"max_seq_length": 0}}, "expected max_seq_length to be a whole number"),
+        ({"prompts": {"default_prompt_name": "q", "prompts": {}}}, "expected a text for default_prompt_name"),
+    ],
+)
+def test_what_a_sentence_transformers_folder_asks_for_in_vain_is_named(options, message, tmp_path):
+    folder = sentence_folder(tmp_path / "model", peers.encoder("bert-plain"), **options)
+    with pytest.raises(rg.CheckpointError, match=message):
+        rg.load(folder)
+    (folder / "modules.json").unlink()
+    assert rg.load(folder).config.pooling == ("mean",)
+
+
+@pytest.mark.parametrize("path", ["../1_Pooling", "/etc", "a/b", "..", ".", None, 3])
+def test_modules_stay_inside_their_folder(path, tmp_path):
+    folder = sentence_folder(tmp_path / "model", peers.encoder("bert-plain"))
+    modules = json.loads((folder / "modules.json").read_text())
+    modules[1]["path"] = path
+    write_json(folder / "modules.json", modules)
+    with pytest.raises(rg.CheckpointError, match="expected modules with a type and a folder beside it"):
+        rg.load(folder)
+
+
+@torch.no_grad()
+def test_pooled_vectors_see_no_padding_and_empty_texts_are_zero():
+    hidden = torch.randn(4, 9, 5)
+    hidden[0, 7:] = torch.nan
+    lengths = [7, 9, 1, 0]
+    for modes in itertools.permutations(POOLINGS, 2):
+        together = pool(hidden, rg.padding(lengths), modes, 1)
+        assert not together[2:].any()  # the prefix was all, or there was nothing
+        for row in (0, 1):
+            alone = pool(hidden[row : row + 1, : lengths[row]], None, modes, 1)
+            assert torch.allclose(together[row], alone[0], atol=1e-6)
+        left = torch.arange(9) >= 9 - torch.tensor(lengths)[:, None]
+        moved = torch.stack([row.roll(9 - length, 0) for row, length in zip(hidden, lengths, strict=True)])
+        assert torch.allclose(pool(moved, rg.padding(valid=left), modes, 1), together, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("reaction", "expected"),
     [
@@ -282,6 +435,9 @@ def test_the_new_fields_of_a_config_are_checked_written_and_saved(tmp_path):
         ({"window": 2.5}, "window: expected"),
         ({"window": 2, "mechanism": "channel"}, "window: expected none with Channel"),
         ({"num_classes": 3, "class_names": ("a", "b")}, "class_names: expected 3"),
+        ({"pooling": ("mean", "middle")}, "pooling: expected some of first, last, max, mean"),
+        ({"pooling": ()}, "pooling: expected some of"),
+        ({"text_length": 41}, "text_length: expected at most context_length = 40, got 41"),
         ({"pooler": False, "next_sentence": False, "inverted_sentence": True}, "pooler: expected True"),
     ):
         with pytest.raises(ValueError, match=words):

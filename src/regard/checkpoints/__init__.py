@@ -10,19 +10,23 @@ from uuid import uuid4
 import torch
 from torch import Tensor
 
-from regard.checkpoints import gguf, huggingface, native
+from regard.checkpoints import gguf, huggingface, native, sentences
 from regard.checkpoints.errors import CheckpointError
 from regard.checkpoints.names import NAMES, resolve
 from regard.checkpoints.sources import read_json
 from regard.checkpoints.tokenizer import Tokenizer
 from regard.mechanism import Mechanism
 from regard.models.base import Model
+from regard.models.encoder import EncoderConfig
 from regard.models.registry import MODELS
 
 __all__ = ["NAMES", "CheckpointError", "Tokenizer", "check_target", "load", "resolve", "save"]
 
-FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
-"""All that `save` writes."""
+FILES = (
+    *("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"),
+    *(sentences.MODULES, sentences.LIMITS[0], sentences.PROMPTS),
+)
+"""All that `save` writes, beside a folder with the pooling's config.json."""
 RUN = "run.json"
 """What the folder of a training run has; its best model so far lies in model/."""
 
@@ -56,17 +60,25 @@ def load(
         path = path / "model"
         if not path.is_dir():
             raise CheckpointError(f"{path}: expected the model of a run, got none yet: evaluations write it")
-    values = read_json(path / "config.json")
-    model = (native if "regard" in values else huggingface).load(path, values, **options)
+    folder = sentences.weights_folder(path)
+    values = read_json(folder / "config.json")
+    if "regard" in values:
+        model = native.load(folder, values, **options)
+    else:
+        model = huggingface.load(folder, values, root=path, **options)
     known = NAMES.get(str(name_or_path))
-    model.tokenizer = known.tokenizer() if known is not None else Tokenizer.from_folder(path)
+    tokenizer = known.tokenizer() if known is not None else Tokenizer.from_folder(folder)
+    if tokenizer is not None and "regard" not in values and sentences.lowercase(folder):
+        tokenizer = tokenizer.lowercased()
+    model.tokenizer = tokenizer
     return model
 
 
 def save(model: Model, folder: str | Path, *, layout: Literal["regard", "huggingface"] = "regard") -> Path:
     """Write a model's folder: model.safetensors, config.json, tokenizer files. Whole or not at all.
 
-    `layout="huggingface"` writes what transformers, and every engine that reads its folders, loads with equal logits.
+    `layout="huggingface"` writes what transformers, and every engine that reads its folders, loads with equal logits;
+    of an encoder that came from a sentence-transformers folder, what that library loads too.
 
     >>> import regard as rg, tempfile
     >>> model = rg.Decoder(rg.DecoderConfig(vocabulary_size=9, embedding_dim=8, num_layers=1, num_heads=2))
@@ -84,12 +96,16 @@ def save(model: Model, folder: str | Path, *, layout: Literal["regard", "hugging
         raise ValueError("model: expected one with its own weights, got a quantized one; save the one it was made of")
     if layout == "huggingface":
         values, tensors = huggingface.export(model)
+        files = {"config.json": values}
+        if isinstance(model.config, EncoderConfig):
+            files |= sentences.written(model.config)
     elif layout == "regard":
         if MODELS.get(type(model).__name__, (None,))[0] is not type(model):
             raise ValueError(
                 f"model: expected one of {', '.join(MODELS)}, which load builds, got {type(model).__name__}"
             )
         values = {"regard": native.VERSION, "model": type(model).__name__, "config": model.config.to_json()}
+        files = {"config.json": values}
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
     else:
         raise ValueError(f"layout: expected regard or huggingface, got {layout!r}")
@@ -103,7 +119,9 @@ def save(model: Model, folder: str | Path, *, layout: Literal["regard", "hugging
             save_file(tensors, beside / "model.safetensors", metadata={"format": "pt"})
         except SafetensorError as error:  # a full disk, mostly
             raise OSError(f"{folder}: {error}") from error
-        (beside / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        for name, content in files.items():
+            (beside / name).parent.mkdir(exist_ok=True)
+            (beside / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         # safetensors writes for its owner alone, and who serves a model is often another user
         shutil.copymode(beside / "config.json", beside / "model.safetensors")
         if model.tokenizer is not None:
@@ -145,12 +163,18 @@ def check_target(target: Path) -> None:
     if not target.is_dir():
         return
     # The whole folder is replaced, so it must hold nothing that was not written here.
-    others = sorted(one.name for one in target.iterdir() if one.name not in FILES or not one.is_file())
+    others = sorted(entry.name for entry in target.iterdir() if not _written_here(entry))
     if others:
         raise ValueError(
             f"folder: expected an earlier checkpoint, an empty folder or nothing yet, got {target}, "
             f"which holds {others[0]}"
         )
+
+
+def _written_here(entry: Path) -> bool:
+    if entry.name == sentences.POOLING and entry.is_dir():
+        return [inside.name for inside in entry.iterdir()] == ["config.json"]
+    return entry.name in FILES and entry.is_file()
 
 
 def _put(beside: Path, target: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from regard.checkpoints import sentences
 from regard.checkpoints.assembly import assemble
 from regard.checkpoints.errors import CheckpointError
 from regard.checkpoints.form import Form
@@ -15,6 +16,7 @@ from regard.checkpoints.forms import bert, gpt2, llama, t5, vit
 from regard.checkpoints.sources import open_folder
 from regard.mechanism import Mechanism
 from regard.models.base import Model
+from regard.models.encoder import EncoderConfig
 from regard.models.transformer import TransformerConfig
 
 FORMS: tuple[Form, ...] = (gpt2.FORM, llama.FORM, bert.BERT, bert.ALBERT, t5.FORM, vit.FORM)
@@ -24,17 +26,20 @@ def load(
     folder: Path,
     values: dict[str, Any],
     *,
+    root: Path,
     mechanism: Mechanism | str | None = None,
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
 ) -> Model:
-    """The model of a folder whose config.json holds `values`."""
+    """The model of a folder whose config.json holds `values`; `root` has the modules.json, if there is one."""
     form = _form(folder, values)
     source = open_folder(folder)
     names = _their_names(source.shapes, form)
     shapes = {ours: source.shapes[theirs] for ours, theirs in names.items()}
     try:
         config = replace(form.read_config(values, shapes), **_tokens(values))
+        if isinstance(config, EncoderConfig):
+            config = replace(config, **sentences.read(root, folder, config))
     except CheckpointError:
         raise
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, ZeroDivisionError) as error:

@@ -137,8 +137,23 @@ def read_json(path: str | Path, most_bytes: int = MOST_JSON_BYTES, unique: bool 
     return parse_json(read_text(path, most_bytes, "a JSON file"), Path(path), unique)
 
 
+def read_json_list(path: str | Path) -> list[Any]:
+    """The JSON list in a file, bounded like read_json's object."""
+    values = _parse(read_text(path, expected="a JSON file"), Path(path))
+    if not isinstance(values, list):
+        refuse(Path(path), "a JSON list", type(values).__name__)
+    return values
+
+
 def parse_json(text: str, path: Path, unique: bool = False) -> dict[str, Any]:
     """The JSON object in a text, bounded in number of values and depth; `path` is for the error."""
+    values = _parse(text, path, unique)
+    if not isinstance(values, dict):
+        refuse(path, "a JSON object", type(values).__name__)
+    return values
+
+
+def _parse(text: str, path: Path, unique: bool = False) -> Any:
     nested = text.count("[") + text.count("{")
     values = nested + text.count(",") + text.count(":")
     if nested > 1_000 + len(text) // 16:
@@ -154,16 +169,13 @@ def parse_json(text: str, path: Path, unique: bool = False) -> dict[str, Any]:
         return found
 
     try:
-        found = json.loads(text, object_pairs_hook=pairs if unique else None)
+        return json.loads(text, object_pairs_hook=pairs if unique else None)
     except CheckpointError:
         raise
     except RecursionError as error:
         raise CheckpointError(f"{path}: expected JSON, got values nested too deeply") from error
     except ValueError as error:  # bad JSON, or a number of thousands of digits
         raise CheckpointError(f"{path}: expected JSON, got {error}") from error
-    if not isinstance(found, dict):
-        refuse(path, "a JSON object", type(found).__name__)
-    return found
 
 
 def count_elements(shape: Any, path: Path, name: str) -> int:

@@ -114,12 +114,19 @@ class Tokenizer:
         """How many tokens there are, special ones among them."""
         return int(self._inner.get_vocab_size(with_added_tokens=True))
 
-    def encode(self, text: str, special: bool = True) -> list[int]:
-        """The ids of a text; with `special`, between the tokens that the model expects around it."""
+    def encode(self, text: str, special: bool = True, length: int | None = None) -> list[int]:
+        """The ids of a text; with `special`, between the tokens that the model expects around it. With `length`, of a
+        text that is longer, the beginning."""
         if not isinstance(text, str):
             raise ValueError(f"text: expected a string, got {type(text).__name__}")
         with _checked("tokenizer"):
-            return list(self._inner.encode(text, add_special_tokens=special).ids)
+            encoding = self._inner.encode(text, add_special_tokens=special)
+            if length is not None and len(encoding) > length:
+                around = self._inner.num_special_tokens_to_add(False) if special else 0
+                encoding = self._inner.encode(text, add_special_tokens=False)
+                encoding.truncate(max(0, length - around))
+                encoding = self._inner.post_process(encoding, None, special)
+            return list(encoding.ids)
 
     def decode(self, ids: Sequence[int] | Tensor, special: bool = False) -> str:
         """The text of some ids; with `special`, special tokens are written out."""
@@ -181,6 +188,20 @@ class Tokenizer:
             config["chat_template"] = self.chat_template
         write_text(Path(folder) / "tokenizer.json", self._inner.to_str(pretty=True))
         write_text(Path(folder) / "tokenizer_config.json", json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+
+    def lowercased(self) -> "Tokenizer":
+        """The same tokenizer for texts in lower case, special tokens as they are; itself if it is that already."""
+        import tokenizers
+        from tokenizers import normalizers
+
+        with _checked("tokenizer"):
+            inner = tokenizers.Tokenizer.from_str(self._inner.to_str())
+            own = inner.normalizer
+            if own is not None and re.search(rb'"Lowercase"|"lowercase": ?true', own.__getstate__()):
+                return self
+            lower = normalizers.Lowercase()
+            inner.normalizer = lower if own is None else normalizers.Sequence([lower, own])
+        return Tokenizer(inner, self.special, self.chat_template)
 
     def _known(self, ids: Sequence[int] | Tensor) -> list[int]:
         found = ids.tolist() if isinstance(ids, Tensor) else list(ids)

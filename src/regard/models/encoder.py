@@ -4,7 +4,7 @@
     x = norm(x + attention(x));  x = norm(x + network(x))                  for each layer, or the same layer L times
 
 Heads, where they exist: the words under masks, whether the second sentence follows the first, whether it is the first
-one inverted, classes of a sequence; and a sentence's embedding, the mean of its tokens. A padded batch computes only
+one inverted, classes of a sequence; and a sentence's embedding, pooled from its tokens. A padded batch computes only
 its real tokens.
 """
 
@@ -66,6 +66,16 @@ class EncoderConfig(Config):
     """What the classes are called, if anyone said so."""
     tied: bool = True
     """Whether the words under masks are scored by the embedding."""
+    pooling: tuple[str, ...] = ("mean",)
+    """What `embed` makes of a text's hidden states, a key of POOLINGS; several are concatenated."""
+    normalized: bool = True
+    """Whether `embed` gives vectors of length 1."""
+    text_length: int | None = None
+    """Of how many tokens `embed` reads; longer texts are cut. If not given, texts beyond the context are refused."""
+    text_prefix: str = ""
+    """What `embed` puts before each text."""
+    prefix_pooled: bool = True
+    """Whether the prefix's tokens are pooled too; they are read in any case."""
 
     @classmethod
     def bert(cls, **changes: Any) -> "EncoderConfig":
@@ -82,6 +92,12 @@ class EncoderConfig(Config):
         if (self.next_sentence or self.inverted_sentence or self.num_classes) and not self.pooler:
             raise ValueError("pooler: expected True where there are heads for the whole sequence, got False")
         check_class_names(self.class_names, self.num_classes)
+        if not self.pooling or not set(self.pooling) <= POOLINGS.keys():
+            raise ValueError(f"pooling: expected some of {', '.join(POOLINGS)}, got {self.pooling!r}")
+        if self.text_length is not None and self.text_length > self.context_length:
+            raise ValueError(
+                f"text_length: expected at most context_length = {self.context_length}, got {self.text_length}"
+            )
         if self.embedding_dim % self.num_heads:
             raise ValueError(
                 f"num_heads: expected a divisor of embedding_dim = {self.embedding_dim}, got {self.num_heads}"
@@ -209,10 +225,25 @@ class Encoder(Model):
         first = found.valid(hidden.shape[1], hidden.device).long().argmax(-1)
         return torch.tanh(self.pooler(hidden[torch.arange(len(hidden), device=hidden.device), first]))
 
-    def embed(self, texts: Sequence[str], *, normalize: bool = True, batch_size: int = 32) -> Float[Tensor, "B E"]:
-        """Embeddings of sentences: the mean of their tokens' hidden states, of length 1 unless `normalize=False`."""
-        found = self._of_texts(texts, batch_size, mean, self.config.embedding_dim)
-        return F.normalize(found, dim=-1) if normalize else found
+    def embed(
+        self, texts: Sequence[str], *, normalize: bool | None = None, batch_size: int = 32
+    ) -> Float[Tensor, "B D"]:
+        """Embeddings of sentences: their tokens' hidden states, pooled as the config says.
+
+        That is the mean, of length 1, unless a checkpoint (a sentence-transformers folder) says otherwise. `normalize`
+        overrules whether the length is 1.
+        """
+        config = self.config
+        skipped = 0 if config.prefix_pooled else self._prefix_tokens()
+        vectors = self._of_texts(
+            texts,
+            batch_size,
+            lambda hidden, mask: pool(hidden, mask, config.pooling, skipped),
+            config.embedding_dim * len(config.pooling),
+            config.text_length,
+            config.text_prefix,
+        )
+        return F.normalize(vectors, dim=-1) if (config.normalized if normalize is None else normalize) else vectors
 
     def probabilities(self, texts: Sequence[str], *, batch_size: int = 32) -> Float[Tensor, "B D"]:
         """How likely each class is for each text. Of longer texts than the model's context, the beginning counts."""
@@ -226,18 +257,17 @@ class Encoder(Model):
         batch_size: int,
         head: Callable[[Tensor, Mask], Tensor],
         size: int,
-        most: int | None = None,
+        length: int | None = None,
+        prefix: str = "",
     ) -> Tensor:
-        """What a head makes of each text; with `most`, texts of more tokens lose those before their last."""
+        """What a head makes of each text behind a prefix; with `length`, of so many tokens."""
         if self.tokenizer is None:
             raise ValueError("model: expected one with a tokenizer to read texts, got none")
         if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
             raise ValueError(f"texts: expected a list of texts, got {texts!r:.80}")
         if type(batch_size) is not int or batch_size < 1:
             raise ValueError(f"batch_size: expected a whole number of at least 1, got {batch_size!r}")
-        rows = [self.tokenizer.encode(text) for text in texts]
-        if most is not None:
-            rows = [row if len(row) <= most else [*row[: most - 1], row[-1]] for row in rows]
+        rows = [self.tokenizer.encode(prefix + text, length=length) for text in texts]
         # Texts of like length go together, so that little is padding.
         order = sorted(range(len(rows)), key=lambda index: len(rows[index]))
         found = torch.empty(len(rows), size, dtype=self.dtype, device=self.device)
@@ -256,6 +286,14 @@ class Encoder(Model):
         finally:
             self.train(training)
         return found
+
+    def _prefix_tokens(self) -> int:
+        """How many tokens come before a text's own: the prefix's, and those that the tokenizer puts before any text."""
+        if self.tokenizer is None or not self.config.text_prefix:
+            return 0
+        tokens = self.tokenizer.encode(self.config.text_prefix)
+        ended = tokens and tokens[-1] in (self.tokenizer.separator, self.tokenizer.eos)
+        return len(tokens) - bool(ended)
 
     def _has(self, head: str) -> None:
         if not getattr(self.config, head):
@@ -279,20 +317,45 @@ class _Words(nn.Module):
         return linear(hidden, self.table.weight if hasattr(self, "table") else embedding, self.bias)
 
 
-def mean(hidden: Float[Tensor, "B T E"], mask: AnyMask = None) -> Float[Tensor, "B E"]:
-    """The mean of each sequence's real tokens; 0 for a sequence without any.
+def pool(
+    hidden: Float[Tensor, "B T E"], mask: AnyMask = None, modes: Sequence[str] = ("mean",), skipped: int = 0
+) -> Float[Tensor, "B D"]:
+    """One vector a sequence from its real tokens but the first `skipped`; 0 for a sequence without any.
+
+    `modes` are keys of POOLINGS; the vectors of several are concatenated.
 
     >>> import regard as rg, torch
-    >>> from regard.models.encoder import mean
-    >>> mean(torch.tensor([[[1.0], [3.0], [9.0]]]), rg.padding([2]))
-    tensor([[2.]])
+    >>> from regard.models.encoder import pool
+    >>> pool(torch.tensor([[[1.0], [3.0], [9.0]]]), rg.padding([2]), ("mean", "max", "first"))
+    tensor([[2., 3., 1.]])
     """
+    length = hidden.shape[1]
+    if not length:
+        return hidden.new_zeros(len(hidden), hidden.shape[2] * len(modes))
     rule = as_mask(mask)
-    if rule is None:
-        return hidden.mean(1)
-    known = structure(rule, hidden.shape[1], hidden.shape[1])
-    valid = known.valid(hidden.shape[1], hidden.device)
+    valid = None if rule is None else structure(rule, length, length).valid(length, hidden.device)
     if valid is None:
-        return hidden.mean(1)
-    kept = hidden.masked_fill(~valid[..., None], 0)
-    return kept.sum(1) / valid.sum(1, keepdim=True).clamp(min=1)
+        valid = torch.ones(hidden.shape[:2], dtype=torch.bool, device=hidden.device)
+    places = valid.cumsum(-1) * valid
+    # Sums of half precision are accumulated and divided in float32.
+    wide = hidden.float() if hidden.dtype.itemsize < 4 else hidden
+    counted = places > skipped
+    parts = [POOLINGS[mode](wide, counted[..., None].to(wide), places[..., None].to(wide)) for mode in modes]
+    return torch.cat(parts, -1).masked_fill(~counted.any(-1, keepdim=True), 0).to(hidden.dtype)
+
+
+def _sum(hidden: Tensor, weights: Tensor) -> Tensor:
+    """The weighted sum; hidden states without a weight may be anything."""
+    return (hidden * weights).masked_fill(weights == 0, 0).sum(1)
+
+
+POOLINGS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "first": lambda x, counted, places: _sum(x, counted * (counted.cumsum(1) == 1)),
+    "last": lambda x, counted, places: _sum(x, counted * (places == places.amax(1, keepdim=True))),
+    "max": lambda x, counted, places: x.masked_fill(counted == 0, -torch.inf).amax(1),
+    "mean": lambda x, counted, places: _sum(x, counted) / counted.sum(1),
+    "mean_sqrt_length": lambda x, counted, places: _sum(x, counted) / counted.sum(1).sqrt(),
+    "weighted_mean": lambda x, counted, places: _sum(x, places * counted) / (places * counted).sum(1),
+}
+"""How hidden states (B, T, E) become one vector each, given which tokens count (0 or 1) and their places (from 1; 0 for
+padding), both (B, T, 1). `weighted_mean` weighs tokens by their places."""
