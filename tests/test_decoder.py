@@ -1,6 +1,7 @@
 """Decoders agree with transformers, and with themselves: streamed, padded, batched, exported."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -26,6 +27,11 @@ FORMS = {
         vocabulary_size=61, embedding_dim=16, num_layers=2, num_heads=2, positions="sinusoidal", tied=False
     ),
     "none": rg.DecoderConfig(vocabulary_size=61, embedding_dim=16, num_layers=2, num_heads=2, positions="none"),
+}
+SCALINGS = {
+    "linear": rg.RotaryScaling(kind="linear", factor=3.0),
+    "dynamic": rg.RotaryScaling(kind="dynamic", factor=2.5),
+    "llama3": rg.RotaryScaling(kind="llama3", factor=5.0, original_context_length=8),
 }
 CAUSAL = [name for name, mechanism in REGISTRY.items() if mechanism.by_pairs]
 
@@ -57,7 +63,12 @@ def test_parity_with_transformers(name, tmp_path):
     assert ours.dtype == torch.float64
     whole = theirs(tokens).logits
     assert (ours(tokens) - whole).abs().max() <= 1e-10
-    padded = theirs(tokens, attention_mask=valid.long(), position_ids=positions).logits
+    if name == "llama-dynamic":  # transformers scales a row by the longest one beside it, and by longer ones before
+        rows = [peers.decoder(name)(row[real][None]).logits[0] for row, real in zip(tokens, valid, strict=True)]
+        padded = whole.clone()
+        padded[valid] = torch.cat(rows)
+    else:
+        padded = theirs(tokens, attention_mask=valid.long(), position_ids=positions).logits
     assert (ours(tokens, mask=rg.padding(valid=valid)) - padded)[valid].abs().max() <= 1e-10
 
     folder = rg.save(ours, tmp_path / "export", layout="huggingface")
@@ -73,7 +84,12 @@ def test_64_greedy_tokens_of_left_padded_prompts_equal_transformers(name, tmp_pa
     prompts = peers.sequences(3, 40)
     valid, _ = peers.left_padded(3, 40, 32, 5, 0)
     options = {"do_sample": False, "max_new_tokens": 64, "min_new_tokens": 64, "pad_token_id": 0}
-    expected = theirs.generate(prompts, attention_mask=valid.long(), **options)[:, 40:]
+    if name == "llama-dynamic":
+        rows = zip(prompts, valid, strict=True)
+        alone = [peers.decoder(name).generate(row[real][None], **options)[:, -64:] for row, real in rows]
+        expected = torch.cat(alone)
+    else:
+        expected = theirs.generate(prompts, attention_mask=valid.long(), **options)[:, 40:]
     assert torch.equal(greedy(ours, prompts, 64, valid), expected)
 
 
@@ -96,6 +112,37 @@ def test_streamed_in_any_chunks_is_whole_and_a_padded_row_is_itself(form):
             start += size
         assert (torch.cat(outs, 1) - whole)[valid].abs().max() <= 1e-12
     assert state.length == 23
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("mechanism", ["softmax", "quadratic"])
+@pytest.mark.parametrize("scaling", SCALINGS)
+@torch.no_grad()
+def test_a_row_beyond_the_context_is_itself_beside_any_other(scaling, mechanism, side):
+    config = replace(FORMS["llama"], context_length=10, rotary_scaling=SCALINGS[scaling], mechanism=mechanism)
+    model, lengths = made(config), (4, 10, 11, 30)
+    tokens = peers.sequences(4, 30, 61)
+    valid = torch.stack([torch.arange(30) < length for length in lengths])
+    valid = valid.flip(-1) if side == "left" else valid
+    alone = [model(row[real][None])[0] for row, real in zip(tokens, valid, strict=True)]
+    together = model(tokens, mask=rg.padding(valid=valid))
+    assert (together[valid] - torch.cat(alone)).abs().max() <= 1e-12
+    if side == "left":
+        found = greedy(model, tokens, 12, valid)
+        for row, real in enumerate(valid):
+            assert torch.equal(found[row], greedy(model, tokens[row : row + 1, real], 12)[0])
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+@torch.no_grad()
+def test_a_model_forgets_the_length_of_the_request_before(scaling):
+    model = made(replace(FORMS["llama"], context_length=10, rotary_scaling=SCALINGS[scaling]))
+    tokens = peers.sequences(1, 40, 61)
+    requests = [tokens[:, :length] for length in (6, 15, 40, 15, 6)]
+    first, second, _, again, last = (model(request) for request in requests)
+    assert torch.equal(first, last)
+    assert torch.equal(second, again)
+    assert torch.equal(greedy(model, requests[0], 9), greedy(copy.deepcopy(model), requests[0], 9))
 
 
 @pytest.mark.parametrize("mechanism", CAUSAL)

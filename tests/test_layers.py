@@ -8,8 +8,12 @@ from threading import Barrier
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from transformers.models.t5.modeling_t5 import T5Attention
 
@@ -170,6 +174,39 @@ def test_rotations_depend_on_the_distance_alone_and_keep_lengths(pairing):
     assert score(9, 4) != pytest.approx(score(9, 5).item(), abs=1e-3)
     assert rotary(q, torch.tensor([77])).norm() == pytest.approx(q.norm().item(), abs=1e-5)
     assert torch.equal(rotary(q, torch.tensor([0])), q)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@given(data=st.data())
+def test_frequencies_are_those_of_transformers_bit_by_bit(data):
+    kind = data.draw(st.sampled_from(["linear", "dynamic", "llama3"]))
+    length, context = 2 * data.draw(st.integers(2, 64)), data.draw(st.integers(16, 9000))
+    base, factor = data.draw(st.floats(10.0, 1e6)), data.draw(st.floats(1.0, 40.0))
+    low, high = data.draw(st.floats(0.5, 2.0)), data.draw(st.floats(2.5, 8.0))
+    reach = data.draw(st.integers(1, 3 * context))
+    scaling = rg.RotaryScaling(
+        kind=kind,
+        factor=factor,
+        low_frequency_factor=low,
+        high_frequency_factor=high,
+        original_context_length=context,
+    )
+    rotary = Rotary(length=length, base=base, scaling=scaling, context_length=context)
+    bands = {"low_freq_factor": low, "high_freq_factor": high, "original_max_position_embeddings": context}
+    theirs = {"rope_type": kind, "rope_theta": base, "factor": factor, **(bands if kind == "llama3" else {})}
+    config = transformers.LlamaConfig(head_dim=length, max_position_embeddings=context, rope_parameters=theirs)
+    beyond = torch.tensor(reach) if kind == "dynamic" and reach > context else None
+    expected, _ = ROPE_INIT_FUNCTIONS[kind](config, "cpu", seq_len=beyond)
+    assert torch.equal(rotary.frequencies(reach), expected)
+
+
+def test_dynamic_rotations_of_rows_are_those_of_each_alone():
+    rotary = Rotary(length=6, scaling=rg.RotaryScaling(kind="dynamic", factor=3.0), context_length=8)
+    positions = torch.stack([torch.arange(20).clamp(max=last) for last in (2, 7, 8, 19)])
+    for row, (cos, sin) in zip(positions, zip(*rotary.tables(positions), strict=True), strict=True):
+        assert all(map(torch.equal, (cos[0], sin[0]), rotary.tables(row)))
+    with pytest.raises(ValueError, match="length: expected at least 4, dynamic scaling divides by length - 2, got 2"):
+        Rotary(length=2, scaling=rotary.scaling)
 
 
 def test_rotations_in_half_precision_use_float32_tables():  # transformers#25681

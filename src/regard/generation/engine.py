@@ -6,6 +6,7 @@ own generator, and neither a neighbour that ends early nor one that goes on chan
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,6 +53,10 @@ class Generated(str):
         found.tokens, found.reason, found.score = list(tokens), reason, score
         found.log_probabilities = None if log_probabilities is None else list(log_probabilities)
         return found
+
+    def __getnewargs_ex__(self) -> tuple[tuple[str], dict[str, Any]]:
+        """What `pickle` and `copy` make it of again: a plain str would be made of its text alone."""
+        return (str(self),), dict(vars(self))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -85,6 +85,8 @@ class Rotary:
     def __post_init__(self) -> None:
         if self.length < 2 or self.length % 2:
             raise ValueError(f"length: expected an even number of at least 2 (rotations turn pairs), got {self.length}")
+        if self.length == 2 and self.scaling is not None and self.scaling.kind == "dynamic":
+            raise ValueError("length: expected at least 4, dynamic scaling divides by length - 2, got 2")
         if not 0 < self.base < math.inf:
             raise ValueError(f"base: expected a number above 0, got {self.base}")
         if self.pairing not in ("halves", "neighbours"):
@@ -96,10 +98,14 @@ class Rotary:
 
     def tables(self, positions: Int[Tensor, "*t"]) -> Tables:
         """Cosines and sines, float32: (T, K) for all sequences alike, (B, 1, T, K) for positions (B, T)."""
-        reach = 0
         if self.scaling is not None and self.scaling.kind == "dynamic" and positions.numel():
-            reach = int(positions.max()) + 1
-        angles = positions[..., None].float() * self.frequencies(reach).to(positions.device)
+            # Every sequence by its own length: a longer one beside it must not change it.
+            rows = positions if positions.ndim == 2 else positions.reshape(1, -1)
+            frequencies = torch.stack([self.frequencies(int(last) + 1) for last in rows.amax(-1).tolist()])
+            frequencies = frequencies[:, None] if positions.ndim == 2 else frequencies[0]
+        else:
+            frequencies = self.frequencies()
+        angles = positions[..., None].float() * frequencies.to(positions.device)
         if self.pairing == "halves":
             angles = torch.cat([angles, angles], dim=-1)
         else:
@@ -143,10 +149,11 @@ def _frequencies(length: int, base: float, scaling: RotaryScaling | None, contex
     shortest_divided = scaling.original_context_length / scaling.low_frequency_factor
     spread = scaling.high_frequency_factor - scaling.low_frequency_factor
     blend = (scaling.original_context_length / wavelength - scaling.low_frequency_factor) / spread
-    blended = (1 - blend) * (turns / scaling.factor) + blend * turns
-    found = torch.where(wavelength > shortest_divided, turns / scaling.factor, turns)
+    # The products in the order of the reference: in another they differ in the last bit.
+    blended = (1 - blend) * turns / scaling.factor + blend * turns
+    outside = torch.where(wavelength > shortest_divided, turns / scaling.factor, turns)
     between = (wavelength >= longest_kept) & (wavelength <= shortest_divided)
-    return torch.where(between, blended, found)
+    return torch.where(between, blended, outside)
 
 
 def alibi_slopes(num_heads: int) -> Float[Tensor, "H"]:
