@@ -1,15 +1,25 @@
 """Generation: the same tokens however they are computed, the right distribution, the right endings."""
 
+import copy
+import functools
 import itertools
 import math
+import pickle
 import pydoc_data.topics
+from collections.abc import Sequence
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import peers
 import regard as rg
+from memory import Allocations
+from regard.checkpoints import Tokenizer
 from regard.generation.sampling import Sampling
 from regard.generation.text import Writer
 from regard.mechanisms import REGISTRY
@@ -248,6 +258,299 @@ def test_log_probabilities_are_the_models():
     assert rg.generate(model, [PROMPTS[0]], max_new_tokens=2)[0].log_probabilities is None
 
 
+@pytest.mark.parametrize("vocabulary", [300, 5000])
+@pytest.mark.parametrize("spread", [0.01, 1.0, 6.0])
+def test_cuts_and_draws_of_rows_are_those_of_each_alone_to_the_last_bit(vocabulary, spread):
+    logits = spread * torch.randn(5, vocabulary, generator=torch.Generator().manual_seed(3))
+    logits[1] = logits[1].round()  # ties at every border
+    for options in ({"top_p": 0.9}, {"top_p": 0.999}, {"top_p": 1.0}, {"top_k": 30, "top_p": 0.7}, {"min_p": 0.2}, {}):
+        sampling = Sampling(temperature=0.7, **options)
+        cut = sampling.cut(logits)
+        assert torch.equal(cut, torch.stack([sampling.cut(row) for row in logits]))
+        if options == {"top_p": 1.0}:
+            assert cut.isfinite().all()
+        elif options.keys() == {"top_p"}:  # by sorting everything
+            ordered = (logits.double() / 0.7).sort(descending=True).values
+            before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
+            kept = (before < options["top_p"]).sum(-1)
+            least = ordered.gather(-1, kept[:, None] - 1)
+            assert torch.equal(cut.isfinite(), logits.double() / 0.7 >= least)
+        together = sampling.draw(logits, [torch.Generator().manual_seed(seed) for seed in range(5)])
+        for seed, row in enumerate(logits):
+            assert int(together[seed]) == int(sampling.draw(row[None], [torch.Generator().manual_seed(seed)]))
+
+
+@settings(max_examples=8, deadline=None, derandomize=True, database=None)
+@given(data=st.data())
+@torch.no_grad()
+def test_any_options_give_a_row_of_a_batch_what_it_gets_alone(data):
+    model = random_options_model(data.draw(st.sampled_from(["gqa", "window", "quadratic", "t5"])))
+    prompts = data.draw(st.lists(st.lists(st.integers(0, 60), min_size=1, max_size=9), min_size=2, max_size=4))
+    seeds = data.draw(st.lists(st.integers(0, 2**63 - 1), min_size=len(prompts), max_size=len(prompts)))
+    maybe = lambda values: data.draw(st.none() | values)  # noqa: E731
+    options = {
+        "max_new_tokens": data.draw(st.integers(1, 9)),
+        "temperature": data.draw(st.sampled_from([0.0, 0.3, 1.0, 3.0])),
+        "top_k": maybe(st.integers(1, 80)),
+        "top_p": maybe(st.floats(0.05, 1.0)),
+        "min_p": maybe(st.floats(0.01, 1.0)),
+        "repetition_penalty": data.draw(st.sampled_from([1.0, 0.8, 1.5])),
+        "stop": maybe(st.lists(st.integers(0, 60) | st.text("0123456789 ", min_size=1, max_size=3), max_size=3)),
+        "n": data.draw(st.integers(1, 3)),
+        "chunk": data.draw(st.integers(1, 9)),
+        "log_probabilities": True,
+    }
+    together = rg.generate(model, prompts, seed=seeds, **options)
+    for at, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
+        alone = rg.generate(model, [prompt], seed=seed, **options)
+        for one, other in zip(alone, together[at * len(alone) :], strict=False):
+            assert (one, one.tokens, one.reason) == (other, other.tokens, other.reason)
+            assert one.log_probabilities == pytest.approx(other.log_probabilities, abs=1e-9)
+    if options["n"] == 1:
+        pieces = rg.stream(
+            model,
+            prompts[0],
+            seed=seeds[0],
+            **{k: v for k, v in options.items() if k not in ("n", "log_probabilities")},
+        )
+        assert "".join(pieces) == together[0] == pieces.text
+
+
+@functools.cache
+def random_options_model(name: str) -> rg.Decoder | rg.Transformer:
+    return made(name)
+
+
+ALPHABET = [chr(97 + at) for at in range(26)] + [chr(65 + at) for at in range(26)] + list("0123456")
+
+
+def lettered(hidden: Sequence[int]) -> Tokenizer:
+    """A tokenizer of 61 tokens, single letters, and special ones at the places of `hidden`, whose ids end nothing."""
+    roles = ("unk", "pad", "mask")
+    names = [*ALPHABET, "<a>", "<b>"]
+    special = {}
+    for role, at in zip(roles, hidden, strict=False):
+        names[at] = special[role] = f"<|{role}|>"
+    return Tokenizer.from_vocabulary(names, special=special)
+
+
+@torch.no_grad()
+def test_stop_strings_may_name_special_tokens():
+    model = made("mha")
+    tokens = rg.generate(model, [PROMPTS[0]], max_new_tokens=8)[0].tokens
+    assert len(set(tokens[:6])) == 6
+    model.tokenizer = lettered([tokens[3]])
+    names = model.tokenizer.tokens(tokens)
+    hidden = names[3]
+    assert hidden == "<|unk|>"
+    plain = rg.generate(model, [PROMPTS[0]], max_new_tokens=8)[0]
+    assert plain == "".join(name for name in names if name != hidden)
+    for stop, text, count in (
+        (hidden, names[:3], 4),
+        (hidden + names[4], names[:3], 5),
+        (names[2] + hidden, names[:2], 4),
+        (names[2] + hidden + names[4] + names[5], names[:2], 6),
+        (names[2] + names[4], names[:2], 5),  # of the text as it is given back
+        (f"{hidden}!", [name for name in names if name != hidden], 8),
+    ):
+        for options in ({}, {"beams": 2}):
+            if options and count == 8:
+                continue
+            found = rg.generate(model, [PROMPTS[0]], max_new_tokens=8, stop=stop, **options)
+            if not options:
+                assert (found[0], found[0].tokens) == ("".join(text), tokens[:count])
+                assert found[0].reason == ("length" if count == 8 else "stop")
+            else:
+                assert all(stop not in model.tokenizer.decode(one.tokens[:-1], special=True) for one in found)
+        pieces = rg.stream(model, PROMPTS[0], max_new_tokens=8, stop=stop)
+        assert "".join(pieces) == "".join(text) == pieces.text
+
+
+@settings(max_examples=150, deadline=None, derandomize=True, database=None)
+@given(
+    tokens=st.lists(st.integers(0, 5), max_size=12),
+    stop=st.lists(
+        st.sampled_from(["ab", "b", "aba", "<|unk|>", "a<|unk|>", "<|unk|>b", "<|pad|><|unk|>c", "|>"]), max_size=3
+    ),
+)
+def test_a_writer_gives_the_text_before_the_first_stop_string_whatever_is_special(tokens, stop):
+    tokenizer = Tokenizer.from_vocabulary(
+        ["<|unk|>", "<|pad|>", "a", "b", "c", "d"], special={"unk": "<|unk|>", "pad": "<|pad|>"}
+    )
+    writer, expected = Writer(tokenizer, stop), None
+    pieces = [writer.add(token) for token in tokens] + [writer.finish()]
+    for count in range(len(tokens) + 1):
+        written = [tokenizer.decode([token], special=True) for token in tokens[:count]]
+        text = [name if token > 1 else "" for name, token in zip(written, tokens, strict=False)]
+        places = []  # in characters of the text
+        for one in stop:
+            if (at := "".join(text).find(one)) >= 0:
+                places.append(at)
+            if (at := "".join(written).find(one)) >= 0:
+                before = "".join(written)[:at]
+                places.append(len(before.replace("<|unk|>", "").replace("<|pad|>", "").split("<|")[0]))
+        if places:
+            expected = "".join(text)[: min(places)]
+            break
+    assert writer.stopped == (expected is not None)
+    assert writer.text == "".join(pieces) == (tokenizer.decode(tokens) if expected is None else expected)
+
+
+class Formatted(int):
+    """A token that counts how often it is written."""
+
+    count = 0
+
+    def __format__(self, spec: str) -> str:
+        type(self).count += 1
+        return format(int(self), spec)
+
+    __str__ = __repr__ = lambda self: format(self)
+
+
+@pytest.mark.parametrize("stop", [(), ("7 7 7 8",)])
+def test_writing_takes_as_many_steps_as_there_are_tokens(stop):
+    Formatted.count = 0
+    writer = Writer(None, stop)
+    for token in map(Formatted, [7, 1] * 150):
+        writer.add(token)
+    writer.finish()
+    assert Formatted.count == 300
+    assert writer.text == " ".join("71" * 150)
+
+    class Counting:
+        decoded = 0
+
+        def decode(self, ids, special=False):
+            self.decoded += len(ids)
+            return inner.decode(ids, special)
+
+    inner = lettered([0])
+    for tokens in ([1, 2, 3] * 100, [0] * 300, [0, 5] * 150):  # letters, nothing but special tokens, both
+        counting = Counting()
+        writer = Writer(counting, stop)
+        for token in tokens:
+            writer.add(token)
+        writer.finish()
+        assert writer.text == inner.decode(tokens)
+        assert counting.decoded <= 6 * len(tokens)
+
+
+VALUES = {
+    "generated": lambda: rg.Generated("Paris.", tokens=[7, 8], reason="end", log_probabilities=[-0.1, -2.0], score=0.5),
+    "prompt": lambda: rg.prefill(made("gqa"), PROMPTS),
+    "prompt of sums": lambda: rg.prefill(made("quadratic"), PROMPTS),
+    "prompt of a source": lambda: rg.prefill(made("t5"), PROMPTS),
+    "prompt in int8": lambda: rg.prefill(made("gqa"), PROMPTS, storage=torch.int8),
+    "state": lambda: made("gqa").start(batch=1, capacity=4),
+    "config": lambda: DECODERS["window"],
+    "scaling": lambda: rg.RotaryScaling(kind="linear", factor=2.0),
+    "mask": lambda: rg.causal & rg.padding([3, 2]) & ~rg.window(before=1, after=0),
+    "mechanism": lambda: rg.Quadratic(),
+    "work": lambda: rg.Work(query_length=4, key_length=4),
+    "cost": lambda: rg.cost(rg.Softmax(), rg.Work(query_length=4, key_length=4)),
+    "plan": lambda: rg.explain(*torch.randn(3, 1, 1, 4, 4)),
+    "summary": lambda: made("gqa").summary(5),
+    "model": lambda: made("gqa"),
+    "int8 model": lambda: rg.quantized(made("gqa").float(), least=1),
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+@pytest.mark.parametrize("way", ["copy", "deepcopy", 0, pickle.HIGHEST_PROTOCOL])
+def test_every_value_is_itself_when_copied_and_pickled(name, way):
+    value = VALUES[name]()
+    again = getattr(copy, way)(value) if isinstance(way, str) else pickle.loads(pickle.dumps(value, way))
+    assert type(again) is type(value)
+    assert same(vars(value), vars(again))
+    assert str(again) == str(value)
+
+
+def same(left, right) -> bool:
+    """Whether two values hold the same, whatever they are made of."""
+    if isinstance(left, torch.Tensor):
+        alike = (left.shape, left.dtype) == (right.shape, right.dtype)
+        return alike and bool(((left == right) | (left != left)).all())  # room to spare may hold anything
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
+    if isinstance(left, list | tuple):
+        return len(left) == len(right) and all(map(same, left, right))
+    return left == right or (type(left) is type(right) and hasattr(left, "__dict__") and same(vars(left), vars(right)))
+
+
+@torch.no_grad()
+def test_logits_that_are_not_finite_are_one_error_that_says_where():
+    config = rg.DecoderConfig(**SIZES, tied=False)
+    torch.manual_seed(4)
+    model = rg.Decoder(config).double().eval()
+    model.initialise(0.5)
+    prompts = [[5, 9, 2], [7]]
+    for options in ({}, {"temperature": 1.0, "top_p": 0.9, "seed": [3, 4]}, {"repetition_penalty": 1.3}):
+        first, second = rg.generate(model, prompts, max_new_tokens=6, **options)
+        others = {5, 9, 2, 7, *first.tokens}
+        at, bad = next((at, token) for at, token in enumerate(second.tokens) if token not in others)
+        broken = copy.deepcopy(model)
+        broken.embedding.weight[bad] = math.nan
+        expected = f"logits: expected finite numbers, got nan after {at + 1} new tokens of row 1"
+        with pytest.raises(ValueError, match=expected):
+            rg.generate(broken, prompts, max_new_tokens=at + 2, **options)
+        before = rg.generate(broken, prompts, max_new_tokens=at + 1, **options)
+        assert before[1].tokens == second.tokens[: at + 1]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", ["gqa", "quadratic", "t5"])
+@torch.no_grad()
+def test_a_model_that_is_not_finite_generates_nothing(name, value):
+    model = made(name)
+    (model.stack if name != "t5" else model.decoder).norm.weight.fill_(value)
+    small = rg.quantized(made(name).float(), least=1)
+    (small.stack if name != "t5" else small.decoder).norm.weight.fill_(value)
+    for options in ({}, {"temperature": 1.0}, {"temperature": 0.5, "top_p": 0.5, "top_k": 4}, {"beams": 3}):
+        for broken in (model, small):
+            storages = (None, torch.int8) if name == "gqa" else (None,)
+            for storage in storages:
+                with pytest.raises(
+                    ValueError, match=r"logits: expected finite numbers, got .* after 0 new tokens of row 0"
+                ):
+                    rg.generate(broken, PROMPTS[:2], max_new_tokens=3, storage=storage, **options)
+    with pytest.raises(ValueError, match="logits: expected finite"):
+        next(rg.stream(model, PROMPTS[0]))
+
+
+@pytest.mark.parametrize("name", ["gqa", "window", "quadratic", "t5"])
+@torch.no_grad()
+def test_room_is_made_for_tokens_as_they_come(name):
+    model = made(name)
+    model.config = replace(model.config, context_length=10**9)
+    plain = made(name)
+    expected = rg.generate(plain, PROMPTS[2:4], max_new_tokens=40)
+    end = expected[0].tokens[5]
+    with Allocations() as seen:
+        found = rg.generate(model, PROMPTS[2:4], max_new_tokens=99999999, stop=[end, expected[1].tokens[5]])
+        assert found[0].tokens == expected[0].tokens[: expected[0].tokens.index(end) + 1]
+        pieces = rg.stream(model, PROMPTS[2], max_new_tokens=99999999)
+        assert [next(pieces) for _ in range(3)]
+        rg.generate(model, PROMPTS[2], max_new_tokens=99999999, beams=2, length_penalty=0.0, stop=list(range(60)))
+        assert rg.prefill(model, PROMPTS[2], room=7).nbytes <= rg.prefill(plain, PROMPTS[2], room=7).nbytes
+    assert seen.peak < 2**26
+    assert rg.prefill(plain, PROMPTS[2], room=10**9).nbytes < 2**22  # no more than the context
+
+
+@torch.no_grad()
+def test_states_grow_beyond_their_first_room():
+    model = made("gqa")
+    model.config = replace(model.config, context_length=40)
+    expected = whole(model, [1, 2], 20)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("regard.generation.prompt.ROOM", 3)
+        assert rg.generate(model, [[1, 2]], max_new_tokens=20)[0].tokens == expected
+        assert rg.generate(model, state=rg.prefill(model, [[1, 2]]), max_new_tokens=20)[0].tokens == expected
+        beams = rg.generate(model, [[1, 2], [5]], max_new_tokens=20, beams=3)
+        assert [one.reason for one in rg.generate(model, [[1, 2], [7]], max_new_tokens=10**8)] == ["context"] * 2
+    assert beams == rg.generate(model, [[1, 2], [5]], max_new_tokens=20, beams=3)
+
+
 def test_text_is_written_in_whole_characters_and_stops_at_stop_strings():
     tokenizer = rg.load("smollm2").tokenizer
     for text in ("naïve café – 日本語 👩‍👩‍👧 🇫🇷 end", "a\n\n  b\tc", "ﷺ𝔘𝔫𝔦"):
@@ -308,6 +611,24 @@ def test_endings_say_why():
         ({"seed": [1, 2]}, "seed: expected a whole number, or one for each of 1 prompts"),
         ({"seed": -1}, "seed: expected whole numbers from 0"),
         ({"chunk": 0}, "chunk: expected a whole number of at least 1"),
+        ({"prompts": 5}, "prompts: expected a text, a list of texts, or lists of tokens, got int"),
+        ({"prompts": {"a": 1}}, "prompts: expected a text, a list of texts, or lists of tokens, got dict"),
+        ({"prompts": (one for one in [[1]])}, "prompts: expected a text, .*, got generator"),
+        ({"prompts": {1, 2}}, "prompts: expected a text, .*, got set"),
+        ({"prompts": torch.tensor(5)}, "prompts: expected a text, .*, got int"),
+        ({"prompts": [5.0]}, "prompts: expected a text or a list of tokens at place 0, got float"),
+        ({"prompts": [{1: 2}]}, "prompts: expected a text or a list of tokens at place 0, got dict"),
+        ({"prompts": [[1], 5]}, "prompts: expected a text or a list of tokens at place 1, got int"),
+        ({"prompts": [torch.zeros(2)]}, "prompts: expected tokens from 0 to 60, got others at place 0"),
+        ({"stop": 1.5}, "stop: expected texts and tokens, or None, got float"),
+        ({"stop": {"a": 1}}, "stop: expected texts and tokens, or None, got dict"),
+        ({"stop": [None]}, "stop: expected texts and tokens, got None"),
+        ({"seed": 1.0}, "seed: expected a whole number, or one for each of 1 prompts, got 1.0"),
+        ({"seed": "1"}, "seed: expected a whole number, or one for each of 1 prompts, got '1'"),
+        ({"seed": {1: 2}}, "seed: expected a whole number"),
+        ({"seed": True}, "seed: expected a whole number"),
+        ({"max_new_tokens": 5.0}, "max_new_tokens: expected a whole number of at least 1, got 5.0"),
+        ({"prompts": None, "state": 5}, "state: expected what prefill gives, got int"),
     ],
 )
 def test_what_cannot_be_is_one_error_before_any_work(arguments, message):
@@ -315,7 +636,22 @@ def test_what_cannot_be_is_one_error_before_any_work(arguments, message):
     model.stack.register_forward_pre_hook(lambda module, args: ran.append(1))
     with pytest.raises(ValueError, match=message):
         rg.generate(model, **{"prompts": [[1]], **arguments})
+    streamed = {"prompt" if name == "prompts" else name: value for name, value in arguments.items()}
+    if "prompts" not in arguments and not {"n", "beams"} & arguments.keys():
+        with pytest.raises(ValueError, match=message):
+            rg.stream(model, **{"prompt": [1], **streamed})
     assert not ran
+
+
+def test_prompts_may_be_tensors_and_there_may_be_no_stops():
+    model = made("mha")
+    expected = rg.generate(model, [[1, 2], [3, 4]], max_new_tokens=3)
+    assert rg.generate(model, torch.tensor([[1, 2], [3, 4]]), max_new_tokens=3, stop=None) == expected
+    assert rg.generate(model, [torch.tensor([1, 2]), np.array([3, 4])], max_new_tokens=3) == expected
+    assert rg.generate(model, torch.tensor([1, 2]), max_new_tokens=3) == expected[:1]
+    for room in (-1, 1.0, True):
+        with pytest.raises(ValueError, match="room: expected a whole number of at least 0"):
+            rg.prefill(model, [[1]], room=room)
 
 
 def test_only_what_can_speak_is_asked_to():

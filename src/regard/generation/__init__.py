@@ -7,10 +7,11 @@ import torch
 
 from regard.generation.beam import search
 from regard.generation.engine import Generated, Growth, Row
-from regard.generation.prompt import CHUNK, Prompt, with_room
+from regard.generation.prompt import CHUNK, Prompt, first_room
 from regard.generation.request import (
     begin,
     check_counts,
+    check_reading,
     given_tokens,
     limits_of,
     read_prompts,
@@ -40,7 +41,7 @@ def generate(
     top_p: float | None = None,
     min_p: float | None = None,
     repetition_penalty: float = 1.0,
-    stop: str | int | Sequence[str | int] = (),
+    stop: str | int | Sequence[str | int] | None = None,
     seed: int | Sequence[int] | None = None,
     n: int = 1,
     beams: int = 1,
@@ -55,7 +56,11 @@ def generate(
     `tokens` and why it ended. Greedy unless `temperature` is above 0. Prompts of unequal length go together, and each
     gives what it gives alone: `seed` is every sequence's own (its n-th sample has its n-th seed). A prompt that is
     read once serves all its samples. With `beams` the likeliest sequences are searched for. An encoder-decoder reads
-    the prompts as its source. `stop` has texts, or tokens, that end a sequence besides those of the model.
+    the prompts as its source.
+
+    A sequence ends with a token that the model's config or tokenizer names as an end, a token or text of `stop` (None:
+    no more), after `max_new_tokens`, or where the context ends. A text of `stop` is cut off, and may have special
+    tokens in it, which the texts given back have not. Logits that are not finite are a ValueError.
 
     >>> import regard as rg
     >>> model = rg.Decoder(rg.DecoderConfig(vocabulary_size=11, embedding_dim=8, num_layers=2, num_heads=2))
@@ -69,18 +74,19 @@ def generate(
     own = speaking(model)
     limits = limits_of(own, max_new_tokens, stop)
     check_counts(n, beams, length_penalty, sampling)
+    check_reading(chunk)
     given = given_tokens(own, prompts, state)
     seeds = seeds_of(seed, len(given), n)
     if beams > 1:
         rooms = [room_for(own, tokens) for tokens in given]
-        room = min(max_new_tokens, max(rooms))
+        room = first_room(map(len, given), min(max_new_tokens, max(rooms)))
         prompt = state if state is not None else read_prompts(own, given, room, chunk, storage)
         size = max(1, TOGETHER // beams)
         found = []
         for start in range(0, len(given), size):
             part = range(start, min(start + size, len(given)))
-            some = with_room(prompt.chosen(part), room)
-            options = {"beams": beams, "length_penalty": length_penalty, "results": n}
+            options = {"beams": beams, "length_penalty": length_penalty, "results": n, "places": part}
+            some = prompt.chosen(part)
             found += search(own, some, limits, rooms=[rooms[at] for at in part], **options)  # type: ignore[arg-type]
         return [text for texts in found for text in texts]
     growth, rows = begin(
@@ -110,7 +116,7 @@ def stream(
     top_p: float | None = None,
     min_p: float | None = None,
     repetition_penalty: float = 1.0,
-    stop: str | int | Sequence[str | int] = (),
+    stop: str | int | Sequence[str | int] | None = None,
     seed: int | None = None,
     chunk: int = CHUNK,
     storage: torch.dtype | None = None,
@@ -134,6 +140,7 @@ def stream(
     if len(given) != 1:
         raise ValueError(f"state: expected one prompt to stream from, got {len(given)}")
     room_for(own, given[0])
+    check_reading(chunk)
     seeds = seeds_of(seed, 1, 1)
 
     def ready() -> tuple[Growth, list[Row]]:
@@ -187,7 +194,8 @@ def prefill(
 ) -> Prompt:
     """Let a model read prompts and keep its state: `generate(model, state=…)` goes on from it as often as wanted.
 
-    `room` is how many more tokens it should have room for; more are made room for when needed, which copies once.
+    `room` is how many more tokens it should have room for, as far as the context allows; more are made room for when
+    needed, which copies the state.
 
     >>> import regard as rg
     >>> model = rg.Decoder(rg.DecoderConfig(vocabulary_size=11, embedding_dim=8, num_layers=2, num_heads=2))
@@ -197,6 +205,6 @@ def prefill(
     """
     own = speaking(model)
     given = given_tokens(own, prompts, None)
-    for tokens in given:
-        room_for(own, tokens)
-    return read_prompts(own, given, room, chunk, storage)
+    check_reading(chunk, room)
+    most = max(room_for(own, tokens) for tokens in given)
+    return read_prompts(own, given, min(room, most), chunk, storage)

@@ -6,14 +6,15 @@ A penalty of 0 favours short texts, as plain sums do; 1 compares means. With as 
 search is exhaustive.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from regard.generation.engine import Generated, Limits
-from regard.generation.prompt import Prompt
+from regard.generation.engine import Generated, Limits, not_finite
+from regard.generation.prompt import Prompt, with_room
 from regard.generation.text import Writer
 from regard.models.decoder import Decoder
 from regard.models.transformer import Transformer
@@ -33,13 +34,19 @@ def search(
     beams: int,
     length_penalty: float,
     rooms: Sequence[int],
+    places: Sequence[int],
     results: int,
 ) -> list[list[Generated]]:
-    """The best `results` continuations of each prompt, best first. `rooms` are the new tokens each has room for.
+    """The best `results` continuations of each prompt, best first.
+
+    `rooms` are the new tokens each has room for, `places` what errors call it.
 
     The beams of all prompts are one batch; a prompt whose search is over leaves it.
     """
-    searches = [_Search(model, limits, room, beams, length_penalty, results) for room in rooms]
+    searches = [
+        _Search(model, limits, place, min(limits.max_new_tokens, room), room, beams, length_penalty, results)
+        for place, room in zip(places, rooms, strict=True)
+    ]
     active, state, logits = list(searches), prompt.state, prompt.logits
     while True:
         rows: list[int] = []
@@ -51,7 +58,8 @@ def search(
         active = [one for one in active if one.alive]
         if not active:
             return [one.ended[:results] for one in searches]
-        state = state.reorder(torch.tensor(rows, device=logits.device))
+        left = max(one.most - len(one.alive[0][1]) for one in active)
+        state = with_room(state.reorder(torch.tensor(rows, device=logits.device)), 1, left)
         newest = torch.tensor([[tokens[-1]] for one in active for _, tokens, _ in one.alive], device=logits.device)
         hidden, state = model.advance(newest, state)
         logits = model.predict(hidden)[:, 0]
@@ -63,7 +71,11 @@ class _Search:
 
     model: Decoder | Transformer
     limits: Limits
+    place: int
+    most: int
+    """New tokens it may have."""
     room: int
+    """New tokens the context has room for."""
     beams: int
     length_penalty: float
     results: int
@@ -73,7 +85,9 @@ class _Search:
 
     def grow(self, grown: Sequence[Candidate]) -> list[int]:
         """Go on with the best candidates; gives which beam each of those that now live was."""
-        step, most = len(self.alive[0][1]) + 1, min(self.limits.max_new_tokens, self.room)
+        step, most = len(self.alive[0][1]) + 1, self.most
+        if math.isnan(grown[0][0]):  # the largest sum: NaN if any logit is NaN, or the largest one is infinite
+            raise not_finite(math.nan, step - 1, self.place)
         rows: list[int] = []
         following: list[Beam] = []
         for total, row, token, one in grown:

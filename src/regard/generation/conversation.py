@@ -146,7 +146,8 @@ class Conversation:
             more = {name: self.options[name] for name in ("chunk", "storage") if name in self.options}
             return prefill(self.model, [tokens], room=room, **more)
         same = kept.length
-        state, logits = with_room(kept, len(tokens) - same + room).state, kept.logits
+        unread = len(tokens) - same
+        state, logits = with_room(kept.state, unread, unread + room), kept.logits
         chunk = self.options.get("chunk", CHUNK)
         for begin in range(same, len(tokens), chunk):
             part = torch.tensor([tokens[begin : begin + chunk]], device=self.model.device)

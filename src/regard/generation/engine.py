@@ -4,6 +4,7 @@ What a sequence becomes depends on its prompt, its options and its seed alone: i
 own generator, and neither a neighbour that ends early nor one that goes on changes it.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.generation.prompt import Prompt
+from regard.generation.prompt import Prompt, with_room
 from regard.generation.sampling import Sampling
 from regard.generation.text import Writer
 from regard.models.decoder import Decoder
@@ -74,6 +75,8 @@ class Limits:
 class Row:
     """One sequence on its way."""
 
+    place: int
+    """Of its result among all."""
     prompt: tuple[int, ...]
     room: int
     """New tokens it may have, by the model's context."""
@@ -89,22 +92,18 @@ class Row:
         ends = "end" if token in limits.ends else "stop" if token in limits.stop_tokens else None
         if ends is not None:
             self.writer.tokens.append(token)  # it ends the text and is no part of it
-            self.reason = ends
-            self.piece = self._rest(without=1)
+            self.reason, self.piece = ends, self.writer.finish()
             return
         self.piece = self.writer.add(token)
         if self.writer.stopped:
             self.reason = "stop"
-        elif len(self.writer.tokens) >= min(limits.max_new_tokens, self.room):
+        elif not self.left(limits):
             self.reason = "length" if limits.max_new_tokens <= self.room else "context"
             self.piece += self.writer.finish()
 
-    def _rest(self, without: int) -> str:
-        kept = self.writer.tokens[len(self.writer.tokens) - without :]
-        del self.writer.tokens[len(self.writer.tokens) - without :]
-        piece = self.writer.finish()
-        self.writer.tokens += kept
-        return piece
+    def left(self, limits: Limits) -> int:
+        """New tokens it may still have."""
+        return min(limits.max_new_tokens, self.room) - len(self.writer.tokens)
 
     def result(self) -> Generated:
         """What it has become so far."""
@@ -151,34 +150,46 @@ class Growth:
             raise StopIteration
         if self.active[left[0]].writer.tokens:
             self._read(left)
-        chosen = _choose(self.reached.logits, self.active, self.sampling)
-        for row, token in zip(self.active, chosen, strict=True):
-            if row.reason is None:
-                row.take(token, self.limits)
+        growing = [at for at, row in enumerate(self.active) if row.reason is None]
+        logits = self.reached.logits if len(growing) == len(self.active) else self.reached.logits[growing]
+        rows = [self.active[at] for at in growing]
+        for row, token in zip(rows, _choose(logits, rows, self.sampling), strict=True):
+            row.take(token, self.limits)
 
     def _read(self, left: list[int]) -> None:
         if len(left) <= FEW * len(self.active):
             self.active, self.reached = [self.active[at] for at in left], self.reached.chosen(left)
         newest = [row.writer.tokens[-1] for row in self.active]
         tokens = torch.tensor(newest, device=self.reached.logits.device)[:, None]
-        hidden, state = self.model.advance(tokens, self.reached.state)
+        state = with_room(self.reached.state, 1, max(row.left(self.limits) for row in self.active))
+        hidden, state = self.model.advance(tokens, state)
         met = tuple((*one, token) for one, token in zip(self.reached.tokens, newest, strict=True))
         self.reached = Prompt(state, met, self.model.predict(hidden)[:, 0])
 
 
 def _choose(logits: Tensor, rows: Sequence[Row], sampling: Sampling) -> list[int]:
-    """The next token of each row; what rows that have ended get does not matter."""
-    if sampling.greedy and sampling.repetition_penalty == 1:
-        chosen = logits.argmax(-1).tolist()
-    else:
-        chosen = [0] * len(rows)
-        for at, row in enumerate(rows):
-            if row.reason is None:
-                own = sampling.penalised(logits[at], (*row.prompt, *row.writer.tokens))
-                chosen[at] = int(own.argmax()) if sampling.greedy else sampling.draw(own, row.generator)
+    """The next token of each row. Raises ValueError for logits that are not finite: there is no likeliest token."""
+    scores = logits
+    if sampling.repetition_penalty != 1:
+        seen = [(*row.prompt, *row.writer.tokens) for row in rows]
+        scores = torch.stack([sampling.penalised(own, tokens) for own, tokens in zip(logits, seen, strict=True)])
+    chosen = scores.argmax(-1) if sampling.greedy else sampling.draw(scores, [row.generator for row in rows])
+    # The largest logit is NaN if any is. It comes with the tokens: one wait for the device, not two.
+    tokens, largest = torch.stack([chosen.double(), logits.amax(-1).double()]).tolist()
+    for row, value in zip(rows, largest, strict=True):
+        if not math.isfinite(value):
+            raise not_finite(value, len(row.writer.tokens), row.place)
     if any(row.log_probabilities is not None for row in rows):
-        scores = logits.double().log_softmax(-1)
-        for at, row in enumerate(rows):
-            if row.log_probabilities is not None and row.reason is None:
-                row.log_probabilities.append(float(scores[at, chosen[at]]))
-    return chosen
+        found = logits.double().log_softmax(-1).gather(-1, chosen[:, None])[:, 0].tolist()
+        for row, value in zip(rows, found, strict=True):
+            if row.log_probabilities is not None:
+                row.log_probabilities.append(value)
+    return [int(token) for token in tokens]
+
+
+def not_finite(value: float, count: int, row: int) -> ValueError:
+    """The error for logits with a NaN or an infinity, `count` new tokens into a row."""
+    return ValueError(
+        f"logits: expected finite numbers, got {value} after {count} new tokens of row {row}; "
+        "the model's weights are not finite, or its numbers exceed its dtype"
+    )

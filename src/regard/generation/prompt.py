@@ -1,7 +1,7 @@
 """A prompt that a model has read: a value to hold, to generate from as often as wanted, and to keep in a file."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,8 @@ from regard.state import KernelState, KeyValueState
 KEY = "regard.prompt"
 CHUNK = 512
 """Tokens of a prompt that are read at once: memory is bounded by it, not by the prompt."""
+ROOM = 256
+"""New tokens that a state has room for at the least, if it may have so many."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,14 +115,19 @@ def _read_source(model: Transformer, sources: Sequence[Sequence[int]], room: int
     return Prompt(state, tuple(tuple(one) for one in sources), model.predict(hidden)[:, 0])
 
 
-def with_room(prompt: Prompt, more: int) -> Prompt:
-    """The prompt with room for `more` tokens; nothing is copied if it has that."""
-    layers = []
-    for size, state in zip(prompt.state.windows, prompt.state.layers, strict=True):
-        if size is None and isinstance(state, KeyValueState) and state.length + more > state.capacity:
-            state = state.resized(state.length + more)
-        layers.append(state)
-    return replace(prompt, state=replace(prompt.state, layers=tuple(layers)))
+def first_room(lengths: Iterable[int], most: int) -> int:
+    """New tokens to make room for before any has come: not by what is allowed, but by what is there."""
+    return min(most, max(ROOM, *lengths))
+
+
+def with_room(state: ModelState, more: int, most: int) -> ModelState:
+    """The state with room for `more` tokens; a layer without gets room for as many as it holds, `most` at the most."""
+
+    def roomy(layer: Any, size: int | None) -> Any:
+        full = size is None and isinstance(layer, KeyValueState) and layer.length + more > layer.capacity
+        return layer.resized(layer.length + max(more, first_room([layer.length], most))) if full else layer
+
+    return replace(state, layers=tuple(map(roomy, state.layers, state.windows)))
 
 
 def _flatten(prompt: Prompt) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from regard.generation.engine import Growth, Limits, Row
-from regard.generation.prompt import CHUNK, Prompt, read, with_room
+from regard.generation.prompt import CHUNK, Prompt, first_room, read
 from regard.generation.sampling import Sampling
 from regard.generation.text import Writer
 from regard.models.base import Model
@@ -30,24 +30,23 @@ def begin(
     """Read prompts, unless `state` has them, and make a row of each seed of each of them, ready to grow."""
     rooms = [room_for(model, tokens) for tokens in given]
     room = min(limits.max_new_tokens, max(rooms))
+    room = first_room(map(len, given), room)
     prompt = state if state is not None else read_prompts(model, given, room, chunk, storage)
+    samples = [(at, seed) for at, own in enumerate(seeds) for seed in own]
     rows = [
-        new_row(model, tokens, rooms[at], seed, limits, log_probabilities)
-        for at, tokens in enumerate(given)
-        for seed in seeds[at]
+        new_row(model, place, given[at], rooms[at], seed, limits, log_probabilities)
+        for place, (at, seed) in enumerate(samples)
     ]
     if len(rows) > len(given):
-        prompt = prompt.chosen([at for at, own in enumerate(seeds) for _ in own])
-    return Growth(model, with_room(prompt, room), rows, sampling, limits), rows
+        prompt = prompt.chosen([at for at, _ in samples])
+    return Growth(model, prompt, rows, sampling, limits), rows
 
 
 @torch.inference_mode()
 def read_prompts(
     model: Decoder | Transformer, given: Any, room: int, chunk: int, storage: torch.dtype | None
 ) -> Prompt:
-    """What the model keeps of the prompts."""
-    if type(chunk) is not int or chunk < 1:
-        raise ValueError(f"chunk: expected a whole number of at least 1, got {chunk!r}")
+    """What the model keeps of the prompts, with room for `room` new tokens."""
     return read(model, given, room=room, chunk=chunk, storage=storage)
 
 
@@ -68,27 +67,36 @@ def given_tokens(model: Decoder | Transformer, prompts: Any, state: Prompt | Non
         if not isinstance(state, Prompt):
             raise ValueError(f"state: expected what prefill gives, got {type(state).__name__}")
         return list(state.tokens)
-    if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int)):
+    prompts = _plain(prompts)
+    if isinstance(prompts, str) or (isinstance(prompts, list | tuple) and prompts and type(prompts[0]) is int):
         prompts = [prompts]
-    if not len(prompts):
+    if not isinstance(prompts, list | tuple):
+        raise ValueError(f"prompts: expected a text, a list of texts, or lists of tokens, got {type(prompts).__name__}")
+    if not prompts:
         raise ValueError("prompts: expected at least one, got none")
-    return [prompt_tokens(model, one, at) for at, one in enumerate(prompts)]
+    return [prompt_tokens(model, prompt, at) for at, prompt in enumerate(prompts)]
 
 
 def prompt_tokens(model: Decoder | Transformer, prompt: Any, at: int) -> tuple[int, ...]:
     """The tokens of one prompt."""
+    prompt = _plain(prompt)
     if isinstance(prompt, str):
         if model.tokenizer is None:
             raise ValueError("prompts: expected lists of tokens, the model has no tokenizer, got text")
-        found = tuple(model.tokenizer.encode(prompt))
-    else:
-        found = tuple(prompt.tolist() if isinstance(prompt, torch.Tensor) else prompt)
-    if not found:
+        prompt = model.tokenizer.encode(prompt)
+    if not isinstance(prompt, list | tuple):
+        raise ValueError(f"prompts: expected a text or a list of tokens at place {at}, got {type(prompt).__name__}")
+    if not prompt:
         raise ValueError(f"prompts: expected at least one token, got an empty prompt at place {at}")
     most = model.config.vocabulary_size
-    if not all(type(token) is int and 0 <= token < most for token in found):
+    if not all(type(token) is int and 0 <= token < most for token in prompt):
         raise ValueError(f"prompts: expected tokens from 0 to {most - 1}, got others at place {at}")
-    return found
+    return tuple(prompt)
+
+
+def _plain(values: Any) -> Any:
+    """Lists of what tensors and arrays hold; everything else as it is."""
+    return values.tolist() if hasattr(values, "tolist") else values
 
 
 def room_for(model: Decoder | Transformer, tokens: Sequence[int]) -> int:
@@ -107,7 +115,9 @@ def limits_of(model: Decoder | Transformer, max_new_tokens: int, stop: Any) -> L
     """When sequences end: by length, by the model's own tokens, by `stop`."""
     if type(max_new_tokens) is not int or max_new_tokens < 1:
         raise ValueError(f"max_new_tokens: expected a whole number of at least 1, got {max_new_tokens!r}")
-    given = (stop,) if isinstance(stop, str | int) else tuple(stop)
+    if stop is not None and not isinstance(stop, str | int | list | tuple | set | frozenset):
+        raise ValueError(f"stop: expected texts and tokens, or None, got {type(stop).__name__}")
+    given = () if stop is None else (stop,) if isinstance(stop, str | int) else tuple(stop)
     most = model.config.target_size if isinstance(model, Transformer) else model.config.vocabulary_size
     for one in given:
         if isinstance(one, bool) or not isinstance(one, str | int) or one == "":
@@ -123,6 +133,13 @@ def limits_of(model: Decoder | Transformer, max_new_tokens: int, stop: Any) -> L
         stop_tokens=frozenset(one for one in given if isinstance(one, int)),
         stop_strings=tuple(one for one in given if isinstance(one, str)),
     )
+
+
+def check_reading(chunk: int, room: int = 0) -> None:
+    """Raise ValueError for sizes that prompts cannot be read with."""
+    for name, value, least in (("chunk", chunk, 1), ("room", room, 0)):
+        if type(value) is not int or value < least:
+            raise ValueError(f"{name}: expected a whole number of at least {least}, got {value!r}")
 
 
 def check_counts(n: int, beams: int, length_penalty: float, sampling: Sampling) -> None:
@@ -147,20 +164,26 @@ def seeds_of(seed: Any, count: int, n: int) -> list[list[int]]:
     elif isinstance(seed, int) and not isinstance(seed, bool):
         bases = [seed] * count
     else:
-        bases = list(seed)
+        bases = list(seed) if isinstance(seed, list | tuple | range) else []
         if len(bases) != count or not all(type(one) is int for one in bases):
-            raise ValueError(f"seed: expected a whole number, or one for each of {count} prompts, got {seed!r}")
+            raise ValueError(f"seed: expected a whole number, or one for each of {count} prompts, got {seed!r:.80}")
     if any(not 0 <= one < 2**63 for one in bases):
         raise ValueError(f"seed: expected whole numbers from 0 to 2**63 - 1, got {seed!r}")
     return [[(base + sample * 0x9E3779B97F4A7C15) % 2**63 for sample in range(n)] for base in bases]
 
 
 def new_row(
-    model: Decoder | Transformer, tokens: tuple[int, ...], room: int, seed: int, limits: Limits, scored: bool
+    model: Decoder | Transformer,
+    place: int,
+    tokens: tuple[int, ...],
+    room: int,
+    seed: int,
+    limits: Limits,
+    scored: bool,
 ) -> Row:
     """A sequence that has not begun."""
     # A source is another text than the target, so its tokens are no repetitions.
     before = () if isinstance(model, Transformer) else tokens
     generator = torch.Generator().manual_seed(seed)
     writer = Writer(model.tokenizer, limits.stop_strings)
-    return Row(before, room, generator, writer, [] if scored else None)
+    return Row(place, before, room, generator, writer, [] if scored else None)

@@ -7,12 +7,15 @@ its seed and its logits, never on its neighbours in a batch.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
+
+LIKELIEST = 2048
+"""Tokens among which those of `top_p` are looked for first: sorting a whole vocabulary takes 25 times as long."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,14 +55,12 @@ class Sampling:
 
     def penalised(self, logits: Float[Tensor, "D"], seen: Iterable[int]) -> Float[Tensor, "D"]:
         """The logits with the repetition penalty for the tokens of a sequence."""
-        if self.repetition_penalty == 1:
-            return logits
         index = torch.tensor(sorted(set(seen)), dtype=torch.long, device=logits.device)
-        found = logits[index]
-        worse = torch.where(found > 0, found / self.repetition_penalty, found * self.repetition_penalty)
+        before = logits[index]
+        worse = torch.where(before > 0, before / self.repetition_penalty, before * self.repetition_penalty)
         return logits.index_copy(0, index, worse)
 
-    def cut(self, logits: Float[Tensor, "D"]) -> Float[Tensor, "D"]:
+    def cut(self, logits: Float[Tensor, "*b D"]) -> Float[Tensor, "*b D"]:
         """The logits at this temperature, -inf for tokens that are cut. Ties at a border stay.
 
         >>> import torch
@@ -68,22 +69,42 @@ class Sampling:
         [-inf, 3.0, 2.0]
         """
         logits = logits.double() / self.temperature
-        if self.top_k is not None and self.top_k < len(logits):
-            logits = logits.masked_fill(logits < logits.topk(self.top_k).values[-1], -math.inf)
-        if self.top_p is not None:
-            ordered = logits.sort(descending=True).values
-            before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
-            least = ordered[before < self.top_p][-1]
-            logits = logits.masked_fill(logits < least, -math.inf)
+        if self.top_k is not None and self.top_k < logits.shape[-1]:
+            logits.masked_fill_(logits < logits.topk(self.top_k).values[..., -1:], -math.inf)
+        if self.top_p is not None and self.top_p < 1:  # at 1 all stay, whatever rounding makes of their sum
+            logits.masked_fill_(logits < _least(logits, logits.softmax(-1), self.top_p), -math.inf)
         if self.min_p is not None:
-            logits = logits.masked_fill(logits < logits.max() + math.log(self.min_p), -math.inf)
+            logits.masked_fill_(logits < logits.amax(-1, keepdim=True) + math.log(self.min_p), -math.inf)
         return logits
 
-    def draw(self, logits: Float[Tensor, "D"], generator: torch.Generator) -> int:
-        """One token. The noise is drawn on the CPU, so that a seed means the same on every device."""
-        logits = self.cut(logits)
-        noise = torch.empty(len(logits), dtype=torch.float64).exponential_(generator=generator)
-        return int((logits - noise.log().to(logits.device)).argmax())
+    def draw(self, logits: Float[Tensor, "B D"], generators: Sequence[torch.Generator]) -> Int[Tensor, "B"]:
+        """A token for each row, whose noise is its own generator's.
+
+        The noise is drawn on the CPU, so that a seed means the same on every device.
+        """
+        scores = self.cut(logits)
+        for row, generator in zip(scores, generators, strict=True):
+            row -= torch.empty(len(row), dtype=torch.float64).exponential_(generator=generator).log_().to(row.device)
+        return scores.argmax(-1)
+
+
+def _least(
+    logits: Float[Tensor, "*b D"], probabilities: Float[Tensor, "*b D"], top_p: float, most: int = LIKELIEST
+) -> Float[Tensor, "*b 1"]:
+    """The lowest logit of each row among the likeliest tokens that together have the probability `top_p`.
+
+    Looked for among the `most` likeliest; only rows that need more are sorted whole. Sums begin with the likeliest
+    token, so that `most` changes no result.
+    """
+    most = min(most, logits.shape[-1])
+    ordered, index = logits.topk(most)
+    share = probabilities.gather(-1, index)
+    inside = share.cumsum(-1) - share < top_p
+    least = ordered.gather(-1, inside.sum(-1, keepdim=True).sub_(1).clamp_(min=0))
+    short = inside[..., -1]
+    if most == logits.shape[-1] or not bool(short.any()):
+        return least
+    return least.masked_scatter(short[..., None], _least(logits[short], probabilities[short], top_p, logits.shape[-1]))
 
 
 def _number(value: object) -> bool:
