@@ -48,24 +48,90 @@ def layer(module):
     return next(depth for depth, names in enumerate(LAYERS) if part in names)
 
 
-def imports(tree):
-    """Modules imported anywhere in the file; those for type checkers only are left out."""
+def imports(source, module, is_package=False):
+    """Modules of ours that a file imports, anywhere in it and in any way; those for type checkers only are left out.
+
+    A name taken from the package itself is its submodule, or the module that defines the public name."""
+    tree = ast.parse(source)
     typing_only = {
         inner
         for node in ast.walk(tree)
         if isinstance(node, ast.If) and getattr(node.test, "id", None) == "TYPE_CHECKING"
-        for inner in ast.walk(node)
+        for statement in node.body
+        for inner in ast.walk(statement)
     }
-    for node in ast.walk(tree):
-        if node not in typing_only and isinstance(node, ast.ImportFrom) and (node.module or "").startswith("regard."):
-            yield node.module
+    nodes = [node for node in ast.walk(tree) if node not in typing_only]
+    package = {"regard"}  # what the package is called in this file
+    found = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            for name in node.names:
+                if name.name == "regard" and name.asname:
+                    package.add(name.asname)
+                elif name.name.startswith("regard."):
+                    found.add(name.name)
+        elif isinstance(node, ast.ImportFrom):
+            above = module.split(".")[: len(module.split(".")) - node.level + is_package]
+            origin = ".".join([*above, *filter(None, [node.module])] if node.level else [node.module])
+            if origin == "regard":
+                found |= {rg._HOME.get(name.name, f"regard.{name.name}") for name in node.names}
+            elif origin.startswith("regard."):
+                found.add(origin)
+    for node in nodes:
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in package:
+            found.add(rg._HOME.get(node.attr, f"regard.{node.attr}"))
+    return found
+
+
+def against_the_direction(source, module, is_package=False):
+    """Imports of a file that its layer may not have."""
+    return {one for one in imports(source, module, is_package) if layer(one) > layer(module)}
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_imports_point_one_way(name):
-    source = Path(importlib.import_module(name).__file__).read_text()
-    for imported in imports(ast.parse(source)):
-        assert layer(imported) <= layer(name), f"{name} imports {imported}"
+    path = Path(importlib.import_module(name).__file__)
+    assert not against_the_direction(path.read_text(), name, is_package=path.name == "__init__.py")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from regard import checkpoints",
+        "from regard import checkpoints as files",
+        "from regard import load",
+        "from regard import causal, load",
+        "from regard.checkpoints import load",
+        "from regard.checkpoints.names import NAMES",
+        "import regard.checkpoints",
+        "import regard.checkpoints.names as names",
+        "import torch, regard.checkpoints",
+        "from . import checkpoints",
+        "from .checkpoints import load",
+        "from .checkpoints.names import NAMES",
+        "import regard as rg\nrg.load('smollm2')",
+        "import regard\nregard.checkpoints.load('smollm2')",
+        "def late():\n    from regard import checkpoints",
+        "class Late:\n    def load(self):\n        import regard.checkpoints",
+        "try:\n    from regard.checkpoints import load\nexcept ImportError:\n    pass",
+        "if not TYPE_CHECKING:\n    from regard import checkpoints",
+        "if TYPE_CHECKING:\n    pass\nelse:\n    from regard import checkpoints",
+    ],
+)
+def test_an_import_against_the_direction_is_caught(line):
+    source = Path(rg.__path__[0], "mask.py").read_text()
+    assert not against_the_direction(source, "regard.mask")
+    assert {one.split(".")[1] for one in against_the_direction(f"{source}\n{line}\n", "regard.mask")} == {"checkpoints"}
+
+
+def test_an_import_for_type_checkers_has_no_direction():
+    assert not imports("if TYPE_CHECKING:\n    from regard import checkpoints", "regard.mask")
+
+
+def test_a_relative_import_counts_from_its_file():
+    assert imports("from ..laws import check", "regard.paths.sums") == {"regard.laws"}
+    assert imports("from ..laws import check", "regard.paths", is_package=True) == {"regard.laws"}
+    assert imports("from .sums import steps", "regard.paths", is_package=True) == {"regard.paths.sums"}
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -82,25 +148,6 @@ def test_every_public_name_has_a_docstring_with_an_example(name):
     assert ">>> " in (thing.__doc__ or ""), f"rg.{name} has no runnable example"
 
 
-def test_importing_regard_loads_nothing_optional():
-    optional = (
-        "matplotlib",
-        "typer",
-        "rich",
-        "triton",
-        "transformers",
-        "gguf",
-        "tokenizers",
-        "safetensors",
-        "jinja2",
-        "tensorboard",
-        "sacrebleu",
-    )
-    code = f"import sys, regard; print(*[m for m in {optional} if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == ""
-
-
 def test_the_cpu_guard_sets_a_limit_only_where_tiles_are_forbidden():
     assert tiles_are_forbidden("flags : amx_tile", permitted=False)
     assert not tiles_are_forbidden("flags : amx_tile", permitted=True)
@@ -115,7 +162,42 @@ def test_a_users_own_mechanism_in_one_class_gets_everything():
     assert off < 1e-5
 
 
-def test_the_readme_names_every_file():
-    readme = (ROOT / "README.md").read_text()
-    for path in (ROOT / "src/regard").rglob("*.py"):
-        assert path.name in readme, f"the README's file tree lacks {path.relative_to(ROOT)}"
+def tree(readme):
+    """The paths of the README's file tree, each with what it says of them."""
+    block = readme.split("## The files")[1].split("```")[1]
+    folders, found = [], {}
+    for line in block.strip("\n").split("\n"):
+        name, _, words = line.strip().partition(" ")
+        depth = (len(line) - len(line.lstrip())) // 2
+        if depth > len(folders):  # a second line of words
+            continue
+        folders[depth:] = [name]
+        found["".join(folders)] = words.strip()
+        if not name.endswith("/"):
+            folders.pop()
+    return found
+
+
+def files_of(root):
+    return {str(path.relative_to(root)) for path in (root / "src/regard").rglob("*.py")}
+
+
+def test_the_readmes_tree_is_the_files():
+    listed = tree((ROOT / "README.md").read_text())
+    assert {path for path in listed if path.endswith(".py")} == files_of(ROOT)
+    assert [path for path in listed if not (ROOT / path).exists()] == []
+    folders = {str(Path(path).parent) + "/" for path in files_of(ROOT)}
+    assert folders <= set(listed)
+    # A folder of modules is told by its __init__.py.
+    assert [path for path, words in listed.items() if not words and f"{path}__init__.py" not in listed] == []
+
+
+def test_a_row_that_is_missing_or_too_many_in_the_readmes_tree_is_caught():
+    lines = (ROOT / "README.md").read_text().split("\n")
+    rows = [number for number, line in enumerate(lines) if line.lstrip().startswith(("__init__.py", "errors.py"))]
+    assert len(rows) > 5
+    for number in rows:
+        fewer = tree("\n".join(lines[:number] + lines[number + 1 :]))
+        assert {path for path in fewer if path.endswith(".py")} < files_of(ROOT)
+        more = tree("\n".join([*lines[: number + 1], lines[number].replace(".py", "2.py"), *lines[number + 1 :]]))
+        assert {path for path in more if path.endswith(".py")} > files_of(ROOT)
