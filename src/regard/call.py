@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from regard.mask import Mask
 from regard.structure import EVERYTHING, Structure, reached, structure
@@ -199,6 +200,13 @@ def all_finite() -> Iterator[None]:
         yield
     finally:
         _policy.finite = before
+
+
+def transformed() -> bool:
+    """Whether a transform of torch.func, or forward derivatives, must reach inside every operator."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def taint(k: Tensor, v: Tensor) -> Tensor | None:

@@ -33,6 +33,17 @@ def _causal(length: int) -> Pair:
     )
 
 
+def _turn(queries: int, heads: int, kv_heads: int) -> Pair:
+    """New tokens after a history, 4,096 in all: a turn of a chat, or a prompt read in chunks."""
+    q, k, v = _qkv(1, heads, 4096, 64, kv_heads)
+    q = q[:, :, -queries:].contiguous()
+    dense = causal.visible(1, 1, queries, 4096)
+    return Pair(
+        lambda: attend(q, k, v, mask=causal),
+        lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=dense, enable_gqa=heads != kv_heads),
+    )
+
+
 def _padded() -> Pair:
     length = 1024
     q, k, v = _qkv(8, 8, length, 64)
@@ -153,6 +164,12 @@ BENCHES: tuple[Bench, ...] = (
         Bench(f"causal-{n}", f"softmax, causal, N={n}, 8 heads, D=64", "SDPA is_causal", 0.97,
               partial(_causal, n), max(15, 131072 // n))
         for n in (512, 1024, 2048, 4096, 8192)
+    ),
+    *(
+        Bench(f"turn-{n}-{kv}", f"softmax, causal, {n} new tokens of 4096, {heads} heads over {kv}, D=64",
+              "SDPA with the same mask", 1.1, partial(_turn, n, heads, kv), max(15, 512 // n))
+        for heads, kv in ((8, 8), (32, 8))
+        for n in (2, 8, 16, 64, 512)
     ),
     Bench("padded", "softmax, batch 8 of 1024, half of it padding", "SDPA with the same mask", 1.3, _padded),
     *(

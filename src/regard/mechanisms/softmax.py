@@ -17,7 +17,7 @@ from torch import Tensor
 
 from regard.call import Call, Path
 from regard.mechanism import Mechanism
-from regard.paths import blocks, decode, grouped, masked, products, reference, sdpa
+from regard.paths import blocks, decode, grouped, masked, parts, products, reference, sdpa
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +106,8 @@ class Softmax(Mechanism):
         return scale if scale <= 1e6 else None
 
     def paths(self) -> tuple[Path, ...]:
-        return (decode.PATH, products.PATH, grouped.PATH, masked.PATH, sdpa.PATH, blocks.PATH, reference.PATH)
+        few = (decode.PATH, products.PATH, grouped.PATH)
+        return (*few, masked.PATH, sdpa.PATH, parts.PATH, blocks.PATH, reference.PATH)
 
 
 def Argmax() -> Softmax:  # noqa: N802 - named as the mechanism it is

@@ -39,6 +39,15 @@ def few(call: Call) -> str | None:
 
 def cannot(call: Call) -> str | None:
     """Why this path cannot serve a call; None if it can."""
+    if (reason := not_intervals(call)) is not None:
+        return reason
+    if call.structure.causal and call.queries != call.keys:
+        return "SDPA aligns is_causal to the first key, not the last, when T and S differ"
+    return None
+
+
+def not_intervals(call: Call) -> str | None:
+    """Why a call is not softmax over an interval of keys a batch row, causal or not; None if it is."""
     known = call.structure
     if (reason := unfit(call)) is not None:
         return reason
@@ -50,8 +59,6 @@ def cannot(call: Call) -> str | None:
         return "a window would need a dense mask"
     if known.paddings and known.rows is None:
         return "padding with holes would need a dense mask"
-    if known.causal and call.queries != call.keys:
-        return "SDPA aligns is_causal to the first key, not the last, when T and S differ"
     return None
 
 
@@ -79,22 +86,27 @@ def scale(call: Call) -> float:
     return found
 
 
-def plain(q: Tensor, k: Tensor, v: Tensor, *, scale: float, **options: Any) -> Tensor:
-    """SDPA where its fused kernel applies: equal head lengths, unit stride, grouped heads left as they are."""
-    kind = q.dtype
+def fitted(q: Tensor, k: Tensor, v: Tensor, scale: float, longest: int) -> tuple[Tensor, Tensor, Tensor, float]:
+    """Tensors with which PyTorch's fused kernels compute this: unit stride, heads of one length, a scale above 0."""
     if scale == 0:  # the kernel hides a future key by -inf, and 0 · -inf is NaN: 0 scores from 0 queries instead
         q, scale = q * 0, 1.0
     if q.is_cpu and q.dtype.itemsize == 2 and torch.is_grad_enabled():
         # The CPU kernel rounds its gradients to half inside the sums: 3 and more times the plain formula's error.
         q, k, v = q.float(), k.float(), v.float()
-    size = v.shape[-1]
-    fresh = q.is_cuda and q.dtype.itemsize == 2 and (q.shape[2] % ROUND > 0 or k.shape[2] % ROUND > 0)
-    longest = max(size, q.shape[-1])
-    longest += -longest % 8 if fresh else 0
-    if longest != size or longest != q.shape[-1]:
+    if longest != v.shape[-1] or longest != q.shape[-1]:
         q, k, v = (F.pad(t, (0, longest - t.shape[-1])) for t in (q, k, v))
     if q.stride(-1) != 1 or k.stride(-1) != 1 or v.stride(-1) != 1:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    return q, k, v, scale
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, *, scale: float, **options: Any) -> Tensor:
+    """SDPA where its fused kernel applies: equal head lengths, unit stride, grouped heads left as they are."""
+    kind, size = q.dtype, v.shape[-1]
+    fresh = q.is_cuda and q.dtype.itemsize == 2 and (q.shape[2] % ROUND > 0 or k.shape[2] % ROUND > 0)
+    longest = max(size, q.shape[-1])
+    longest += -longest % 8 if fresh else 0
+    q, k, v, scale = fitted(q, k, v, scale, longest)
     if q.is_cuda and q.shape[1] != k.shape[1] and options.get("attn_mask") is not None:
         # No kernel but cuDNN's takes grouped heads and a mask.
         k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))

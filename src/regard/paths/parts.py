@@ -1,0 +1,136 @@
+"""Causal attention of other queries than there are keys: keys that all queries see and keys that some do, apart.
+
+Partial attention is the output over some of the keys and the log-sum-exp of their scores. Two parts merge exactly:
+
+    lse = log(exp(lse_a) + exp(lse_b))            out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b
+
+The keys before the first query (a chat's history, a prompt read in chunks) need no mask, and the rest is square, so
+that PyTorch's is_causal serves. The backward pass of each part takes the merged output and log-sum-exp, which is all
+that the parts have to know of each other (Liu et al. 2023, "Ring attention").
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from regard.call import Call, Path, transformed
+from regard.paths import decode, sdpa
+from regard.paths.rows import by_interval
+
+MOST_ROWS = 512
+"""Query rows of a key/value head up to which passes of our own over the old keys are faster: then PyTorch's tiles are
+large enough."""
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def cannot(call: Call) -> str | None:
+    """Why this path cannot serve a call; None if it can."""
+    if not call.structure.causal:
+        return "made for causal masks"
+    if (reason := sdpa.not_intervals(call)) is not None:
+        return reason
+    if call.queries == call.keys:
+        return "as many queries as keys are one call"
+    if not call.q.is_cpu:
+        return "made for the CPU"
+    return "a transform would have to derive its log-sum-exp, which PyTorch does not" if transformed() else None
+
+
+def run(call: Call) -> Tensor:
+    """old keys without a mask and new ones with is_causal, merged by their log-sum-exps."""
+    offset = call.keys - call.queries
+    own = _by_ourselves(call)
+    if call.structure.rows is None:
+        return _interval(call.q, call.k, call.v, sdpa.scale(call), offset, own)
+    return by_interval(call, lambda q, k, v, low, high: _interval(q, k, v, sdpa.scale(call), offset - low, own))
+
+
+def _by_ourselves(call: Call) -> bool:
+    """Whether machine code of our own reads the old keys, for all query heads of a key/value head at once."""
+    rows = call.heads // call.groups
+    return rows <= sdpa.MOST_ROWS and rows * call.queries <= MOST_ROWS and decode.unfit(call) is None
+
+
+def _interval(q: Tensor, k: Tensor, v: Tensor, scale: float, offset: int, own: bool) -> Tensor:
+    """Query i sees the keys up to i + offset; all of them are real."""
+    queries, keys = q.shape[2], k.shape[2]
+    first = min(max(0, -offset), queries)  # queries before see nothing
+    last = min(max(first, keys - offset), queries)  # queries from here on see every key
+    outputs = []
+    if first:
+        outputs.append(q.new_zeros(*q.shape[:2], first, v.shape[-1]))
+    if first < last:
+        old, new = first + offset, last + offset
+        outputs.append(_merged(q[:, :, first:last], k[:, :, :new], v[:, :, :new], scale, old, own))
+    if last < queries:
+        outputs.append(sdpa.plain(q[:, :, last:], k, v, scale=scale))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+
+
+def _merged(q: Tensor, k: Tensor, v: Tensor, scale: float, old: int, own: bool) -> Tensor:
+    """Queries that stand at the keys from `old` on, each over the keys up to its own."""
+    if old == 0:
+        return sdpa.plain(q, k, v, scale=scale, is_causal=True)
+    size, kind = v.shape[-1], q.dtype
+    q, k, v, scale = sdpa.fitted(q, k, v, scale, max(size, q.shape[-1]))
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        out = _Merged.apply(q, k, v, scale, old)  # type: ignore[no-untyped-call]
+    else:
+        out, _ = _merge(*_over_old(q, k[:, :, :old], v[:, :, :old], scale, own), *_over_new(q, k, v, scale, old))
+    out = out if out.shape[-1] == size else out[..., :size]
+    return out.to(kind)
+
+
+def _over_old(q: Tensor, k: Tensor, v: Tensor, scale: float, own: bool) -> tuple[Tensor, Tensor]:
+    """The output over keys that all queries see, and its log-sum-exp: the heads of a group as rows of one query."""
+    if own:
+        size = 1 << (sdpa.MOST_ROWS * k.shape[1] // q.shape[1]).bit_length() - 1
+        passes = [torch.ops.regard.decode_part(some, k, v, scale) for some in q.split(size, dim=2)]
+        outputs, sums = zip(*passes, strict=True)
+        return torch.cat(outputs, dim=2), torch.cat(sums, dim=2)
+    out, lse = _flash(q.reshape(len(q), k.shape[1], -1, q.shape[3]), k, v, scale=scale)
+    return out.reshape(q.shape), lse.reshape(q.shape[:3])
+
+
+def _over_new(q: Tensor, k: Tensor, v: Tensor, scale: float, old: int) -> tuple[Tensor, Tensor]:
+    """The output over the keys from `old` on, as many as queries, and its log-sum-exp."""
+    return _flash(q, k[:, :, old:], v[:, :, old:], 0.0, True, scale=scale)
+
+
+def _merge(one: Tensor, one_lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Two parts as one, in the dtype of their log-sum-exps: float32 or better."""
+    share = torch.sigmoid(one_lse - other_lse)[..., None]
+    out = other.to(share.dtype).lerp(one.to(share.dtype), share)
+    return out, torch.logaddexp(one_lse, other_lse)
+
+
+class _Merged(torch.autograd.Function):
+    """PyTorch does not derive a log-sum-exp, so the merge has its own backward pass, once differentiable."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, old: int) -> Tensor:
+        over_old = _over_old(q, k[:, :, :old], v[:, :, :old], scale, own=False)
+        out, lse = _merge(*over_old, *_over_new(q, k, v, scale, old))
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.scale, ctx.old = scale, old
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        grads = [
+            _flash_backward(
+                grad, q, k[:, :, part], v[:, :, part], out, lse, 0.0, part.start is not None, scale=ctx.scale
+            )
+            for part in (slice(None, ctx.old), slice(ctx.old, None))
+        ]
+        (q_old, k_old, v_old), (q_new, k_new, v_new) = grads
+        return q_old + q_new, torch.cat([k_old, k_new], dim=2), torch.cat([v_old, v_new], dim=2), None, None
+
+
+PATH = Path("parts", cannot, run, last_sees_all=True)
