@@ -77,7 +77,7 @@ def ran(*words):
 def test_importing_regard_imports_nothing_heavy_and_only_the_guard_of_ours():
     modules = modules_after("import regard")
     assert not modules & HEAVY
-    assert {name for name in modules if name.startswith("regard.")} == {"regard.cpu"}
+    assert {name for name in modules if name.startswith("regard.")} == {"regard.tiles"}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the guard reads /proc/cpuinfo, which only Linux has")
@@ -109,7 +109,7 @@ def test_help_needs_no_torch(words):
     modules = modules_after(code)
     assert "regard.cli.commands" in modules
     assert modules & HEAVY <= {"typer", "rich"}
-    assert not {name for name in modules if name.startswith("regard.") and name.split(".")[1] not in ("cli", "cpu")}
+    assert not {name for name in modules if name.startswith("regard.") and name.split(".")[1] not in ("cli", "tiles")}
 
 
 @pytest.mark.parametrize("name", commands.COMMANDS)

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 import regard as rg
-from regard.cpu import tiles_are_forbidden
+from regard.tiles import tiles_are_forbidden
 
 ROOT = Path(__file__).parent.parent
 MODULES = sorted(module.name for module in pkgutil.walk_packages(rg.__path__, "regard."))
 
 # Lower layers first. A module imports only from layers before its own, or from its own.
 LAYERS = [
-    ["files", "cpu"],
+    ["files", "tiles", "cpu"],
     ["mask"],
     ["structure"],
     ["state", "cost"],

@@ -8,7 +8,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from regard.cpu import guard
+from regard.tiles import guard
 
 guard()  # before anything can run on oneDNN
 

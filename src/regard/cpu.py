@@ -1,15 +1,11 @@
 """What the processor and the operating system let this process do.
 
 torch tells the instruction set (`ATEN_CPU_CAPABILITY` can lower it). Machine code needs that, llvmlite, PyTorch's own
-threads, and memory that may be written first and executed later. The guard is for CPUs that advertise matrix tiles
-(AMX) the system will not let a process use: there a bfloat16 product dies with an illegal instruction. oneDNN reads its
-limit from the environment when it is first used, so setting it while regard is imported is early enough, and only such
-machines are limited.
+threads, and memory that may be written first and executed later.
 """
 
 import ctypes
 import mmap
-import os
 import sys
 from functools import cache
 from importlib.util import find_spec
@@ -20,7 +16,6 @@ import torch
 
 LANES = {"AVX512": 16, "AVX2": 8}.get(torch.backends.cpu.get_cpu_capability(), 0)
 """Float32 numbers in a register of this processor; 0 where no machine code is made for it."""
-_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18  # x86-64 Linux
 _OPENMP = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*"))
 _HAS_LLVM = find_spec("llvmlite") is not None
 
@@ -64,22 +59,3 @@ def in_parallel(code: int, fields: int, threads: int) -> None:
 @cache
 def _openmp() -> Any:
     return ctypes.CDLL(str(_OPENMP[0]))
-
-
-def tiles_are_forbidden(cpuinfo: str, permitted: bool) -> bool:
-    """Whether the CPU claims tiles that the system refuses.
-
-    >>> tiles_are_forbidden("flags : fpu amx_tile amx_bf16", permitted=False)
-    True
-    """
-    return "amx_tile" in cpuinfo and not permitted
-
-
-def guard() -> None:
-    """Keep oneDNN from tiles that may not be used; a limit the user has set stays."""
-    info = Path("/proc/cpuinfo")
-    if sys.platform != "linux" or not info.is_file() or "amx_tile" not in (text := info.read_text()):
-        return
-    permitted = ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0
-    if tiles_are_forbidden(text, permitted):
-        os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
