@@ -36,18 +36,17 @@ SAMPLED = 16
 def begin(name: str, options: Any, settings: Settings, folder: str | Path, place: Place) -> Task:
     """A new run in a new folder; all processes call it.
 
-        >>> import tempfile, torch
-        >>> from regard.training import Settings
-        >>> from regard.training.batches import check_sizes
-    from regard.training.parallel import Place
-        >>> from regard.training.recipes import translate
-        >>> from regard.training.runs import begin, reopen
-        >>> options = translate.Options(count=100, width=16, heads=2, layers=1)
-        >>> place = Place(0, 1, torch.device("cpu"))
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     task = begin("translate", options, Settings(steps=2, batch_size=8), Path(folder) / "run", place)
-        ...     reopen(Path(folder) / "run", place)[1].steps
-        2
+    >>> import tempfile, torch
+    >>> from regard.training import Settings
+    >>> from regard.training.parallel import Place
+    >>> from regard.training.recipes import translate
+    >>> from regard.training.runs import begin, reopen
+    >>> options = translate.Options(count=100, width=16, heads=2, layers=1)
+    >>> place = Place(0, 1, torch.device("cpu"))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     task = begin("translate", options, Settings(steps=2, batch_size=8), Path(folder) / "run", place)
+    ...     reopen(Path(folder) / "run", place)[1].steps
+    2
     """
     target = Path(folder)
     place.wait()  # all have chosen their folder, which may be the first that is free, before it is there
