@@ -10,15 +10,22 @@ Tensors are (B, H, T, K) as in SDPA. Query head h reads key/value head h // (H /
 A mechanism of your own is one class with one method, `similarity(q, k)`, how alike each query and each key are. The
 weights are the similarities of the visible keys over their sum. Everything else (the output, the stream, the exact
 weights, the cost, the laws of `regard.check`) follows from it. See examples/your_own_mechanism.py.
+
+What a mechanism learns are its fields: an `nn.Parameter` or an `nn.Module`. It lists them (`tensors`), and a layer
+registers them as its own.
 """
 
-from dataclasses import dataclass
-from typing import Any, ClassVar
+import copy
+import inspect
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, fields
+from functools import cache, partial
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from einops import rearrange
 from jaxtyping import Bool, Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from regard.call import Call, Path, choose, cleaned, in_own_dtype, nothing, poisoned, taint
 from regard.cost import Cost, Work, accumulator, score_cost
@@ -30,10 +37,15 @@ from regard.structure import EVERYTHING, Structure, padding_between, structure
 FOREVER = 1 << 62
 """A length no mask's limit reaches."""
 
+M = TypeVar("M", bound="Mechanism")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Mechanism:
     """An attention mechanism: a frozen value that holds its own fields and no others.
+
+    A field may be a tensor, an `nn.Parameter` or an `nn.Module`: a layer made with the mechanism registers those very
+    tensors, so that they learn, move and are saved with the layer. A model gives each of its layers a copy.
 
     >>> import regard as rg, torch
     >>> from dataclasses import dataclass
@@ -53,6 +65,43 @@ class Mechanism:
     def takes_bias(self) -> bool:
         """Whether the scores are additive, so that a bias has a meaning."""
         return False
+
+    def tensors(self) -> dict[str, Tensor | nn.Module]:
+        """The fields that are tensors or modules, by name: what a layer registers.
+
+        >>> import regard as rg, torch
+        >>> list(rg.Kernel(feature_map=torch.nn.Linear(4, 6)).tensors()), list(rg.Softmax().tensors())
+        (['feature_map'], [])
+        """
+        values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, Tensor | nn.Module)}
+
+    def parameters(self) -> tuple[Tensor, ...]:
+        """The tensors that learn: those of `tensors`, a module's parameters among them, that require a gradient."""
+        return tuple(tensor for tensor in _flat(self) if tensor.requires_grad)
+
+    def captured(self, qk_length: int) -> list[Tensor]:
+        """Learned tensors that the weights depend on and that the mechanism does not list, whatever holds them: a
+        function's closure, a global, an object. Autograd's own graph of the weights of an empty batch has them all.
+
+        >>> import regard as rg, torch
+        >>> W = torch.randn(4, 6, requires_grad=True)
+        >>> rg.Kernel(feature_map=lambda x: torch.relu(x @ W)).captured(4)[0] is W
+        True
+        """
+        if not _foreign(self):
+            return []
+        listed = {id(tensor) for tensor in self.parameters()}
+        x = probe(self, (0, 1, 1, qk_length))
+        with torch.enable_grad(), made_on(x.device):
+            weights = self.weigh(x, x, None)
+        return [leaf for leaf in _leaves(weights) if id(leaf) not in listed]
+
+    def learns(self, qk_length: int) -> bool:
+        """Whether autograd would record the weights of queries and keys that require no gradient."""
+        if not torch.is_grad_enabled() or not _foreign(self):
+            return False
+        return torch.compiler.is_compiling() or bool(self.parameters()) or bool(self.captured(qk_length))
 
     def similarity(self, q: Float[Tensor, "*b T K"], k: Float[Tensor, "*b S K"]) -> Float[Tensor, "*b T S"]:
         """How alike each query and key are: at least 0, in whatever scale. The one method a new mechanism writes."""
@@ -85,8 +134,16 @@ class Mechanism:
         """`compare` for H query heads over G key heads, the queries of a group as rows of one comparison."""
         groups, kind = k.shape[1], self.precision(q.dtype)
         tiled = rearrange(q, "b (g r) t k -> b g (r t) k", g=groups)
-        found = compare(tiled.to(kind), k.to(kind))
-        return rearrange(found, "b g (r t) s -> b (g r) t s", r=q.shape[1] // groups)
+        own = own_dtype(self) or kind
+        similar = compare(tiled.to(own), k.to(own))
+        expected = (*tiled.shape[:3], k.shape[2])
+        if not isinstance(similar, Tensor) or similar.shape != expected:
+            shape = tuple(similar.shape) if isinstance(similar, Tensor) else type(similar).__name__
+            raise ValueError(
+                f"similarity: expected (…, T, S) = {expected} from queries {tuple(tiled.shape)} and keys "
+                f"{tuple(k.shape)}, got {shape} from {type(self).__name__}"
+            )
+        return rearrange(similar.to(kind), "b g (r t) s -> b (g r) t s", r=q.shape[1] // groups)
 
     def precision(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype the weights are computed in."""
@@ -170,7 +227,7 @@ class Mechanism:
         True
         """
         rule = as_mask(mask)
-        if not isinstance(state, KeyValueState | KernelState) or state.mechanism not in (None, self):
+        if not isinstance(state, KeyValueState | KernelState) or not same(state.mechanism, self):
             owner = getattr(state, "mechanism", None)
             given = type(state).__name__ if owner is None else f"a {type(state).__name__} of {owner!r}"
             raise ValueError(f"state: expected one from {self!r}.start(…), got {given}")
@@ -192,7 +249,8 @@ class Mechanism:
         """`extend`, once everything is checked and new keys and values are free of NaN."""
         total = state.length + k.shape[2]
         fresh = padding_between(rule, state.length, total, total)
-        longer = state.append(k, v, fresh, tainted, recorded=q.requires_grad)
+        recorded = q.requires_grad or (bias is not None and bias.requires_grad) or self.learns(k.shape[3])
+        longer = state.append(k, v, fresh, tainted, recorded=recorded)
         if longer.padding is not None:
             rule = longer.padding if rule is None else rule & longer.padding
         call = Call(self, q, longer.keys, longer.values, rule, bias)
@@ -203,6 +261,121 @@ class Mechanism:
     def cost(self, work: Work) -> Cost:
         """What this mechanism costs on some work; see `regard.cost`."""
         return score_cost(work, self.precision(work.dtype))
+
+
+def same(owner: object, mechanism: Mechanism) -> bool:
+    """Whether a state of `owner` is one of `mechanism`: equal fields, and the very same tensors; None is anybody's."""
+    if owner is None or owner is mechanism:
+        return True
+    if type(owner) is not type(mechanism):
+        return False
+    pairs = [(getattr(owner, entry.name), getattr(mechanism, entry.name)) for entry in fields(mechanism)]
+    return all(old is new or (not isinstance(old, Tensor) and old == new) for old, new in pairs)
+
+
+def replaced(mechanism: M, tensors: dict[str, Any]) -> M:
+    """The mechanism with other tensors or modules in some of its fields.
+
+    `dataclasses.replace` would run the checks again, and refuses fields that were computed from others.
+    """
+    other = copy.copy(mechanism)
+    for name, value in tensors.items():
+        object.__setattr__(other, name, value)
+    return other
+
+
+def probe(mechanism: Mechanism, shape: tuple[int, ...]) -> Tensor:
+    """Zeros of the dtype and on the device of the tensors that a mechanism or a function among its fields holds."""
+    like = _floating(mechanism)
+    if like is None:
+        functions = [value for value in vars(mechanism).values() if callable(value)]
+        held = [tensor for function in functions for tensor in named_tensors(function).values()]
+        like = next((tensor for tensor in held if tensor.is_floating_point()), None)
+    return torch.zeros(shape, device="cpu") if like is None else like.new_zeros(shape)
+
+
+def own_dtype(mechanism: Mechanism) -> torch.dtype | None:
+    """The dtype of a mechanism's tensors, which its formula computes in; None if it has none."""
+    like = _floating(mechanism)
+    return None if like is None else like.dtype
+
+
+def _floating(mechanism: Mechanism) -> Tensor | None:
+    return next((tensor for tensor in _flat(mechanism) if tensor.is_floating_point()), None)
+
+
+def named_tensors(value: Any, name: str = "", depth: int = 3) -> dict[str, Tensor]:
+    """Tensors that a function names: in its closure, globals and defaults, in the arguments that functools.partial
+    binds, in the object whose method it is; and those of modules and functions among them.
+
+    >>> import torch
+    >>> W = torch.randn(4, 6)
+    >>> list(named_tensors(lambda x: torch.relu(x @ W)))
+    ['W']
+    """
+    if isinstance(value, Tensor):
+        return {name: value}
+    if isinstance(value, nn.Module):
+        held = [*value.named_parameters(), *value.named_buffers()]
+        return {f"{name}.{inner}".lstrip("."): tensor for inner, tensor in held}
+    parts: dict[str, Any] = {}
+    if isinstance(value, partial):
+        parts = {name: value.func, **dict(enumerate(value.args)), **value.keywords}
+    elif inspect.ismethod(value):
+        parts = {name: value.__func__, **_attributes(value.__self__)}
+    elif inspect.isfunction(value):
+        seen = inspect.getclosurevars(value)
+        defaults = inspect.signature(value).parameters.values()
+        parts = {**seen.globals, **seen.nonlocals, **{entry.name: entry.default for entry in defaults}}
+    elif callable(value) and not inspect.isclass(value):
+        parts = _attributes(value)
+    if not depth:
+        return {}
+    return {
+        inner: tensor for key, part in parts.items() for inner, tensor in named_tensors(part, str(key), depth - 1).items()
+    }
+
+
+def _attributes(thing: object) -> dict[str, Any]:
+    """What an object holds, a module as itself."""
+    return {type(thing).__name__: thing} if isinstance(thing, nn.Module) else dict(getattr(thing, "__dict__", {}))
+
+
+def _flat(mechanism: Mechanism) -> list[Tensor]:
+    """The tensors of a mechanism, its modules' parameters and buffers among them."""
+    flat: list[Tensor] = []
+    for value in mechanism.tensors().values():
+        flat += [value] if isinstance(value, Tensor) else [*value.parameters(), *value.buffers()]
+    return flat
+
+
+def _leaves(tensor: Tensor) -> list[Tensor]:
+    """The leaves of a tensor's autograd graph."""
+    nodes, seen, leaves = [tensor.grad_fn], set(), []
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        nodes += [parent for parent, _ in node.next_functions]
+        if hasattr(node, "variable"):
+            leaves.append(node.variable)
+    return leaves
+
+
+def _foreign(mechanism: Mechanism) -> bool:
+    """Whether a mechanism runs code of a user's, a module or a function: ours holds no tensors."""
+    return not _shipped(type(mechanism)) or any(callable(value) for value in vars(mechanism).values())
+
+
+@cache
+def _shipped(kind: type) -> bool:
+    return all(parent is object or parent.__module__.startswith("regard.") for parent in kind.__mro__)
+
+
+def made_on(device: torch.device) -> AbstractContextManager[object]:
+    """A context in which new tensors are made on a device, also while a model is built on another ("meta")."""
+    return nullcontext() if torch.get_default_device() == device else device
 
 
 def check_start(

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from regard.call import Call, Path
 from regard.cost import Cost, Work, accumulator, key_value_bytes
 from regard.mask import Mask
-from regard.mechanism import Mechanism
+from regard.mechanism import Mechanism, made_on, own_dtype, probe
 from regard.paths import blocks, chunked, reference, stream, sums_cost
 from regard.state import KernelState, KeyValueState
 from regard.structure import EVERYTHING, Structure, padding_between, structure
@@ -50,7 +50,7 @@ class FeatureMechanism(Mechanism):
 
     def summed_features(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """phi(x) as the running sums use it: `features`, or a layout with the same product that computes faster."""
-        return self.features(x)
+        return self.features(x.to(own_dtype(self) or x.dtype)).to(x.dtype)
 
     def summed_length(self, qk_length: int) -> int:
         """How many features the running sums hold for each value."""
@@ -75,10 +75,6 @@ class FeatureMechanism(Mechanism):
     def normaliser_flops(self, qk_length: int) -> tuple[int, int]:
         """FLOPs of the contractions in `denominator`, a query, and in `normaliser`, a key."""
         return 2 * self.summed_length(qk_length), 0
-
-    def parameters(self) -> tuple[Tensor, ...]:
-        """What of phi is learned."""
-        return ()
 
     def similarity(self, q: Float[Tensor, "*b T K"], k: Float[Tensor, "*b S K"]) -> Float[Tensor, "*b T S"]:
         return self.features(q) @ self.features(k).transpose(-1, -2)
@@ -164,6 +160,9 @@ class FeatureMechanism(Mechanism):
 class Kernel(FeatureMechanism):
     """Kernel attention with any feature map: a function (…, K) -> (…, C), or a module, whose parameters learn.
 
+    A learned map is a module: a layer registers it. Tensors that a function captures get their gradients here, and a
+    layer, which could not register them, refuses them by name.
+
     The features of a query and a key must have an inner product of at least 0; `regard.check` says if they do not.
 
     >>> import regard as rg, torch
@@ -181,28 +180,16 @@ class Kernel(FeatureMechanism):
             )
 
     def features(self, x: Float[Tensor, "*b T K"]) -> Float[Tensor, "*b T C"]:
-        like = self._like()
-        found = self.feature_map(x if like is None else x.to(like.dtype))
-        if not isinstance(found, Tensor) or found.shape[:-1] != x.shape[:-1]:
-            given = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
-            raise ValueError(f"feature_map: expected {(*x.shape[:-1], 'C')} from {tuple(x.shape)}, got {given}")
-        return found.to(x.dtype)
+        phi = self.feature_map(x.to(own_dtype(self) or x.dtype))
+        if not isinstance(phi, Tensor) or phi.shape[:-1] != x.shape[:-1]:
+            shape = tuple(phi.shape) if isinstance(phi, Tensor) else type(phi).__name__
+            raise ValueError(f"feature_map: expected {(*x.shape[:-1], 'C')} from {tuple(x.shape)}, got {shape}")
+        return phi.to(x.dtype)
 
     def feature_length(self, qk_length: int) -> int:
-        like = self._like()
-        probe = torch.zeros(1, qk_length) if like is None else like.new_zeros(1, qk_length)
-        with torch.no_grad():
-            return self.features(probe).shape[-1]
-
-    def _like(self) -> Tensor | None:
-        """A tensor of the map's own dtype and device, where it has one: it computes in no other."""
-        if not isinstance(self.feature_map, nn.Module):
-            return None
-        held = [*self.feature_map.parameters(), *self.feature_map.buffers()]
-        return next((t for t in held if t.is_floating_point()), None)
-
-    def parameters(self) -> tuple[Tensor, ...]:
-        return tuple(self.feature_map.parameters()) if isinstance(self.feature_map, nn.Module) else ()
+        x = probe(self, (0, 1, qk_length))  # no tokens: nothing is computed, and nothing is counted
+        with torch.no_grad(), made_on(x.device):
+            return self.features(x).shape[-1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,4 +252,4 @@ class RandomFeatures(FeatureMechanism):
 @lru_cache(maxsize=32)
 def _draws(n: int, length: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(n, length, generator=generator, dtype=torch.float64)
+    return torch.randn(n, length, generator=generator, dtype=torch.float64, device="cpu")

@@ -191,7 +191,7 @@ def _blocks(length: int) -> tuple[tuple[int, int, int, int], ...]:
 @lru_cache(maxsize=32)
 def _upper(length: int) -> tuple[Tensor, Tensor, Tensor]:
     """Row and column of each pair of the upper triangle, and the root of how often it occurs in the square."""
-    rows, columns = torch.triu_indices(length, length)
+    rows, columns = torch.triu_indices(length, length, device="cpu")
     return rows, columns, (1 + (rows != columns).double()).sqrt()
 
 
@@ -200,4 +200,4 @@ def _monomials(length: int, degree: int) -> tuple[tuple[Tensor, ...], Tensor]:
     """Index columns of every monomial of length + 1 coordinates, and the root of its multinomial coefficient."""
     chosen = list(combinations_with_replacement(range(length + 1), degree))
     ways = [math.factorial(degree) / math.prod(math.factorial(one.count(i)) for i in set(one)) for one in chosen]
-    return tuple(torch.tensor(chosen).unbind(1)), torch.tensor(ways, dtype=torch.float64).sqrt()
+    return tuple(torch.tensor(chosen, device="cpu").unbind(1)), torch.tensor(ways, dtype=torch.float64, device="cpu").sqrt()

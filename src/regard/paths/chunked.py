@@ -1,7 +1,8 @@
 """Kernel attention by running sums: time and memory linear in the length, in the backward pass too.
 
 The walk is that of sums.py. The backward pass keeps the inputs alone and walks the same steps twice: forward for the
-queries' gradients, backward for the keys' and values'.
+queries' gradients, backward for the keys' and values'. Second derivatives go through the plain walk, recorded by
+autograd; so does a call with learned tensors that the mechanism does not list.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -9,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from einops import rearrange
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from regard.call import Call, Path, in_own_dtype, nothing
 from regard.paths.rows import by_interval
@@ -69,7 +69,7 @@ def _whole(mechanism: Any, q: Tensor, k: Tensor, v: Tensor, offset: int | None, 
     plan = steps(q.shape[2], k.shape[2], offset)
     learned = mechanism.parameters()
     needed = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, *learned))
-    if needed and not torch.compiler.is_compiling():
+    if needed and not torch.compiler.is_compiling() and not mechanism.captured(q.shape[3]):
         out = _Sweep.apply(  # type: ignore[no-untyped-call]
             mechanism, plan, offset, real, rows, keys, values, *learned
         )
@@ -93,20 +93,65 @@ class _Sweep(torch.autograd.Function):
         v: Tensor,
         *learned: Tensor,
     ) -> Tensor:
-        ctx.mechanism, ctx.plan, ctx.offset, ctx.valid = mechanism, plan, offset, valid
+        ctx.walk = mechanism, plan, offset, valid
         ctx.save_for_backward(q, k, v, *learned)
-        return sweep(mechanism, plan, offset, valid, q, k, v, *no_sums(mechanism, k, v))[0]
+        return sweep(*ctx.walk, q, k, v, *no_sums(mechanism, k, v))[0]
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, *learned = ctx.saved_tensors
-        back = _Backward(ctx.mechanism, ctx.plan, ctx.offset, ctx.valid, q, k, v, learned, grad)
+        grads = _Gradients.apply(*ctx.walk, grad, *ctx.saved_tensors)  # type: ignore[no-untyped-call]
+        return (None, None, None, None, *grads)
+
+
+class _Gradients(torch.autograd.Function):
+    """The gradients of `_Sweep`, as a function that can be derived itself.
+
+    `once_differentiable` would not do: the error that it leaves in the graph is passed by where only some inputs'
+    gradients are asked for, and where the incoming gradient is a constant it leaves none.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        mechanism: Any,
+        plan: list[Step],
+        offset: int | None,
+        valid: Tensor | None,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *learned: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.walk = mechanism, plan, offset, valid
+        ctx.save_for_backward(grad, q, k, v, *learned)
+        back = _Backward(*ctx.walk, q, k, v, list(learned), grad)
         with in_own_dtype(q):
             back.queries_forward()
             back.keys_backward()
         grads = (back.q_grad.to(q.dtype), back.k_grad.to(k.dtype), back.v_grad.to(v.dtype))
-        return (None, None, None, None, *grads, *back.learned_grads)
+        return (*grads, *back.learned_grads)
+
+    @staticmethod
+    def backward(ctx: Any, *directions: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise NotImplementedError("chunked: third derivatives are not implemented; compute with path='reference'")
+        # Copies, so that what they were made from, perhaps by this very mechanism, is not derived a second time.
+        grad, q, k, v = (tensor.detach().requires_grad_() for tensor in ctx.saved_tensors[:4])
+        inputs = [q, k, v, *ctx.saved_tensors[4:]]
+        with torch.enable_grad(), in_own_dtype(q):
+            out = sweep(*ctx.walk, q, k, v, *no_sums(ctx.walk[0], k, v))[0]
+            first = torch.autograd.grad(
+                out, inputs, grad, create_graph=True, allow_unused=True, materialize_grads=True
+            )
+            recorded = [pair for pair in zip(first, directions, strict=True) if pair[0].requires_grad]
+            second = torch.autograd.grad(
+                [one for one, _ in recorded],
+                [grad, *inputs],
+                [direction for _, direction in recorded],
+                allow_unused=True,
+            )
+        return (None, None, None, None, *second)
 
 
 class _Backward:

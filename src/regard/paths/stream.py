@@ -41,7 +41,8 @@ def stream(
     # After a crop more may be folded than the length alone would have: then nothing is, until the stream catches up.
     fold_to = max(0, folded(length, recent) - state.folded)
     held = state.recent if state.recent.length + new <= recent else state.recent.resized(state.recent.length + new)
-    held = held.append(k, v, None, tainted, recorded=q.requires_grad)
+    recorded = q.requires_grad or mechanism.learns(k.shape[3])
+    held = held.append(k, v, None, tainted, recorded=recorded)
     held = replace(held, padding=both(held.padding, padding, held.length))
     valid = None if held.padding is None else held.padding.valid(held.length, k.device)
     rows, keys, values, real = tiled(q, held.keys, held.values, valid)
