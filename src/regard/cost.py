@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from regard.mask import Mask, MaskFunction, as_mask
 from regard.structure import count_keys, count_pairs
@@ -142,7 +144,7 @@ class LayerCost:
 
     @property
     def parameters(self) -> int:
-        return self.projections.parameters
+        return self.projections.parameters + self.attention.parameters
 
     @property
     def bottleneck(self) -> str:
@@ -159,7 +161,8 @@ def cost(mechanism: "Mechanism", work: Work) -> Cost:
     """
     if isinstance(mechanism, type) or not hasattr(mechanism, "cost"):
         raise ValueError(f"mechanism: expected a mechanism like rg.Softmax(), got {mechanism!r}")
-    return mechanism.cost(_checked(work))
+    parameters = sum(tensor.numel() for tensor in mechanism.parameters())
+    return replace(mechanism.cost(_checked(work)), parameters=parameters)
 
 
 def _checked(work: Work) -> Work:
@@ -168,12 +171,55 @@ def _checked(work: Work) -> Work:
     return work
 
 
-def score_cost(work: Work, precision: torch.dtype) -> Cost:
-    """The cost of a mechanism that compares every visible pair and keeps every key; its weights are in `precision`."""
+COUNTED = 64
+"""Tokens on which a formula is counted, at the most: more cost more of the same."""
+
+
+def count_flops(compute: Callable[[], object]) -> int:
+    """FLOPs of what runs, as torch counts them.
+
+    >>> import torch
+    >>> count_flops(lambda: torch.ones(2, 3) @ torch.ones(3, 4))
+    48
+    """
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        compute()
+    return int(counter.get_total_flops())
+
+
+def similarity_flops(similarity: Callable[[Tensor, Tensor], Tensor], x: Tensor, work: Work) -> int:
+    """FLOPs of a similarity on some work, counted on the formula itself, whatever it contains; `x` is (1, 1, 64, K).
+
+    What it costs without keys is each query's, what it costs without queries each key's, and the rest each pair's.
+    """
+    group = work.num_heads // work.num_kv_heads
+    rows, keys = min(group * work.query_length, COUNTED), min(work.key_length, COUNTED)
+    if not rows or not keys:
+        return 0
+
+    def count(rows: int, keys: int) -> int:
+        return count_flops(lambda: similarity(x[:, :, :rows], x[:, :, :keys]))
+
+    whole = count(rows, keys)
+    try:
+        of_rows, of_keys = count(rows, 0), count(0, keys)
+    except (RuntimeError, IndexError):  # a formula that needs a token: all it costs counts as the pairs'
+        of_rows, of_keys = 0, 0
+    per_row = work.batch * work.num_heads * work.query_length * of_rows // rows
+    per_key = work.batch * work.num_kv_heads * work.key_length * of_keys // keys
+    return per_row + per_key + work.pairs * (whole - of_rows - of_keys) // (rows * keys)
+
+
+def score_cost(work: Work, precision: torch.dtype, similarity: int | None = None) -> Cost:
+    """The cost of a mechanism that compares every visible pair and keeps every key; its weights are in `precision`.
+
+    `similarity` is what comparing costs in FLOPs, that of q·k if not given.
+    """
+    comparing = 2 * work.pairs * work.qk_length if similarity is None else similarity
     weights = work.batch * work.num_heads * work.query_length * work.key_length
     unknown = work.rule is not None and not work.rule.structured
     return Cost(
-        flops=2 * work.pairs * (work.qk_length + work.value_length),
+        flops=comparing + 2 * work.pairs * work.value_length,
         bytes=work.io_bytes,
         state_bytes=key_value_bytes(work),
         activation_bytes=weights * precision.itemsize,

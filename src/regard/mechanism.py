@@ -28,7 +28,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from regard.call import Call, Path, choose, cleaned, in_own_dtype, nothing, poisoned, taint
-from regard.cost import Cost, Work, accumulator, score_cost
+from regard.cost import COUNTED, Cost, Work, accumulator, score_cost, similarity_flops
 from regard.mask import Mask, MaskFunction, as_mask
 from regard.paths import blocks, reference
 from regard.state import KernelState, KeyValueState
@@ -259,8 +259,12 @@ class Mechanism:
         return poisoned(out, rule, longer.tainted), longer
 
     def cost(self, work: Work) -> Cost:
-        """What this mechanism costs on some work; see `regard.cost`."""
-        return score_cost(work, self.precision(work.dtype))
+        """What this mechanism costs on some work, its similarity counted as it runs; see `regard.cost`."""
+        x = probe(self, (1, 1, COUNTED, work.qk_length))
+        stated = type(self).similarity is not Mechanism.similarity
+        similarity = self.similarity if stated else lambda q, k: self.weigh(q, k, None)
+        with made_on(x.device):
+            return score_cost(work, self.precision(work.dtype), similarity_flops(similarity, x, work))
 
 
 def same(owner: object, mechanism: Mechanism) -> bool:
@@ -320,7 +324,8 @@ def named_tensors(value: Any, name: str = "", depth: int = 3) -> dict[str, Tenso
         return {f"{name}.{inner}".lstrip("."): tensor for inner, tensor in held}
     parts: dict[str, Any] = {}
     if isinstance(value, partial):
-        parts = {name: value.func, **dict(enumerate(value.args)), **value.keywords}
+        bound = {f"argument {place}": part for place, part in enumerate(value.args)}
+        parts = {name: value.func, **bound, **value.keywords}
     elif inspect.ismethod(value):
         parts = {name: value.__func__, **_attributes(value.__self__)}
     elif inspect.isfunction(value):
@@ -332,7 +337,7 @@ def named_tensors(value: Any, name: str = "", depth: int = 3) -> dict[str, Tenso
     if not depth:
         return {}
     return {
-        inner: tensor for key, part in parts.items() for inner, tensor in named_tensors(part, str(key), depth - 1).items()
+        inner: tensor for key, part in parts.items() for inner, tensor in named_tensors(part, key, depth - 1).items()
     }
 
 
@@ -365,17 +370,19 @@ def _leaves(tensor: Tensor) -> list[Tensor]:
 
 def _foreign(mechanism: Mechanism) -> bool:
     """Whether a mechanism runs code of a user's, a module or a function: ours holds no tensors."""
-    return not _shipped(type(mechanism)) or any(callable(value) for value in vars(mechanism).values())
+    kind: Any = type(mechanism)
+    return not _shipped(kind) or any(callable(value) for value in vars(mechanism).values())
 
 
 @cache
-def _shipped(kind: type) -> bool:
+def _shipped(kind: Any) -> bool:
     return all(parent is object or parent.__module__.startswith("regard.") for parent in kind.__mro__)
 
 
 def made_on(device: torch.device) -> AbstractContextManager[object]:
     """A context in which new tensors are made on a device, also while a model is built on another ("meta")."""
-    return nullcontext() if torch.get_default_device() == device else device
+    usual = torch.compiler.is_compiling() or torch.get_default_device() == device
+    return nullcontext() if usual else device
 
 
 def check_start(

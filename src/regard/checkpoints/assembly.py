@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from regard.checkpoints.errors import CheckpointError
 from regard.checkpoints.form import Link, Shapes
-from regard.layers.attention import MultiHeadAttention
+from regard.layers.attention import Attend, MultiHeadAttention
 from regard.layers.linear import lay_together
 from regard.models.base import Model
 from regard.models.config import Config
@@ -38,7 +38,9 @@ def assemble(
     file's names are ours. A file of several dtypes gives a model of one: `common_dtype`."""
     _check_layers(config, len(shapes), path)
     model = _empty(build, config, path)
-    wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    # What a mechanism brought stays as it is, unless the file has it too.
+    kept = {name: tensor for name, tensor in _brought(model).items() if links is not None or name not in shapes}
+    wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in kept}
     pairs = [Link(name, (name,)) for name in wanted] if links is None else list(links(config))
     _compare(pairs, wanted, shapes, ignored, path)
     state: dict[str, Tensor] = {}
@@ -50,6 +52,8 @@ def assemble(
     wanted_dtype = common_dtype(state.values())
     for name, tensor in state.items():
         state[name] = tensor.to(wanted_dtype)
+    for name, tensor in kept.items():
+        state[name] = tensor.to(device=device, dtype=wanted_dtype if tensor.is_floating_point() else tensor.dtype)
     model.load_state_dict(state, assign=True)
     for module in model.modules():
         if isinstance(module, MultiHeadAttention):  # so that a token's queries, keys and values can be one product
@@ -77,6 +81,12 @@ def common_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
         return torch.get_default_dtype()
     most = max(numbers, key=lambda dtype: (numbers[dtype], dtype.itemsize))
     return torch.float32 if most is torch.float16 and len(numbers) > 1 else most
+
+
+def _brought(model: Model) -> dict[str, Tensor]:
+    """The tensors of a model's mechanisms, by their names in the model."""
+    places = [(name, module) for name, module in model.named_modules() if isinstance(module, Attend)]
+    return {f"{name}.{inner}": tensor for name, module in places for inner, tensor in module.state_dict().items()}
 
 
 def _check_layers(config: Config, tensors: int, path: object) -> None:

@@ -6,11 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 from regard.attention import attend, weights
 from regard.call import Call
-from regard.cost import Work, cost
+from regard.cost import Work, cost, count_flops
 from regard.laws.case import (
     HEADS,
     LENGTHS,
@@ -26,7 +25,6 @@ from regard.laws.case import (
 )
 from regard.mask import Mask, causal, dense, global_tokens, padding, window
 from regard.mechanism import Mechanism
-from regard.mechanisms.kernel import FeatureMechanism, Kernel
 from regard.paths import reference
 from regard.structure import EVERYTHING, structure
 
@@ -436,28 +434,18 @@ def _work(case: Case, rule: Mask | None) -> Work:
 
 @torch.no_grad()
 def _count_flops(mechanism: Mechanism, case: Case, tensors: Triple, rule: Mask | None, form: str) -> int:
-    """FLOPs as torch counts them: the linear form as it runs; the score form query by query, over its visible keys."""
+    """FLOPs as torch counts them: the linear form as it runs; of the score form the plain formula's, and of what each
+    pair costs there, the visible pairs' share."""
     q, k, v = tensors
     if form == "linear":
-        with FlopCounterMode(display=False) as counter:
-            attend(q, k, v, mechanism, rule)
-        return int(counter.get_total_flops())
-    total = 0
-    if isinstance(mechanism, FeatureMechanism) and not mechanism.short:
-        # Features once a token; a query then meets features, not tokens.
-        with FlopCounterMode(display=False) as counter:
-            q, k = mechanism.features(q), mechanism.features(k)
-        total = int(counter.get_total_flops())
-        mechanism = Kernel(feature_map=lambda features: features)
-    rule = dense(torch.ones(case.queries, case.keys, dtype=torch.bool)) if rule is None else rule
-    visible = rule.visible(case.batch, 1, case.queries, case.keys).expand(case.batch, 1, case.queries, case.keys)
-    # Queries that see equally many keys cost the same: one of each is run.
-    for seen, times in zip(*visible.sum(-1).unique(return_counts=True), strict=True):
-        if seen:
-            with FlopCounterMode(display=False) as counter:
-                reference.run(Call(mechanism, q[:1, :, :1], k[:1, :, : int(seen)], v[:1, :, : int(seen)], None))
-            total += int(times) * int(counter.get_total_flops())
-    return total
+        return count_flops(lambda: attend(q, k, v, mechanism, rule))
+    whole = count_flops(lambda: reference.run(Call(mechanism, q, k, v, None)))
+    tokens = 0
+    if type(mechanism).similarity is not Mechanism.similarity:
+        tokens += count_flops(lambda: mechanism.grouped(mechanism.similarity, q, k[:, :, :0]))
+        tokens += count_flops(lambda: mechanism.grouped(mechanism.similarity, q[:, :, :0], k))
+    seen = 1 if rule is None else rule.visible(case.batch, 1, case.queries, case.keys).double().mean().item()
+    return tokens + round((whole - tokens) * seen)
 
 
 def _refusing(mechanism: Mechanism, case: Case) -> None:

@@ -4,9 +4,12 @@
     out     = W_o combine(attend(q, k, v))
 
 `num_kv_heads` gives the grouped (GQA) and multi-query (MQA, one) forms. Any mechanism serves; the layer adds nothing to
-it but projections, rotations and, in training, dropout of the weights.
+it but projections, rotations and, in training, dropout of the weights. The mechanism's tensors are the layer's: they
+are among its `parameters()` and in its `state_dict()`, and move with it.
 """
 
+import copy
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,7 +22,7 @@ from regard.layers.linear import Linear, projections
 from regard.layers.positions import Rotary, Tables
 from regard.layers.ragged import Ragged
 from regard.mask import Mask, MaskFunction
-from regard.mechanism import Mechanism
+from regard.mechanism import Mechanism, named_tensors, replaced
 from regard.mechanisms import Softmax, named
 
 AnyMask = Mask | MaskFunction | Tensor | None
@@ -39,8 +42,51 @@ def as_mechanism(mechanism: Mechanism | str) -> Mechanism:
     return mechanism
 
 
+def own_copy(mechanism: Mechanism | str) -> Mechanism:
+    """A mechanism with tensors of its own, for one layer among many: each learns its own, as it does its projections.
+
+    >>> import regard as rg, torch
+    >>> shared = rg.Kernel(feature_map=torch.nn.Linear(4, 6))
+    >>> own_copy(shared).feature_map.weight is shared.feature_map.weight
+    False
+    """
+    mechanism = as_mechanism(mechanism)
+    return replaced(mechanism, copy.deepcopy(mechanism.tensors()))
+
+
+def without_mechanisms(module: nn.Module) -> Iterator[nn.Module]:
+    """The modules of a module, without those that its mechanisms brought."""
+    places = [inner for inner in module.modules() if isinstance(inner, Attend)]
+    brought = {id(inner) for place in places for inner in place.modules() if inner is not place}
+    return (inner for inner in module.modules() if id(inner) not in brought)
+
+
+def check_learned(mechanism: Mechanism, qk_length: int) -> None:
+    """Raise ValueError for a mechanism that learns something a layer cannot register, or that has no heads so long."""
+    for name, tensor in mechanism.tensors().items():
+        if isinstance(tensor, Tensor) and tensor.requires_grad and not isinstance(tensor, nn.Parameter):
+            raise ValueError(f"{name}: expected an nn.Parameter, which a layer registers, got a tensor that learns")
+    try:
+        strays = mechanism.captured(qk_length)
+    except RuntimeError as error:
+        raise ValueError(
+            f"mechanism: expected one for heads of qk_length = {qk_length}, got {type(mechanism).__name__}, "
+            f"which raises {str(error).splitlines()[0]}"
+        ) from error
+    if strays:
+        holders = (*vars(mechanism).values(), type(mechanism).similarity)
+        names = {id(tensor): name for holder in holders for name, tensor in named_tensors(holder).items()}
+        listed = ", ".join(f"{names.get(id(one), 'one without a name')} {tuple(one.shape)}" for one in strays)
+        raise ValueError(
+            f"mechanism: expected its learned tensors in fields, as nn.Parameter or nn.Module, so that a layer "
+            f"registers them, got {type(mechanism).__name__}, whose function captures {listed}"
+        )
+
+
 class Attend(nn.Module):
     """A mechanism as a module: the one place in a model where attention happens, so that a trace can stand at it.
+
+    The mechanism's tensors and modules are registered under the names of its fields, as they are, not copied.
 
     >>> import regard as rg, torch
     >>> from regard.layers.attention import Attend
@@ -52,7 +98,23 @@ class Attend(nn.Module):
 
     def __init__(self, mechanism: Mechanism, dropout: float = 0.0) -> None:
         super().__init__()
-        self.mechanism, self.dropout = mechanism, dropout
+        self.dropout, self._mechanism, self._fields = dropout, mechanism, tuple(mechanism.tensors())
+        for name, value in mechanism.tensors().items():
+            if isinstance(value, nn.Module):
+                self.add_module(name, value)
+            elif isinstance(value, nn.Parameter):
+                self.register_parameter(name, value)
+            else:
+                self.register_buffer(name, value)
+
+    @property
+    def mechanism(self) -> Mechanism:
+        """The mechanism, with the tensors that are registered now: `.to`, `load_state_dict` and
+        `torch.func.functional_call` put others in the place of the first."""
+        held = {name: getattr(self, name) for name in self._fields}
+        if all(value is getattr(self._mechanism, name) for name, value in held.items()):
+            return self._mechanism
+        return replaced(self._mechanism, held)
 
     def forward(
         self,
@@ -64,13 +126,14 @@ class Attend(nn.Module):
         state: Any = None,
     ) -> tuple[Float[Tensor, "B H T V"], Any]:
         """The output, and the longer state if one was given: then k and v are those of the new tokens alone."""
+        mechanism = self.mechanism
         if state is not None:
-            return self.mechanism.extend(q, k, v, state, mask, bias=bias)
-        if self.training and self.dropout > 0 and self.mechanism.by_pairs:
+            return mechanism.extend(q, k, v, state, mask, bias=bias)
+        if self.training and self.dropout > 0 and mechanism.by_pairs:
             # Dropping weights needs the weights: the plain form, in training only.
-            kept = F.dropout(weights(q, k, self.mechanism, mask, bias=bias), self.dropout)
-            return self.mechanism.mix(kept, v).to(q.dtype), None
-        return attend(q, k, v, self.mechanism, mask, bias=bias), None
+            kept = F.dropout(weights(q, k, mechanism, mask, bias=bias), self.dropout)
+            return mechanism.mix(kept, v).to(q.dtype), None
+        return attend(q, k, v, mechanism, mask, bias=bias), None
 
     def extra_repr(self) -> str:
         return repr(self.mechanism)
@@ -106,7 +169,8 @@ class MultiHeadAttention(nn.Module):
         rotary: Rotary | None = None,
     ) -> None:
         """`bias` is that of all projections, `output_bias` of W_o if it differs. `key_dim` and `value_dim` are the
-        widths of the inputs that keys and values are made of, the queries' if not given."""
+        widths of the inputs that keys and values are made of, the queries' if not given. The tensors of `mechanism` are
+        registered as they are: layers made with the same one share them."""
         super().__init__()
         groups = num_heads if num_kv_heads is None else num_kv_heads
         lengths = {"qk_length": qk_length, "value_length": value_length, "key_dim": key_dim, "value_dim": value_dim}
@@ -122,7 +186,9 @@ class MultiHeadAttention(nn.Module):
         self.W_v = Linear(value_dim or key_dim or embedding_dim, groups * self.value_length, bias=bias)
         out_bias = bias if output_bias is None else output_bias
         self.W_o = Linear(num_heads * self.value_length, embedding_dim, bias=out_bias)
-        self.attend = Attend(as_mechanism(mechanism), dropout)
+        mechanism = as_mechanism(mechanism)
+        check_learned(mechanism, self.qk_length)
+        self.attend = Attend(mechanism, dropout)
 
     @property
     def mechanism(self) -> Mechanism:

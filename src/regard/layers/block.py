@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from regard.layers.attention import AnyMask, MultiHeadAttention, as_mechanism
+from regard.layers.attention import AnyMask, MultiHeadAttention, as_mechanism, own_copy
 from regard.layers.network import PositionWise, norm
 from regard.layers.positions import Rotary, Tables
 from regard.layers.ragged import Ragged
@@ -79,7 +79,7 @@ class Block(nn.Module):
             config.num_kv_heads,
             config.qk_length,
             config.value_length,
-            config.mechanism,
+            own_copy(config.mechanism),
             config.attention_bias,
             config.attention_dropout,
             output_bias=config.output_bias,

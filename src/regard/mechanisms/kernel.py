@@ -19,7 +19,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from regard.call import Call, Path
-from regard.cost import Cost, Work, accumulator, key_value_bytes
+from regard.cost import COUNTED, Cost, Work, accumulator, count_flops, key_value_bytes, score_cost
 from regard.mask import Mask
 from regard.mechanism import Mechanism, made_on, own_dtype, probe
 from regard.paths import blocks, chunked, reference, stream, sums_cost
@@ -69,8 +69,10 @@ class FeatureMechanism(Mechanism):
         return (phi @ normaliser[..., None])[..., 0]
 
     def feature_flops(self, qk_length: int) -> int:
-        """FLOPs of the contractions inside phi, a token."""
-        return 0
+        """FLOPs of the contractions inside phi, per token: counted as it runs."""
+        x = probe(self, (1, COUNTED, qk_length))
+        with made_on(x.device):
+            return count_flops(lambda: self.features(x)) // COUNTED
 
     def normaliser_flops(self, qk_length: int) -> tuple[int, int]:
         """FLOPs of the contractions in `denominator`, a query, and in `normaliser`, a key."""
@@ -145,7 +147,7 @@ class FeatureMechanism(Mechanism):
         why = chunked.quadratic(self, work.qk_length, structure(work.rule, work.query_length, work.key_length))
         if why is None:
             return sums_cost.cost(self, work, RECENT, state_bytes)
-        plain = super().cost(work)
+        plain = score_cost(work, self.precision(work.dtype))
         tokens = work.batch * (work.num_heads * work.query_length + work.num_kv_heads * work.key_length)
         flops = 2 * work.pairs * (self.score_length(work.qk_length) + work.value_length)
         flops += tokens * self.feature_flops(work.qk_length)
@@ -206,6 +208,9 @@ class Elu(FeatureMechanism):
 
     def feature_length(self, qk_length: int) -> int:
         return qk_length
+
+    def feature_flops(self, qk_length: int) -> int:
+        return 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -82,6 +82,9 @@ class _Square(FeatureMechanism):
         found[..., -1, :].fill_(math.sqrt(a))
         return found.transpose(-1, -2)
 
+    def feature_flops(self, qk_length: int) -> int:
+        return 0
+
     def normaliser_length(self, qk_length: int) -> int:
         return (qk_length + 1) ** 2
 
@@ -174,6 +177,9 @@ class Polynomial(FeatureMechanism):
     def feature_length(self, qk_length: int) -> int:
         return math.comb(qk_length + self.degree, self.degree)
 
+    def feature_flops(self, qk_length: int) -> int:
+        return 0
+
 
 def _check_constant(c: float) -> None:
     if not isinstance(c, int | float) or not 0 <= c < math.inf:
@@ -200,4 +206,6 @@ def _monomials(length: int, degree: int) -> tuple[tuple[Tensor, ...], Tensor]:
     """Index columns of every monomial of length + 1 coordinates, and the root of its multinomial coefficient."""
     chosen = list(combinations_with_replacement(range(length + 1), degree))
     ways = [math.factorial(degree) / math.prod(math.factorial(one.count(i)) for i in set(one)) for one in chosen]
-    return tuple(torch.tensor(chosen, device="cpu").unbind(1)), torch.tensor(ways, dtype=torch.float64, device="cpu").sqrt()
+    return tuple(torch.tensor(chosen, device="cpu").unbind(1)), torch.tensor(
+        ways, dtype=torch.float64, device="cpu"
+    ).sqrt()

@@ -16,6 +16,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from regard.call import Call, Path
+from regard.cost import Cost, Work, score_cost
 from regard.mechanism import Mechanism
 from regard.paths import blocks, decode, grouped, masked, parts, products, reference, sdpa
 
@@ -104,6 +105,11 @@ class Softmax(Mechanism):
             return None
         scale = qk_length**-0.5 if self.beta is None else float(self.beta)
         return scale if scale <= 1e6 else None
+
+    def cost(self, work: Work) -> Cost:
+        if type(self).similarity is not Softmax.similarity:
+            return super().cost(work)
+        return score_cost(work, self.precision(work.dtype))
 
     def paths(self) -> tuple[Path, ...]:
         few = (decode.PATH, products.PATH, grouped.PATH)

@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
+from regard.layers.attention import without_mechanisms
 from regard.layers.streaming import ModelState
 from regard.models.config import Config
 
@@ -22,8 +23,8 @@ class Model(nn.Module):
     """Whether its projections hold int8 weights; see `regard.quantized`."""
 
     def initialise(self, spread: float = 0.02) -> None:
-        """Small random weights, as GPT-2 and BERT begin; norms and biases as they are."""
-        for module in self.modules():
+        """Small random weights, as GPT-2 and BERT begin; norms, biases and a mechanism's tensors as they are."""
+        for module in without_mechanisms(self):
             if isinstance(module, nn.Linear | nn.Embedding | nn.Conv2d) and not module.weight.is_meta:
                 nn.init.normal_(module.weight, std=spread)
                 if getattr(module, "bias", None) is not None:

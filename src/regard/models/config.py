@@ -117,7 +117,7 @@ def _fits(value: Any, hint: Any) -> bool:
 def _plain(value: Any) -> Any:
     if isinstance(value, Mechanism):
         if type(value) is not MECHANISMS.get(type(value).__name__):
-            raise ValueError(f"mechanism: expected a shipped one, which a file can name, got {value!r}")
+            raise ValueError(f"mechanism: expected a shipped one, which a file can name, got {type(value).__name__}")
         own = {one.name: getattr(value, one.name) for one in fields(value) if one.init}
         return {"name": type(value).__name__, **{k: "inf" if v == float("inf") else v for k, v in own.items()}}
     if is_dataclass(value) and not isinstance(value, type):

@@ -24,7 +24,7 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from regard.layers.attention import MultiHeadAttention
+from regard.layers.attention import MultiHeadAttention, own_copy
 from regard.layers.linear import Linear
 from regard.layers.network import PositionWise
 from regard.mechanism import Mechanism
@@ -201,7 +201,7 @@ class Half(nn.Module):
         self.attention = MultiHeadAttention(
             width,
             num_heads,
-            mechanism=mechanism,
+            mechanism=own_copy(mechanism),
             bias=config.attention_bias,
             dropout=config.attention_dropout,
             output_bias=True,

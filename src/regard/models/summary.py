@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from regard.cost import Work, human
-from regard.layers.attention import MultiHeadAttention, as_mechanism
+from regard.layers.attention import MultiHeadAttention, as_mechanism, without_mechanisms
 from regard.layers.block import Stack
 from regard.mask import causal, window
 from regard.mechanism import Mechanism
@@ -254,8 +254,11 @@ def _heads(one: MultiHeadAttention) -> str:
 
 def _brief(mechanism: Mechanism) -> str:
     """A mechanism without the fields that are as they always are."""
-    own = (one for one in fields(mechanism) if getattr(mechanism, one.name) != one.default)
-    return f"{type(mechanism).__name__}({', '.join(f'{one.name}={getattr(mechanism, one.name)}' for one in own)})"
+    values = {one.name: getattr(mechanism, one.name) for one in fields(mechanism)}
+    tensors = {name: type(value).__name__ for name, value in mechanism.tensors().items()}
+    shown = {one.name: tensors.get(one.name, values[one.name]) for one in fields(mechanism)}
+    own = (one.name for one in fields(mechanism) if one.name in tensors or values[one.name] != one.default)
+    return f"{type(mechanism).__name__}({', '.join(f'{name}={shown[name]}' for name in own)})"
 
 
 def _size(module: nn.Module) -> int:
@@ -264,4 +267,5 @@ def _size(module: nn.Module) -> int:
 
 def _products(module: nn.Module) -> int:
     """FLOPs of one token, or one place of a map, in the projections and convolutions of a module."""
-    return sum(2 * one.weight.numel() for one in module.modules() if isinstance(one, nn.Linear | nn.Conv2d))
+    layers = (one for one in without_mechanisms(module) if isinstance(one, nn.Linear | nn.Conv2d))
+    return sum(2 * one.weight.numel() for one in layers)

@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from regard.layers.attention import AnyMask, MultiHeadAttention
+from regard.layers.attention import AnyMask, MultiHeadAttention, without_mechanisms
 from regard.layers.block import Stack
 from regard.layers.int8 import tied_head
 from regard.layers.linear import Linear
@@ -167,7 +167,7 @@ class Transformer(Model):
     def initialise(self, spread: float = 1.0) -> None:
         """Random weights that keep the size of tokens at about 1, `spread` times as wide; norms and biases plain."""
         config = self.config
-        for module in self.modules():
+        for module in without_mechanisms(self):
             if isinstance(module, nn.Linear | nn.Embedding) and not module.weight.is_meta:
                 unit = isinstance(module, nn.Embedding) and not config.scaled_embedding
                 width = module.weight.shape[1] if isinstance(module, nn.Linear) else config.embedding_dim

@@ -24,7 +24,7 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from regard.layers.attention import AnyMask
+from regard.layers.attention import AnyMask, without_mechanisms
 from regard.layers.block import Stack
 from regard.layers.linear import Linear
 from regard.mask import Mask, as_mask, dense, window2d
@@ -132,7 +132,7 @@ class VisionTransformer(Model):
         """Weights that keep the size of tokens at every width (Glorot & Bengio 2010), a small class token and small
         positions."""
         super().initialise(spread)
-        for module in self.modules():
+        for module in without_mechanisms(self):
             if isinstance(module, nn.Linear) and not module.weight.is_meta:
                 nn.init.xavier_uniform_(module.weight, gain=spread / SPREAD)
         if not (patches := self.patches.weight).is_meta:

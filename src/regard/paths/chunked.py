@@ -95,7 +95,7 @@ class _Sweep(torch.autograd.Function):
     ) -> Tensor:
         ctx.walk = mechanism, plan, offset, valid
         ctx.save_for_backward(q, k, v, *learned)
-        return sweep(*ctx.walk, q, k, v, *no_sums(mechanism, k, v))[0]
+        return sweep(mechanism, plan, offset, valid, q, k, v, *no_sums(mechanism, k, v))[0]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -125,7 +125,7 @@ class _Gradients(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.walk = mechanism, plan, offset, valid
         ctx.save_for_backward(grad, q, k, v, *learned)
-        back = _Backward(*ctx.walk, q, k, v, list(learned), grad)
+        back = _Backward(mechanism, plan, offset, valid, q, k, v, list(learned), grad)
         with in_own_dtype(q):
             back.queries_forward()
             back.keys_backward()
@@ -139,11 +139,10 @@ class _Gradients(torch.autograd.Function):
         # Copies, so that what they were made from, perhaps by this very mechanism, is not derived a second time.
         grad, q, k, v = (tensor.detach().requires_grad_() for tensor in ctx.saved_tensors[:4])
         inputs = [q, k, v, *ctx.saved_tensors[4:]]
+        mechanism, plan, offset, valid = ctx.walk
         with torch.enable_grad(), in_own_dtype(q):
-            out = sweep(*ctx.walk, q, k, v, *no_sums(ctx.walk[0], k, v))[0]
-            first = torch.autograd.grad(
-                out, inputs, grad, create_graph=True, allow_unused=True, materialize_grads=True
-            )
+            out = sweep(mechanism, plan, offset, valid, q, k, v, *no_sums(mechanism, k, v))[0]
+            first = torch.autograd.grad(out, inputs, grad, create_graph=True, allow_unused=True, materialize_grads=True)
             recorded = [pair for pair in zip(first, directions, strict=True) if pair[0].requires_grad]
             second = torch.autograd.grad(
                 [one for one, _ in recorded],

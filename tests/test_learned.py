@@ -1,0 +1,278 @@
+"""What a mechanism learns: layers and models register it, every path derives it, once and twice, whole and streamed."""
+
+import copy
+import functools
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+
+import regard as rg
+from regard.mechanisms import REGISTRY
+from regard.mechanisms.kernel import FeatureMechanism
+
+SIZES = {"vocabulary_size": 11, "embedding_dim": 16, "num_layers": 2, "num_heads": 2, "hidden_dim": 16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bilinear(rg.Mechanism):
+    """A user's mechanism with a parameter and a tensor that does not learn."""
+
+    W: nn.Parameter
+    shift: torch.Tensor
+
+    def similarity(self, q, k):
+        return torch.sigmoid(q @ self.W @ k.transpose(-1, -2) + self.shift)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Projected(FeatureMechanism):
+    """A user's kernel with a parameter."""
+
+    W: nn.Parameter
+
+    def features(self, x):
+        return torch.nn.functional.softplus(x @ self.W)
+
+    def feature_length(self, qk_length):
+        return self.W.shape[1]
+
+
+LEARNED = {
+    "a module": lambda: rg.Kernel(feature_map=nn.Sequential(nn.Linear(8, 6), nn.Softplus())),
+    "a parameter": lambda: Bilinear(W=nn.Parameter(torch.randn(8, 8)), shift=torch.ones(1)),
+    "a kernel's parameter": lambda: Projected(W=nn.Parameter(torch.randn(8, 6))),
+}
+learned = pytest.mark.parametrize("make", LEARNED.values(), ids=LEARNED)
+
+
+def attention(mechanism):
+    return rg.MultiHeadAttention(16, 2, mechanism=mechanism)
+
+
+@learned
+def test_a_layer_registers_what_its_mechanism_learns(make):
+    mechanism = make()
+    layer, x = attention(mechanism), torch.randn(2, 9, 16)
+    own = mechanism.parameters()
+    assert own
+    assert all(any(one is parameter for one in layer.parameters()) for parameter in own)
+    before = layer(x, mask=rg.causal)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    layer(x, mask=rg.causal).square().sum().backward()
+    start = [parameter.detach().clone() for parameter in own]
+    optimizer.step()
+    assert all(not torch.equal(one, parameter) for one, parameter in zip(start, own, strict=True))
+    assert not torch.equal(layer(x, mask=rg.causal), before)
+    assert rg.cost(mechanism, rg.Work(qk_length=8)).parameters == sum(parameter.numel() for parameter in own)
+
+
+@learned
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_a_layers_mechanism_moves_with_it(make, dtype):
+    layer, x = attention(make()), torch.randn(2, 300, 16)
+    before = layer(x, mask=rg.causal)
+    layer.to(dtype)
+    assert {tensor.dtype for tensor in layer.state_dict().values()} == {dtype}
+    assert all(tensor.dtype == dtype for tensor in layer.mechanism.parameters())
+    out = layer(x.to(dtype), mask=rg.causal)
+    assert out.dtype == dtype
+    torch.testing.assert_close(out.float(), before, rtol=0, atol=1e-6 if dtype == torch.float64 else 0.02)
+    state = layer.start(batch=2, capacity=300)
+    streamed, _ = layer.extend(x.to(dtype), state, mask=rg.causal)
+    torch.testing.assert_close(streamed, out, rtol=0, atol=1e-12 if dtype == torch.float64 else 0.02)
+
+
+@learned
+def test_a_layers_mechanism_is_copied_loaded_and_swapped_with_it(make):
+    layer, x = attention(make()), torch.randn(2, 9, 16)
+    twin = copy.deepcopy(layer)
+    assert torch.equal(twin(x), layer(x))
+    assert not {id(one) for one in twin.mechanism.parameters()} & {id(one) for one in layer.mechanism.parameters()}
+    other = {name: tensor * 1.5 for name, tensor in layer.state_dict().items()}
+    swapped = torch.func.functional_call(layer, other, (x,))
+    with torch.device("meta"):
+        empty = attention(make())
+    empty.to_empty(device="cpu")
+    for module, assign in ((twin, False), (empty, True)):
+        module.load_state_dict(other, assign=assign)
+        assert torch.equal(module(x), swapped)
+    assert not torch.equal(swapped, layer(x))
+
+
+@learned
+def test_each_layer_of_a_model_learns_its_own_copy(make):
+    mechanism = make()
+    config = rg.DecoderConfig(**SIZES, mechanism=mechanism)
+    model, other = rg.Decoder(config), rg.Decoder(config)
+    layers = [block.attention.mechanism for block in (*model.stack.blocks, *other.stack.blocks)]
+    for layer in layers:  # as it was passed: `initialise` is for the model's own weights
+        for mine, passed in zip(layer.parameters(), mechanism.parameters(), strict=True):
+            assert torch.equal(mine, passed)
+    everything = [id(tensor) for layer in (mechanism, *layers) for tensor in layer.parameters()]
+    assert len(everything) == len(set(everything))
+    assert model.summary(8).parameters == sum(tensor.numel() for tensor in model.parameters())
+    assert "Parameter containing" not in str(model.summary(8))
+    tokens = torch.randint(11, (2, 7))
+    torch.nn.functional.cross_entropy(model(tokens).transpose(1, 2), tokens).backward()
+    assert all(tensor.grad.abs().sum() > 0 for layer in layers[:2] for tensor in layer.parameters())
+    assert torch.equal(model.double()(tokens).argmax(-1), model.float()(tokens).argmax(-1))
+
+
+@learned
+def test_a_learned_mechanism_takes_the_place_of_a_checkpoints(make, tmp_path):
+    model = rg.Decoder(rg.DecoderConfig(**SIZES))
+    mechanism = make()
+    swapped = rg.load(rg.save(model, tmp_path / "model"), mechanism=mechanism, dtype=torch.float64)
+    for block in swapped.stack.blocks:
+        for mine, passed in zip(block.attention.mechanism.parameters(), mechanism.parameters(), strict=True):
+            assert mine.dtype == torch.float64
+            assert torch.equal(mine, passed.double())
+    assert swapped(torch.zeros(1, 4, dtype=torch.long)).isfinite().all()
+    with pytest.raises(ValueError, match=rf"mechanism: expected a shipped one.* got {type(mechanism).__name__}$"):
+        rg.save(swapped, tmp_path / "swapped")
+    assert not (tmp_path / "swapped").exists()
+
+
+class Map:
+    def __init__(self, W):
+        self.W = W
+
+    def __call__(self, x, bias=0.1):
+        return torch.relu(x @ self.W) + bias
+
+    method = __call__
+
+
+WEIGHT = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
+
+
+def by_default(x, W=WEIGHT):
+    return torch.relu(x @ W) + 0.1
+
+
+def by_argument(W, x):
+    return torch.relu(x @ W) + 0.1
+
+
+def closure():
+    W = WEIGHT
+    return lambda x: torch.relu(x @ W) + 0.1
+
+
+CAPTURES = {
+    "a closure": closure(),
+    "a global": lambda x: torch.relu(x @ WEIGHT) + 0.1,
+    "a default": by_default,
+    "a partial": functools.partial(by_argument, WEIGHT),
+    "a method": Map(WEIGHT).method,
+    "an object": Map(WEIGHT),
+    "another function": lambda x: by_default(x),
+    "a product": lambda x, W=2 * WEIGHT: torch.relu(x @ W) + 0.1,
+}
+
+
+def make_tensors(length, size=4, grad=True):
+    return [torch.randn(1, 2, length, size, dtype=torch.float64, requires_grad=grad) for _ in range(3)]
+
+
+@pytest.mark.parametrize("grad", [True, False], ids=["learned q", "plain q"])
+@pytest.mark.parametrize("feature_map", CAPTURES.values(), ids=CAPTURES)
+def test_a_captured_tensor_gets_its_gradient(feature_map, grad):
+    mechanism, tensors = rg.Kernel(feature_map=feature_map), make_tensors(300, grad=grad)
+    grads = [
+        torch.autograd.grad(
+            rg.attend(*tensors, mechanism, rg.causal, path=path).square().sum(), WEIGHT, retain_graph=True
+        )
+        for path in ("chunked", "reference")
+    ]
+    torch.testing.assert_close(*grads)
+    assert grads[0][0].abs().sum() > 0
+
+
+@pytest.mark.parametrize("feature_map", CAPTURES.values(), ids=CAPTURES)
+def test_a_layer_refuses_what_it_cannot_register(feature_map):
+    with pytest.raises(ValueError, match=r"mechanism: expected its learned tensors in fields.* captures .*\(4, 6\)"):
+        rg.MultiHeadAttention(8, 2, mechanism=rg.Kernel(feature_map=feature_map))
+
+
+def test_a_layer_names_what_it_cannot_register():
+    with pytest.raises(ValueError, match=r"Kernel, whose function captures WEIGHT \(4, 6\)$"):
+        rg.MultiHeadAttention(8, 2, mechanism=rg.Kernel(feature_map=CAPTURES["a global"]))
+    with pytest.raises(ValueError, match=r"^W: expected an nn.Parameter, .* got a tensor that learns$"):
+        attention(Bilinear(W=torch.randn(8, 8, requires_grad=True), shift=torch.ones(1)))
+    with pytest.raises(
+        ValueError, match=r"^mechanism: expected one for heads of qk_length = 8, got Kernel, which raises "
+    ):
+        attention(rg.Kernel(feature_map=nn.Linear(5, 5)))
+
+
+def small_kernel():
+    return rg.Kernel(feature_map=nn.Sequential(nn.Linear(4, 5), nn.Softplus()).double())
+
+
+@pytest.mark.parametrize("square", [True, False], ids=["grad of squares", "grad of a sum"])
+@pytest.mark.parametrize(
+    "name", [name for name in REGISTRY if isinstance(REGISTRY[name], FeatureMechanism)] + ["learned"]
+)
+def test_second_derivatives_of_sums_are_the_plain_formulas(name, square):
+    mechanism = REGISTRY.get(name) or small_kernel()
+    inputs = [*make_tensors(300), *mechanism.parameters()]
+    second = []
+    for path in ("chunked", "reference"):
+        out = rg.attend(*inputs[:3], mechanism, rg.causal, path=path)
+        first = torch.autograd.grad(out.square().sum() if square else out.sum(), inputs, create_graph=True)
+        total = out.sum() + sum(grad.square().sum() for grad in first)
+        second.append(torch.autograd.grad(total, inputs))
+    for fast, plain in zip(*second, strict=True):
+        torch.testing.assert_close(fast, plain, rtol=1e-8, atol=1e-8 * float(plain.abs().max()))
+
+
+def test_second_derivatives_through_layers_that_share_a_mechanism():
+    torch.manual_seed(1)
+    mechanism, x = small_kernel(), torch.randn(1, 2, 260, 4, dtype=torch.float64, requires_grad=True)
+    second = []
+    for path in ("chunked", "reference"):
+        inner = rg.attend(x, x, x, mechanism, rg.causal, path=path)
+        out = rg.attend(inner, inner.square(), x, mechanism, rg.causal, path=path)
+        first = torch.autograd.grad(out.square().sum(), [x, *mechanism.parameters()], create_graph=True)
+        second.append(torch.autograd.grad(sum(g.square().sum() for g in first), [x, *mechanism.parameters()]))
+    for fast, plain in zip(*second, strict=True):
+        torch.testing.assert_close(fast, plain, rtol=1e-8, atol=1e-8 * float(plain.abs().max()))
+
+
+def test_third_derivatives_of_sums_are_refused():
+    q, k, v = make_tensors(5)
+    (first,) = torch.autograd.grad(rg.attend(q, k, v, rg.Elu(), path="chunked").sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="third derivatives"):
+        torch.autograd.grad(first.square().sum(), q, create_graph=True)
+
+
+@pytest.mark.parametrize("learns", ["a bias", "a module", "a parameter", "a capture"])
+def test_a_stream_of_plain_tokens_derives_what_is_learned(learns):
+    q, k, v = make_tensors(200, grad=False)
+    parameter = nn.Parameter(torch.randn(4, 4, dtype=torch.float64))
+    mechanism, bias = rg.Softmax(), None
+    if learns == "a bias":
+        bias = parameter = nn.Parameter(torch.randn(200, 200, dtype=torch.float64))
+    elif learns == "a module":
+        mechanism = small_kernel()
+        parameter = mechanism.parameters()[0]
+    elif learns == "a parameter":
+        mechanism = Bilinear(W=parameter, shift=torch.ones(1, dtype=torch.float64))
+    else:
+        mechanism = rg.Kernel(feature_map=lambda x: torch.nn.functional.softplus(x @ parameter))
+    state = mechanism.start(batch=1, num_kv_heads=2, qk_length=4, value_length=4, capacity=200, dtype=torch.float64)
+    parts = []
+    for start in range(0, 200, 40):
+        piece = slice(start, start + 40)
+        rows = None if bias is None else bias[piece, : start + 40]
+        out, state = mechanism.extend(q[:, :, piece], k[:, :, piece], v[:, :, piece], state, mask=rg.causal, bias=rows)
+        parts.append(out)
+    whole = rg.attend(q, k, v, mechanism, rg.causal, bias=bias, path="reference")
+    streamed = torch.cat(parts, 2)
+    torch.testing.assert_close(streamed, whole)
+    torch.testing.assert_close(
+        *(torch.autograd.grad(out.square().sum(), parameter)[0] for out in (streamed, whole)), rtol=1e-8, atol=1e-8
+    )
