@@ -1,13 +1,14 @@
 """One deliberately broken mechanism for each law. The name of each says what is wrong with it."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from einops import rearrange
+from torch import nn
 
 import regard as rg
-from regard.call import Path
+from regard.call import Call, Path
 from regard.paths import reference
 
 
@@ -92,6 +93,46 @@ class HasAWrongPath(Similar):
         return (reference.PATH, Path("nearly", reference.cannot, lambda call: reference.run(call) * 1.001))
 
 
+@dataclass(frozen=True, kw_only=True)
+class ForgetsWhatItLearns(rg.Mechanism):
+    """One of its paths computes with a copy of its parameter."""
+
+    steepness: nn.Parameter = field(default_factory=lambda: nn.Parameter(torch.ones(())))
+
+    def similarity(self, q, k):
+        return torch.sigmoid(self.steepness * (q @ k.transpose(-1, -2)))
+
+    def paths(self):
+        def run(call):
+            frozen = replace(self, steepness=self.steepness.detach())
+            return reference.run(Call(frozen, call.q, call.k, call.v, call.mask))
+
+        return (Path("forgetful", reference.cannot, run), reference.PATH)
+
+
+class _OnceDerived(torch.autograd.Function):
+    """Gradients that autograd takes for constants."""
+
+    @staticmethod
+    def forward(ctx, call, *tensors):
+        ctx.call = call
+        ctx.save_for_backward(*tensors)
+        return reference.run(Call(call.mechanism, *tensors, call.mask))
+
+    @staticmethod
+    def backward(ctx, grad):
+        tensors = [t.detach().requires_grad_() for t in ctx.saved_tensors]
+        with torch.enable_grad():
+            out = reference.run(Call(ctx.call.mechanism, *tensors, ctx.call.mask))
+        return (None, *torch.autograd.grad(out, tensors, grad.detach()))
+
+
+class HasNoCurvature(Similar):
+    def paths(self):
+        flat = Path("flat", reference.cannot, lambda call: _OnceDerived.apply(call, call.q, call.k, call.v))
+        return (flat, reference.PATH)
+
+
 class Undercounts(Similar):
     def cost(self, work):
         true = super().cost(work)
@@ -116,6 +157,8 @@ BROKEN: dict[str, rg.Mechanism] = {
     "extremes": Overflows(),
     "groups": TilesItsHeads(),
     "paths": HasAWrongPath(),
+    "learned": ForgetsWhatItLearns(),
+    "curved": HasNoCurvature(),
     "cost": Undercounts(),
     "refusals": RefusesWithoutAReason(),
 }

@@ -1,7 +1,12 @@
 """Every law for every mechanism of the registry, and a broken mechanism that each law catches."""
 
+import os
+import sys
+from dataclasses import dataclass
+
 import pytest
 import torch
+from torch import nn
 
 import regard as rg
 from broken import BROKEN, Similar
@@ -32,6 +37,91 @@ def test_the_law_catches_a_broken_mechanism(law):
     assert cell.reason
     assert set(cell.counterexample) == {"batch", "queries", "keys", "qk_length", "value_length", "seed"}
     assert cell.reason in str(report)
+
+
+@pytest.mark.parametrize("law", ["streamed", "weights", "paths", "learned", "curved", "cost", "extremes"])
+def test_a_learned_feature_map_keeps_the_law(law):
+    mechanism = rg.Kernel(feature_map=nn.Sequential(nn.Linear(12, 6), nn.Softplus()))
+    report = rg.check(mechanism, laws=[law], masks=["causal", "padding left"], heads=["GQA"], qk_length=12, examples=1)
+    assert report.ok, str(report)
+    assert any(cell.outcome == "held" for cell in report.cells)
+
+
+def test_a_mechanism_for_one_length_says_so():
+    mechanism = rg.Kernel(feature_map=nn.Linear(64, 32))
+    with pytest.raises(ValueError, match=r"^qk_length: expected one that Kernel takes, got 4, .* qk_length=…\)$"):
+        rg.check(mechanism)
+    with pytest.raises(ValueError, match=r"^qk_length: expected one that Kernel takes, got 32, "):
+        rg.check(mechanism, qk_length=32)
+    with pytest.raises(ValueError, match="qk_length: expected a whole number of at least 1, got 0"):
+        rg.check(mechanism, qk_length=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Distant(rg.Mechanism):
+    """A formula that is more than one product, and whose kernel depends on its sizes."""
+
+    weight: nn.Parameter
+
+    def similarity(self, q, k):
+        return torch.exp(-torch.cdist(q * self.weight, k @ torch.ones(k.shape[-1], k.shape[-1], dtype=k.dtype)))
+
+
+def test_what_a_users_formula_costs_is_counted_whatever_it_contains():
+    report = rg.check(Distant(weight=nn.Parameter(torch.ones(()))), laws=["cost"], dtypes=["float32"], examples=2)
+    assert report.ok, str(report)
+
+
+def test_a_cost_counts_tokens_and_pairs_apart():
+    class Turned(Similar):
+        def similarity(self, q, k):
+            return super().similarity(q @ torch.ones(16, 16), k)
+
+    work = rg.Work(
+        query_length=500, key_length=700, num_heads=4, num_kv_heads=2, qk_length=16, mask=rg.window(before=9)
+    )
+    more = rg.cost(Turned(), work).flops - rg.cost(rg.Softmax(), work).flops
+    assert more == 2 * 16 * 16 * 500 * 4
+
+
+def test_a_similarity_of_another_shape_is_named():
+    class Summed(Similar):
+        def similarity(self, q, k):
+            return super().similarity(q, k).sum(-1)
+
+    q = torch.randn(1, 4, 5, 8)
+    expected = r"^similarity: expected \(…, T, S\) = \(1, 2, 10, 5\) from queries .* got \(1, 2, 10\) from Summed$"
+    for call in (lambda: rg.attend(q, q[:, :2], q[:, :2], Summed()), lambda: rg.weights(q, q[:, :2], Summed())):
+        with pytest.raises(ValueError, match=expected):
+            call()
+    with pytest.raises(ValueError, match=r"^similarity: expected"):
+        rg.check(Summed())
+
+
+def test_every_law_runs_once_before_any_runs_twice():
+    names: list[str] = []
+    report = rg.check(
+        Similar(),
+        laws=["groups", "weights"],
+        masks=["none", "causal"],
+        dtypes=["float64"],
+        examples=1,
+        progress=names.append,
+    )
+    assert [name.split(", ")[0] for name in names] == ["groups", "weights"] * 6
+    assert [cell.law for cell in report.cells] == ["groups"] * 6 + ["weights"] * 6
+
+
+def test_a_terminal_shows_a_bar_and_what_is_broken(monkeypatch):
+    ours, theirs = os.openpty()
+    with os.fdopen(theirs, "w") as terminal:
+        monkeypatch.setattr(sys, "stderr", terminal)
+        rg.check(BROKEN["weights"], laws=["weights"], masks=["none"], dtypes=["float64"], examples=1)
+        terminal.flush()
+        shown = os.read(ours, 1 << 16).decode()
+    os.close(ours)
+    assert "0/3" in shown
+    assert "BROKEN: weights" in shown.replace("\r\n", "")
 
 
 def test_every_law_has_a_broken_mechanism():

@@ -154,8 +154,10 @@ def test_the_cpu_guard_sets_a_limit_only_where_tiles_are_forbidden():
     assert not tiles_are_forbidden("flags : avx512f", permitted=False)
 
 
-def test_a_users_own_mechanism_in_one_class_gets_everything():
-    done = subprocess.run([sys.executable, ROOT / "examples/your_own_mechanism.py"], capture_output=True, text=True)
+def test_a_users_own_mechanism_in_one_class_gets_everything_and_leaves_nothing(tmp_path):
+    command = [sys.executable, ROOT / "examples/your_own_mechanism.py"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert list(tmp_path.iterdir()) == []
     assert done.returncode == 0, done.stderr
     assert "Cauchy(width=2.0): every law holds" in done.stdout
     off = float(done.stdout.split("off by at most ")[1].split("\n")[0])

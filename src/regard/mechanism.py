@@ -45,7 +45,7 @@ class Mechanism:
     """An attention mechanism: a frozen value that holds its own fields and no others.
 
     A field may be a tensor, an `nn.Parameter` or an `nn.Module`: a layer made with the mechanism registers those very
-    tensors, so that they learn, move and are saved with the layer. A model gives each of its layers a copy.
+    tensors, so that they learn and move with the layer. A model gives each of its layers a copy.
 
     >>> import regard as rg, torch
     >>> from dataclasses import dataclass
@@ -57,6 +57,14 @@ class Mechanism:
     >>> rg.attend(q, k, v, Sigmoid(), mask=rg.causal).shape
     torch.Size([1, 2, 5, 4])
     """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.__repr__ = cls.__repr__  # type: ignore[method-assign] # its own, so that dataclass makes no other
+
+    def __repr__(self) -> str:
+        shown = (f"{entry.name}={_brief(getattr(self, entry.name))}" for entry in fields(self) if entry.repr)
+        return f"{type(self).__name__}({', '.join(shown)})"
 
     by_pairs: ClassVar[bool] = True
     """Whether the weights are between queries and keys, (B, H, T, S)."""
@@ -134,7 +142,7 @@ class Mechanism:
         """`compare` for H query heads over G key heads, the queries of a group as rows of one comparison."""
         groups, kind = k.shape[1], self.precision(q.dtype)
         tiled = rearrange(q, "b (g r) t k -> b g (r t) k", g=groups)
-        own = own_dtype(self) or kind
+        own = self.formula_dtype(kind)
         similar = compare(tiled.to(own), k.to(own))
         expected = (*tiled.shape[:3], k.shape[2])
         if not isinstance(similar, Tensor) or similar.shape != expected:
@@ -148,6 +156,10 @@ class Mechanism:
     def precision(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype the weights are computed in."""
         return accumulator(dtype)
+
+    def formula_dtype(self, precision: torch.dtype) -> torch.dtype:
+        """The dtype in which `similarity` is given queries and keys: that of the mechanism's tensors, if it has any."""
+        return own_dtype(self) or precision
 
     def refuses(self, call: Call) -> str | None:
         """Why this mechanism has no meaning for a call, as an error message; None if it has one."""
@@ -344,6 +356,13 @@ def named_tensors(value: Any, name: str = "", depth: int = 3) -> dict[str, Tenso
 def _attributes(thing: object) -> dict[str, Any]:
     """What an object holds, a module as itself."""
     return {type(thing).__name__: thing} if isinstance(thing, nn.Module) else dict(getattr(thing, "__dict__", {}))
+
+
+def _brief(value: object) -> str:
+    """A field in one line: a tensor's shape, a module's name."""
+    if isinstance(value, nn.Module):
+        return type(value).__name__
+    return f"{type(value).__name__}{tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
 
 
 def _flat(mechanism: Mechanism) -> list[Tensor]:

@@ -45,6 +45,12 @@ def check(
         list[str] | None,
         typer.Option(metavar="NAME", help=f"Of {', '.join(DTYPES)}. May repeat. Default: all.", show_default=False),
     ] = None,
+    qk_length: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="For a mechanism that takes heads of one length alone.", show_default=False
+        ),
+    ] = None,
     examples: Annotated[int, typer.Option(min=1, metavar="N", help="Random shapes for each cell.")] = 3,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object with every cell.")] = False,
 ) -> None:
@@ -60,7 +66,7 @@ def check(
     reports = []
     for number, mechanism in enumerate(chosen, start=1):
         with one_thread(), progress(cells, f"checking {number} of {len(chosen)}") as advance:
-            reports.append(rg.check(mechanism, **picked, examples=examples, progress=advance))
+            reports.append(rg.check(mechanism, **picked, qk_length=qk_length, examples=examples, progress=advance))
         if not as_json:
             print(reports[-1], end="\n\n", flush=True)
     outcomes = [cell.outcome for report in reports for cell in report.cells]

@@ -1,21 +1,24 @@
 """Random cases for the laws, and how far from the truth a result may be."""
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from regard.call import Call
 from regard.mask import Mask, causal, global_tokens, padding, window
-from regard.mechanism import Mechanism
+from regard.mechanism import Mechanism, own_dtype, replaced
 from regard.mechanisms.kernel import RECENT
 from regard.paths.sums import CHUNK
 
 LENGTHS = (1, 2, 3, 5, 17, 0, 63, RECENT, RECENT + 1, CHUNK - 1, CHUNK, CHUNK + 1)
 SHORT = (1, 2, 3, 5, 17, 0, CHUNK + 1)
 """For laws that take long: few lengths, one of them beyond a chunk."""
+LENGTH_PAIRS = ((4, 3), (1, 1), (8, 8), (5, 17))
+"""qk_length and value_length."""
 HEADS = {"MHA": (4, 4), "GQA": (4, 2), "MQA": (4, 1)}
 DTYPES = {
     str(kind).removeprefix("torch."): kind for kind in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -148,7 +151,21 @@ def plain_output(mechanism: Mechanism, q: Tensor, k: Tensor, v: Tensor, rule: Ma
 
 def exact_output(mechanism: Mechanism, q: Tensor, k: Tensor, v: Tensor, rule: Mask | None) -> Tensor:
     """The plain formula in float64: what every result is compared with."""
-    return plain_output(mechanism, q.double(), k.double(), v.double(), rule)
+    return plain_output(in_dtype(mechanism, torch.float64), q.double(), k.double(), v.double(), rule)
+
+
+def in_dtype(mechanism: Mechanism, dtype: torch.dtype) -> Mechanism:
+    """A mechanism with its tensors in a dtype; itself where they are."""
+    if own_dtype(mechanism) in (None, dtype):
+        return mechanism
+    tensors: dict[str, Tensor | nn.Module] = {}
+    for name, value in mechanism.tensors().items():
+        if isinstance(value, nn.Module):
+            tensors[name] = copy.deepcopy(value).to(dtype)
+        elif value.is_floating_point():
+            other = value.detach().to(dtype)
+            tensors[name] = nn.Parameter(other, value.requires_grad) if isinstance(value, nn.Parameter) else other
+    return replaced(mechanism, tensors)
 
 
 def agrees(what: str, actual: Tensor, mechanism: Mechanism, q: Tensor, k: Tensor, v: Tensor, rule: Mask | None) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,12 +20,13 @@ from regard.laws.case import (
     Triple,
     agrees,
     each,
+    error,
     exact_output,
     plain_output,
     within_budget,
 )
 from regard.mask import Mask, causal, dense, global_tokens, padding, window
-from regard.mechanism import Mechanism
+from regard.mechanism import FOREVER, Mechanism
 from regard.paths import reference
 from regard.structure import EVERYTHING, structure
 
@@ -75,13 +77,15 @@ def _causal_rule(case: Case, keys: int | None = None) -> Mask:
     return causal if rule is None else causal & rule
 
 
-def _stream(mechanism: Mechanism, case: Case, tensors: Triple, state: Any, sizes: list[int]) -> tuple[Tensor, Any]:
+def _stream(
+    mechanism: Mechanism, case: Case, tensors: Triple, state: Any, sizes: list[int], bias: Tensor | None = None
+) -> tuple[Tensor, Any]:
     q, k, v = tensors
     parts, at = [q.new_zeros(*q.shape[:2], 0, v.shape[3])], state.length
     for size in sizes:
         piece = slice(at, at + size)
-        rule = _causal_rule(case, at + size)
-        out, state = mechanism.extend(q[:, :, piece], k[:, :, piece], v[:, :, piece], state, mask=rule)
+        rule, rows = _causal_rule(case, at + size), None if bias is None else bias[piece, : at + size]
+        out, state = mechanism.extend(q[:, :, piece], k[:, :, piece], v[:, :, piece], state, mask=rule, bias=rows)
         parts.append(out)
         at += size
     return torch.cat(parts, dim=2), state
@@ -344,7 +348,9 @@ def _differentiable(mechanism: Mechanism, case: Case) -> None:
 
 
 def _double_only(mechanism: Mechanism, case: Case) -> str | None:
-    return None if case.kind == torch.float64 else "finite differences need float64; the law of paths covers the rest"
+    return (
+        None if case.kind == torch.float64 else "derivatives are compared in float64; the law of paths covers the rest"
+    )
 
 
 def _extreme(mechanism: Mechanism, case: Case) -> None:
@@ -399,6 +405,77 @@ def _paths_agree(mechanism: Mechanism, case: Case) -> None:
         for what, one, good, rough in zip(("output", "q", "k", "v"), found, exact, plain, strict=True):
             name = f"path {path.name!r}: " + (what if what == "output" else f"the gradient of {what}")
             within_budget(name, one, good, rough, gradient=what != "output")
+
+
+def _learned(mechanism: Mechanism, case: Case) -> None:
+    if 0 in (case.batch, case.queries, case.keys):
+        return
+    q, k, v = _short(case)
+    streams = mechanism.streams(case.qk_length, structure(_causal_rule(case), FOREVER, FOREVER)) is None
+    rule = _causal_rule(case) if streams else case.rule()
+    term = torch.randn(case.queries, case.keys, generator=case.generator, dtype=case.kind).requires_grad_()
+    bias = term if mechanism.refuses(Call(mechanism, q, k, v, rule, term)) is None else None
+    own = (*mechanism.parameters(), *(() if bias is None else (bias,)))
+    call = Call(mechanism, q, k, v, rule, bias)
+    ways: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+        f"path {path.name!r}": partial(attend, mechanism=mechanism, mask=rule, bias=bias, path=path.name)
+        for path in mechanism.paths()
+        if path.cannot(call) is None
+    }
+    if streams:
+        state = _start(mechanism, case, case.keys)
+        ways["the stream"] = lambda q, k, v: _stream(mechanism, case, (q, k, v), state, _pieces(case), bias)[0]
+    to = torch.randn(*q.shape[:3], case.value_length, generator=case.generator, dtype=case.kind)
+    # What is learned, with tokens that are not; and the tokens themselves.
+    plain, derived = (q, k, v), each(lambda t: t.clone().requires_grad_(), (q, k, v))
+    for tokens, leaves in ((plain, own), (derived, (*own, *derived))):
+        if not leaves:
+            continue
+        exact = _gradients(attend(*tokens, mechanism, rule, bias=bias, path="reference"), leaves, to)
+        names = [f"learned tensor {number + 1}" for number in range(len(own))] + [*"qkv"]
+        for way, compute in ways.items():
+            for name, grad, good in zip(names, _gradients(compute(*tokens), leaves, to), exact, strict=False):
+                within_budget(f"{way}: the gradient of {name}", grad, good, good, gradient=True)
+
+
+def _short(case: Case) -> Triple:
+    """Short queries and keys: near a zero of a polynomial similarity, sums and second derivatives lose their digits."""
+    q, k, v = case.tensors()
+    return q / 4, k / 4, v
+
+
+def _gradients(out: Tensor, leaves: tuple[Tensor, ...], to: Tensor) -> tuple[Tensor, ...]:
+    if not out.requires_grad:  # nothing is visible
+        return tuple(torch.zeros_like(leaf) for leaf in leaves)
+    return torch.autograd.grad(out, leaves, to, allow_unused=True, materialize_grads=True)
+
+
+def _curved(mechanism: Mechanism, case: Case) -> None:
+    if 0 in (case.batch, case.queries, case.keys):
+        return
+    tokens = each(lambda t: t.requires_grad_(), _short(case))
+    leaves = (*tokens, *mechanism.parameters())
+    call = Call(mechanism, *tokens, case.rule())
+
+    def second(path: str) -> tuple[Tensor, ...]:
+        out = attend(*tokens, mechanism, case.rule(), path=path)
+        options: dict[str, Any] = {"allow_unused": True, "materialize_grads": True}
+        first = torch.autograd.grad(out.sum() + out.square().sum(), leaves, create_graph=True, **options)
+        total = out.sum() + sum(grad.square().sum() for grad in first)
+        return torch.autograd.grad(total, leaves, **options)
+
+    exact = second("reference")
+    for path in mechanism.paths():
+        if path.name == "reference" or path.cannot(call) is not None:
+            continue
+        try:
+            found = second(path.name)
+        except RuntimeError:  # refused, by torch or by the path
+            continue
+        for name, one, good in zip((*"qkv", *["a learned tensor"] * len(leaves)), found, exact, strict=False):
+            size = max(1.0, good.abs().max().item())
+            if not error(one, good) <= 1e-9 * size:
+                raise Broken(f"path {path.name!r}: the second derivative by {name} is off by {error(one, good):.2g}")
 
 
 def _counted(mechanism: Mechanism, case: Case) -> None:
@@ -491,6 +568,15 @@ LAWS: dict[str, Law] = {
         Law("extremes", "scores of ±1e4 stay finite", _extreme, always),
         Law("groups", "query head h reads key/value head h // (H // G)", _grouped, _ungrouped),
         Law("paths", "every path agrees with the plain formula, forward and backward", _paths_agree, always),
+        Law(
+            "learned",
+            "what is learned gets the plain formula's gradient, whole and streamed",
+            _learned,
+            _double_only,
+            SHORT,
+            square=True,
+        ),
+        Law("curved", "second derivatives are the plain formula's, or refused", _curved, _double_only, SHORT),
         Law("cost", "FLOPs equal the counted ones, state bytes the held ones", _counted, always, SHORT),
         Law("refusals", "bad input is an error that names the argument, before any compute", _refusing, always, (1,)),
     )

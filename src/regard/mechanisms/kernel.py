@@ -50,7 +50,7 @@ class FeatureMechanism(Mechanism):
 
     def summed_features(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """phi(x) as the running sums use it: `features`, or a layout with the same product that computes faster."""
-        return self.features(x.to(own_dtype(self) or x.dtype)).to(x.dtype)
+        return self._features(x)
 
     def summed_length(self, qk_length: int) -> int:
         """How many features the running sums hold for each value."""
@@ -72,14 +72,20 @@ class FeatureMechanism(Mechanism):
         """FLOPs of the contractions inside phi, per token: counted as it runs."""
         x = probe(self, (1, COUNTED, qk_length))
         with made_on(x.device):
-            return count_flops(lambda: self.features(x)) // COUNTED
+            return count_flops(lambda: self._features(x)) // COUNTED
 
     def normaliser_flops(self, qk_length: int) -> tuple[int, int]:
         """FLOPs of the contractions in `denominator`, a query, and in `normaliser`, a key."""
         return 2 * self.summed_length(qk_length), 0
 
     def similarity(self, q: Float[Tensor, "*b T K"], k: Float[Tensor, "*b S K"]) -> Float[Tensor, "*b T S"]:
-        return self.features(q) @ self.features(k).transpose(-1, -2)
+        return self._features(q) @ self._features(k).transpose(-1, -2)
+
+    def formula_dtype(self, precision: torch.dtype) -> torch.dtype:
+        return precision  # phi alone computes in its tensors' dtype: products of features are too large for half
+
+    def _features(self, x: Tensor) -> Tensor:
+        return self.features(x.to(own_dtype(self) or x.dtype)).to(x.dtype)
 
     def linear(self, qk_length: int) -> bool:
         """Whether the sums are small enough to be worth keeping."""
