@@ -11,6 +11,8 @@ demo: $(READY) ## train two translators in under two minutes; runs and pictures 
 
 test: $(READY) lint ## everything CI runs
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+	# As a processor without AVX-512 and VNNI computes.
+	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 $(BIN)/python -m pytest -n 2 --dist worksteal -m "numeric and not gpu"
 
 lint: $(READY) ## formatting, lint, types
 	$(BIN)/ruff format --check .

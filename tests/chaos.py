@@ -1,12 +1,15 @@
 """Kills of running trainings, and damage to their checkpoints.
 
-A run is killed with SIGKILL, at random times and at named points of what it does with files, goes on from its newest
-checkpoint, is killed again, and so on until it is complete. Then it must be bitwise the run that nobody disturbed: its
-metrics, its weights, the optimizer's memory, the random states. And no kill may ever leave a checkpoint under its name
-that is not whole. `python tests/chaos.py --kills 200 --flips 1000` runs more of it than the tests do.
+A run is killed with SIGKILL, at named points of what it does with files, at the n-th import of its start and at the
+n-th call of a function after some step, goes on from its newest checkpoint, is killed again, and so on until it is
+complete. Then it must be bitwise the run that nobody disturbed: its metrics, its weights, the optimizer's memory, the
+random states. And no kill may ever leave a checkpoint under its name that is not whole.
+`python tests/chaos.py --kills 200 --flips 1000` runs more of it than the tests do.
 
 What is run knows nothing of this: a child process first puts its own functions in the place of open, os.fsync,
-os.rename, os.replace and shutil.rmtree, which kill it at the n-th call, and then becomes the ordinary command line.
+os.rename, os.replace and shutil.rmtree, which kill it at the n-th call, and then becomes the ordinary command line. No
+clock decides when a kill comes, so the load of the machine changes nothing; a point that a life does not come to any
+more is its end, and the process is killed there.
 """
 
 import argparse
@@ -26,13 +29,15 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-POINTS = ("open", "mid-write", "before flush", "after flush", "before rename", "after rename", "prune")
+FILES = ("open", "mid-write", "before flush", "after flush", "before rename", "after rename", "prune")
 STEPS = 30
 SAVE_EVERY = 5
 KILLS_OF_A_RUN = 8
+CALLS_OF_A_STEP = 3000
+"""Of Python functions, about."""
 PATIENCE = 180
 """Seconds after which a process that neither ends nor is killed counts as hanging."""
 VOLATILE = {"seconds", "tokens_per_second"}
@@ -47,11 +52,11 @@ TRAIN = [
 
 @dataclass(frozen=True)
 class Kill:
-    """How a process is to end: at a step and some seconds after, or at the n-th call of a point."""
+    """How a process is to end: at the n-th time that it comes to a point, and so many calls of functions after."""
 
     point: str
     number: int
-    seconds: float
+    calls: int
     rank: int
     group: bool
     """Whether all processes of the run are killed, torchrun with them, or this rank alone."""
@@ -74,7 +79,10 @@ class Variant:
 
 
 class Trap:
-    """Counts the calls of each point, in the run's folder and in its checkpoints, and kills at the one asked for."""
+    """Counts how often each point is reached, in the run's folder and its checkpoints, and kills at the one asked for.
+
+    The points are files that are written, imports, and steps: lines of metrics.
+    """
 
     def __init__(self, asked):
         self.asked = asked
@@ -86,9 +94,25 @@ class Trap:
         place = os.path.abspath(path) if isinstance(path, str | os.PathLike) else ""
         if not place.startswith(self.folder):
             return False
+        if point == "mid-write" and place == self.folder + "metrics.jsonl" and self.counted("step"):
+            self.spring_later()
         point += ", checkpoint" if place.startswith(self.folder + "checkpoints") else ", elsewhere"
+        return self.counted(point)
+
+    def counted(self, point):
         self.seen[point] += 1
         return self.mine and point == self.asked.get("point") and self.seen[point] == self.asked["number"]
+
+    def spring_later(self):
+        left = self.asked["calls"]
+
+        def count(frame, event, argument):
+            nonlocal left
+            left -= event == "call"
+            if left < 0:
+                self.spring()
+
+        sys.setprofile(count)
 
     def spring(self):
         Path(self.asked["marker"]).touch()
@@ -133,6 +157,11 @@ class Trap:
                 self.spring()
             rmtree(path, *args, **kwargs)
 
+        def watched_import(event, _):
+            if event == "import" and self.counted("import"):
+                self.spring()
+
+        sys.addaudithook(watched_import)
         builtins.open = io.open = watched_open
         os.fsync, shutil.rmtree = watched_fsync, watched_rmtree
         os.rename, os.replace = watched_rename(os.rename), watched_rename(os.replace)
@@ -173,10 +202,14 @@ def child(command):
         else:
             sys.argv = ["regard", *command]
             runpy.run_module("regard", run_name="__main__", alter_sys=True)
-    finally:
-        if "counts" in asked:
-            counts = Path(f"{asked['counts']}-{os.environ.get('RANK', 0)}")
-            counts.write_text(json.dumps(trap.seen))
+    except SystemExit as ended:
+        if ended.code:
+            raise
+    if "counts" in asked:
+        counts = Path(f"{asked['counts']}-{os.environ.get('RANK', 0)}")
+        counts.write_text(json.dumps(trap.seen))
+    if trap.mine:
+        trap.spring()
 
 
 def small_training(folder):
@@ -227,7 +260,6 @@ def small_training(folder):
             with metrics.open("a") as file:
                 file.write(json.dumps({"step": step, "loss": loss.item()}) + "\n")
                 file.flush()
-        time.sleep(0.005)
         if step % SAVE_EVERY == 0:
             state.copy_(torch.get_rng_state())
             store.save(folder / "checkpoints", step, tensors, {"step": step}, keep=2)
@@ -253,21 +285,6 @@ def relatives(parent):
     return found
 
 
-def steps_of(folder):
-    """The last step that the metrics tell of."""
-    with suppress(OSError, ValueError, IndexError, KeyError), open(folder / "metrics.jsonl", "rb") as file:
-        file.seek(max(0, os.path.getsize(folder / "metrics.jsonl") - 4096))
-        return json.loads(file.read().rpartition(b"\n")[0].splitlines()[-1])["step"]
-    return 0
-
-
-def changed(folder):
-    """When the metrics were last written to."""
-    with suppress(OSError):
-        return os.stat(folder / "metrics.jsonl").st_mtime_ns
-    return 0
-
-
 def launch(variant, folder, asked, log):
     """Start a run, or go on with it."""
     command = []
@@ -281,9 +298,9 @@ def launch(variant, folder, asked, log):
         folder.mkdir(parents=True, exist_ok=True)
     many = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(variant.ranks)]
     environment = {
+        "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16",
         **os.environ,
         "OMP_NUM_THREADS": "1",
-        "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16",
         "CHAOS": json.dumps({"job": variant.job, "folder": str(folder), **asked}),
     }
     return subprocess.Popen(
@@ -320,35 +337,25 @@ class Tally:
 
 @dataclass
 class Undisturbed:
-    """The run that nobody disturbed: what it left, how often each point came, how long a step takes."""
+    """The run that nobody disturbed: what it left, and how often each process came to each point."""
 
     folder: Path
     counts: list
-    seconds_of_step: float
-    seconds_before: float
 
 
 def undisturbed(variant, folder):
     counts = folder.with_name(f"{folder.name}-counts")
     log = folder.with_name(f"{folder.name}.log")
     with open(log, "wb") as output:
-        began, times = time.monotonic(), {}
-        process = launch(variant, folder, {"counts": str(counts)}, output)
-        while process.poll() is None and time.monotonic() - began < PATIENCE:
-            times.setdefault(steps_of(folder), time.monotonic())
-            time.sleep(0.002)
-        ended = finish(process)
-    first, last = (find((times[step] for step in times if step > 0), default=None) for find in (min, max))
-    if ended != 0 or first is None:
+        ended = finish(launch(variant, folder, {"counts": str(counts)}, output))
+    if ended != 0:
         raise RuntimeError(f"the run that nobody disturbed ends with {ended}:\n{log.read_text()[-3000:]}")
-    seen = [json.loads(Path(f"{counts}-{rank}").read_text()) for rank in range(variant.ranks)]
-    # Not until its end: processes take seconds to leave.
-    return Undisturbed(folder, seen, (last - first) / STEPS, first - began)
+    return Undisturbed(folder, [json.loads(Path(f"{counts}-{rank}").read_text()) for rank in range(variant.ranks)])
 
 
 def planned(kills, whole, rng):
-    """So many kills: half of them at random times, half at points, each point as often as the others."""
-    plans, points = [], rng.sample(POINTS, len(POINTS))
+    """So many kills: half of them in steps and in the start, half where files are written, each point alike."""
+    plans, points = [], rng.sample(FILES, len(FILES))
     for number in range(kills):
         rank = rng.randrange(len(whole.counts))
         group = len(whole.counts) > 1 and rng.random() < 0.5
@@ -360,11 +367,11 @@ def planned(kills, whole, rng):
             places = [name for name in counts if name.startswith(point)]
             chosen = rng.choice([name for name in places if "checkpoint" in name] * 3 + places)
             # Within the first third of its calls, so that a resumed run still comes to it.
-            plans.append(Kill(chosen, rng.randint(1, max(1, counts[chosen] // 3)), 0.0, rank, group))
+            plans.append(Kill(chosen, rng.randint(1, max(1, counts[chosen] // 3)), 0, rank, group))
         elif rng.random() < 0.1:
-            plans.append(Kill("start-up", 0, rng.uniform(0, whole.seconds_before), rank, group))
-        else:
-            plans.append(Kill("any time", rng.randint(1, 12), rng.uniform(0, 3 * whole.seconds_of_step), rank, group))
+            plans.append(Kill("import", rng.randint(1, whole.counts[rank]["import"]), 0, rank, group))
+        else:  # the first process writes the metrics
+            plans.append(Kill("step", rng.randint(1, 12), rng.randrange(CALLS_OF_A_STEP), 0, group))
     rng.shuffle(plans)
     return plans
 
@@ -373,27 +380,7 @@ def attempt(variant, plan, folder, log):
     """One life of a run. 'killed', 'complete', or what went wrong."""
     marker = folder.with_name(f"{folder.name}-killed")
     marker.unlink(missing_ok=True)
-    asked = {"marker": str(marker)}
-    timed = plan is not None and plan.point in ("start-up", "any time")
-    if plan is not None and not timed:
-        asked |= {"point": plan.point, "number": plan.number, "rank": plan.rank, "group": plan.group}
-    # Until it has gone on, a run's metrics tell of steps that the kill before took back.
-    old, until = changed(folder), steps_of(folder) // SAVE_EVERY * SAVE_EVERY + (plan.number if plan else 0)
-    process = launch(variant, folder, asked, log)
-    if timed:
-        late = time.monotonic() + PATIENCE
-        while process.poll() is None and plan.number and time.monotonic() < late:
-            if changed(folder) != old and steps_of(folder) >= until:
-                break
-            time.sleep(0.002)
-        time.sleep(plan.seconds)
-        if process.poll() is None:
-            marker.touch()
-            found = relatives(process.pid)
-            alone = variant.ranks > 1 and not plan.group and len(found) == 1 + variant.ranks
-            for one in [sorted(found[1:])[plan.rank]] if alone else reversed(found):
-                kill(one)
-    ended = finish(process)
+    ended = finish(launch(variant, folder, {"marker": str(marker), **(asdict(plan) if plan else {})}, log))
     if ended != "hangs" and marker.exists():
         return "killed"
     return "complete" if ended == 0 else f"ends with {ended}"
@@ -437,7 +424,7 @@ def half_there(folder):
 
 def disturbed(variant, plans, whole, folder, tally, advance):
     """Run after run until all the plans are carried out."""
-    plans, number, idle = list(plans), 0, 0
+    plans, number = list(plans), 0
     while plans:
         number += 1
         run, kills = folder.with_name(f"{folder.name}-{number}"), 0
@@ -454,10 +441,7 @@ def disturbed(variant, plans, whole, folder, tally, advance):
             with tally.lock:
                 tally.kills[plan.point] += 1
             advance()
-        idle = 0 if kills else idle + 1
-        if plan is not None and ended == "complete":  # the kill came too late: sooner, the next time
-            plans[0] = replace(plan, seconds=plan.seconds / 2, number=max(1, plan.number // 2) if plan.number else 0)
-        if ended != "complete" or idle == 3:
+        if ended != "complete" or plan is not None:
             wrong = wrong or f"{ended}, and no kill"
         wrong = wrong or difference(whole.folder, run)
         with tally.lock:

@@ -1,6 +1,7 @@
-"""Set-up for all tests: numbers are seeded, one thread a worker."""
+"""Set-up for all tests: numbers are seeded, one thread a worker, and an interrupt is one."""
 
 import os
+import signal
 
 # Some CPUs advertise matrix tiles they may not use; bfloat16 products then die. Must be set before torch is loaded.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
@@ -9,6 +10,25 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+# A shell starts its background jobs with SIGINT ignored, and so would be every process that the tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+WITHOUT_NUMBERS = ("regard.cli", "regard.data", "regard.training", "test_cli", "hostile")
+"""Commands, texts, runs and broken files: their numbers are those of layers and models, which have their own tests."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
+    """Tests are `numeric`, and run once more on other instruction sets, unless their module is about something else."""
+    for item in items:
+        names = list(vars(item.module).values())
+        if torch in names and not any(_home(one).startswith(WITHOUT_NUMBERS) for one in names):
+            item.add_marker("numeric")
+
+
+def _home(thing: object) -> str:
+    """The module that a module's global is or comes from."""
+    home = getattr(thing, "__module__", None) or getattr(thing, "__name__", "")
+    return home if isinstance(home, str) else ""
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,6 @@
 
 import json
 import re
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from typing import TypeAlias
 
 import pytest
 
+from processes import finished
 from regard.cli import main
 
 Inside: TypeAlias = Callable[..., subprocess.CompletedProcess[str]]
@@ -46,9 +46,7 @@ class Sized(rg.Mechanism):
 
 
 def regard(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "regard", *arguments], cwd=cwd, capture_output=True, text=True, timeout=240
-    )
+    return finished("-m", "regard", *arguments, cwd=cwd)
 
 
 def entry_point(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Inside:
@@ -142,21 +140,19 @@ def test_an_error_in_a_process_of_its_own() -> None:
     assert re.fullmatch(r"regard: error: mechanism: [^\n]*'nosuch'\n", done.stderr)
 
 
-def test_interrupt_is_one_line_and_exit_130() -> None:
-    # Channel has few cells and reports at once; the paths of the others take many seconds to be interrupted in.
-    command = [sys.executable, "-u", "-m", "regard", "check", "channel", "softmax", "quadratic", "elu"]
-    command += ["--law", "paths", "--examples", "20"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
-        assert running.stdout is not None
-        assert running.stderr is not None
-        assert running.stdout.readline().startswith("Channel")
-        running.send_signal(signal.SIGINT)
-        assert running.wait(timeout=60) == 130
-        assert running.stderr.read() == "regard: interrupted\n"
+def test_an_interrupt_at_any_moment_is_one_line_and_exit_130(folder: Path) -> None:
+    """While modules are imported, while the law is checked, and where hypothesis makes another exception of it."""
+    moments = [str(Path(__file__).with_name("moments.py")), "40000", "run_engine", "--"]
+    done = finished(*moments, "check", "elu", *QUICK, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert told["code"] == 0
+    assert len(told["endings"]) > 10
+    assert [one for one in told["endings"] if (one["code"], one["said"]) != (130, "regard: interrupted\n")] == []
 
 
-def test_check_prints_a_report() -> None:
-    done = regard("check", "elu", *QUICK)
+def test_check_prints_a_report(inside: Inside) -> None:
+    done = inside("check", "elu", *QUICK)
     assert done.returncode == 0
     assert done.stdout.startswith("Elu(): every law holds\n")
     assert done.stdout.endswith("3 cells: 3 held, 0 broken, 0 not applicable\n")
@@ -177,14 +173,14 @@ def test_check_json_counts_its_cells(inside: Inside) -> None:
     }
 
 
-def test_own_mechanism_that_holds_exits_0(folder: Path) -> None:
-    done = regard("check", "--own", "mine:Cauchy", *QUICK, cwd=folder)
+def test_own_mechanism_that_holds_exits_0(inside: Inside, folder: Path) -> None:
+    done = inside("check", "--own", "mine:Cauchy", *QUICK, cwd=folder)
     assert done.returncode == 0
     assert done.stdout.startswith("Cauchy(): every law holds")
 
 
-def test_own_mechanism_that_breaks_a_law_exits_1_with_a_counterexample(folder: Path) -> None:
-    done = regard("check", "--own", "mine.py:Signed", *QUICK, "--json", cwd=folder)
+def test_own_mechanism_that_breaks_a_law_exits_1_with_a_counterexample(inside: Inside, folder: Path) -> None:
+    done = inside("check", "--own", "mine.py:Signed", *QUICK, "--json", cwd=folder)
     assert done.returncode == 1
     found = json.loads(done.stdout)
     assert found["broken"] == 3
@@ -203,10 +199,10 @@ def test_cost_table_has_every_row_and_the_crossover(inside: Inside) -> None:
     assert re.search(crossover, done.stdout)
 
 
-def test_cost_json_is_what_the_library_says() -> None:
+def test_cost_json_is_what_the_library_says(inside: Inside) -> None:
     import regard as rg
 
-    done = regard("cost", "--length", "2048", "--heads", "8", "--kv-heads", "2", "--mode", "prefill", "--json")
+    done = inside("cost", "--length", "2048", "--heads", "8", "--kv-heads", "2", "--mode", "prefill", "--json")
     found = json.loads(done.stdout)
     work = rg.Work(query_length=2048, key_length=2048, num_heads=8, num_kv_heads=2, mask=rg.causal)
     for row, mechanism in zip(found["rows"], (rg.Softmax(), rg.Quadratic()), strict=True):
@@ -270,8 +266,8 @@ def test_cost_measure_says_what_was_measured(inside: Inside) -> None:
     )
 
 
-def test_cost_plot_is_a_picture(tmp_path: Path) -> None:
-    done = regard("cost", "--length", "512,8192", "--plot", "cost.png", cwd=tmp_path)
+def test_cost_plot_is_a_picture(inside: Inside, tmp_path: Path) -> None:
+    done = inside("cost", "--length", "512,8192", "--plot", "cost.png", cwd=tmp_path)
     assert done.returncode == 0
     assert (tmp_path / "cost.png").read_bytes().startswith(PNG)
     assert [path.name for path in tmp_path.iterdir()] == ["cost.png"]
@@ -284,8 +280,8 @@ def test_bench_lists_its_suite(inside: Inside) -> None:
     assert [one["name"] for one in json.loads(lines[-1])["suite"]] == list(SUITE)
 
 
-def test_demo_leaves_runs_a_page_and_its_pictures(tmp_path: Path) -> None:
-    done = regard("demo", "--out", "tour", "--steps", "30", cwd=tmp_path)
+def test_demo_leaves_runs_a_page_and_its_pictures(inside: Inside, tmp_path: Path) -> None:
+    done = inside("demo", "--out", "tour", "--steps", "4", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     page = (tmp_path / "tour" / "index.html").read_text()
     pictures = re.findall(r'src="([^"]+)"', page)
@@ -296,6 +292,6 @@ def test_demo_leaves_runs_a_page_and_its_pictures(tmp_path: Path) -> None:
     assert done.stdout.count("every law holds") == 2
     assert done.stdout.rstrip().endswith("index.html")
     assert "http" not in page
-    again = regard("demo", "--out", "tour", cwd=tmp_path)
+    again = inside("demo", "--out", "tour", cwd=tmp_path)
     assert again.returncode == 2
     assert "out: expected a folder without runs" in again.stderr

@@ -18,9 +18,10 @@ import pytest
 import torch
 
 import regard as rg
+from processes import finished, started
 from regard.checkpoints import CheckpointError, Tokenizer
 from regard.generation.conversation import ContextError, Conversation
-from test_cli import Inside, entry_point, regard
+from test_cli import Inside, entry_point
 
 FRANCE = "The capital of France is"
 LETTERS = "abcdefghijklmnopqrstuvwxyz.?!<>|"
@@ -28,6 +29,8 @@ TEMPLATE = (
     "{% for m in messages %}{{ '<' if m.role == 'user' else '|' }}{{ m.content }}>{% endfor %}"
     "{% if add_generation_prompt %}|{% endif %}"
 )
+ENDLESS = "20000"
+"""New tokens, of which some seconds could not give the last."""
 SIZES = {"embedding_dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
 
 
@@ -49,6 +52,12 @@ def tiny(**changes: Any) -> rg.Decoder:
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(rg.save(tiny(), tmp_path_factory.mktemp("small") / "model"))
+
+
+@pytest.fixture(scope="module")
+def endless(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model that does not come to the end of its context."""
+    return str(rg.save(tiny(context_length=1 << 16), tmp_path_factory.mktemp("endless") / "model"))
 
 
 @pytest.fixture(scope="module")
@@ -76,8 +85,8 @@ def lines(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def test_one_prompt_is_what_the_library_gives(smollm2: rg.Decoder) -> None:
-    done = regard("generate", "smollm2", FRANCE, "--max-new-tokens", "8")
+def test_one_prompt_is_what_the_library_gives(inside: Inside, smollm2: rg.Decoder) -> None:
+    done = inside("generate", "smollm2", FRANCE, "--max-new-tokens", "8")
     [expected] = rg.generate(smollm2, FRANCE, max_new_tokens=8)
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{expected}\n", "")
 
@@ -161,8 +170,7 @@ def test_prompts_from_standard_input_and_files(
 
 
 def test_standard_input_of_a_process(small: str) -> None:
-    command = [sys.executable, "-m", "regard", "generate", small, "--max-new-tokens", "5"]
-    done = subprocess.run(command, input="abc\n", capture_output=True, text=True, timeout=120)
+    done = finished("-m", "regard", "generate", small, "--max-new-tokens", "5", given="abc\n")
     [expected] = rg.generate(rg.load(small), "abc", max_new_tokens=5)
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{expected}\n", "")
 
@@ -175,26 +183,22 @@ def test_chat_is_a_users_turn(inside: Inside, small: str) -> None:
 
 
 @pytest.mark.parametrize("as_json", [False, True])
-def test_an_interrupted_text_stays_as_far_as_it_came(smollm2: rg.Decoder, as_json: bool) -> None:
-    prompts = [FRANCE] if not as_json else [FRANCE, "Once upon a time"]
-    command = [sys.executable, "-m", "regard", "generate", "smollm2", *prompts, "--max-new-tokens", "8000"]
+def test_an_interrupted_text_stays_as_far_as_it_came(endless: str, as_json: bool) -> None:
+    prompts = ["abc", "de"] if as_json else ["abc"]
+    texts = rg.generate(rg.load(endless), prompts, max_new_tokens=40)
     # The first of two ends at once, and so tells that they grow.
-    more = ["--json", "--stop", "Paris"] if as_json else []
-    with subprocess.Popen([*command, *more], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
-        assert running.stdout is not None
-        assert running.stderr is not None
+    options = ["--json", "--stop", texts[0][:3]] if as_json else []
+    with started("-m", "regard", "generate", endless, *prompts, "--max-new-tokens", ENDLESS, *options) as running:
         begun = running.stdout.readline() if as_json else running.stdout.read(10)
         running.send_signal(signal.SIGINT)
-        rest = running.stdout.read()
-        assert running.wait(timeout=60) == 130
-        assert running.stderr.read() == "regard: interrupted\n"
+        rest, errors = running.communicate()
+        assert (running.returncode, errors) == (130, "regard: interrupted\n")
     if as_json:
         found = [json.loads(line) for line in (begun + rest).splitlines()]
         assert [one["reason"] for one in found] == ["stop", "interrupted"]
     text = found[1]["text"] if as_json else (begun + rest).removesuffix("\n")
-    [expected] = rg.generate(smollm2, prompts[-1], max_new_tokens=40)
     assert len(text) > 0
-    assert expected.startswith(text) or text.startswith(expected)
+    assert texts[-1].startswith(text) or text.startswith(texts[-1])
 
 
 @pytest.mark.parametrize(
@@ -460,17 +464,13 @@ def test_what_a_conversation_cannot_begin_with() -> None:
         Conversation(model, system="be good.")
 
 
-def talk(*arguments: str, given: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "regard", "chat", *arguments]
-    return subprocess.run(command, input=given, capture_output=True, text=True, timeout=120)
-
-
-def test_chat_over_a_pipe_is_a_conversation(smollm2: rg.Decoder) -> None:
+def test_chat_over_a_pipe_is_a_conversation(
+    inside: Inside, smollm2: rg.Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     options = {"temperature": 0.5, "top_p": 0.8, "seed": 4, "max_new_tokens": 12}
     given = [text for name, value in options.items() for text in (f"--{name.replace('_', '-')}", str(value))]
-    done = talk(
-        "smollm2", "--system", "You are brief.", *given, given="Hello!\n\nAnd you?\n/reset\nHello!\n/quit\nno\n"
-    )
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello!\n\nAnd you?\n/reset\nHello!\n/quit\nno\n"))
+    done = inside("chat", "smollm2", "--system", "You are brief.", *given)
     conversation = Conversation(smollm2, "You are brief.", **options)
     answers = ["".join(conversation.say(text)) for text in ("Hello!", "And you?")]
     assert (done.returncode, done.stderr) == (0, "")
@@ -486,43 +486,33 @@ def test_chat_says_when_the_context_is_full(inside: Inside, tmp_path: Path, monk
     assert re.fullmatch(r"(regard: context: [^\n]*; /reset begins anew\n){3}", done.stderr)
 
 
-def chatting(*arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "regard", "chat", *arguments]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, bufsize=1)
-
-
-def test_an_interrupt_stops_an_answer_and_not_the_chat() -> None:
-    with chatting("smollm2", "--max-new-tokens", "8000", "--temperature", "0") as running:
-        assert running.stdin is not None
-        assert running.stdout is not None
-        running.stdin.write("Count from one to a thousand, one number a line.\n")
+def test_an_interrupt_stops_an_answer_and_not_the_chat(endless: str) -> None:
+    options = ("--max-new-tokens", ENDLESS, "--temperature", "0")
+    with started("-m", "regard", "chat", endless, *options, bufsize=1) as running:
+        running.stdin.write("hi\n")
         begun = running.stdout.read(3)
         running.send_signal(signal.SIGINT)
-        rest, errors = running.communicate("/quit\n", timeout=60)
+        rest, errors = running.communicate("/quit\n")
     assert (running.returncode, errors) == (0, "")
     assert len(begun) == 3
     assert rest.endswith("\n")
-    assert len(rest) < 2000
+    assert len(rest) < int(ENDLESS)
 
 
 def test_an_interrupt_between_answers_ends_the_chat(small: str) -> None:
-    with chatting(small, "--max-new-tokens", "3") as running:
-        assert running.stdin is not None
-        assert running.stdout is not None
+    with started("-m", "regard", "chat", small, "--max-new-tokens", "3", bufsize=1) as running:
         running.stdin.write("hi\n")
         assert len(running.stdout.readline()) == 4
         running.send_signal(signal.SIGINT)
-        assert running.wait(timeout=60) == 130
-        assert running.stderr is not None
+        assert running.wait() == 130
         assert running.stderr.read() == "regard: interrupted\n"
 
 
 def test_at_a_terminal_there_is_a_prompt(small: str) -> None:
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "regard", "chat", small, "--seed", "1", "--max-new-tokens", "5"]
-    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=subprocess.PIPE) as running:
-        os.close(theirs)
+    command = ["-m", "regard", "chat", small, "--seed", "1", "--max-new-tokens", "5"]
+    with started(*command, stdin=theirs, stdout=theirs) as running:
+        os.close(theirs)  # so that reading fails once the process is gone
         seen = b""
         while not seen.endswith(b"> "):
             seen += os.read(ours, 1)
@@ -530,7 +520,7 @@ def test_at_a_terminal_there_is_a_prompt(small: str) -> None:
         while seen.count(b"> ") < 2:
             seen += os.read(ours, 1)
         os.write(ours, b"\x04")
-        assert running.wait(timeout=60) == 0
+        assert running.wait() == 0
     os.close(ours)
     answer = "".join(Conversation(rg.load(small), temperature=0.7, top_p=0.9, seed=1, max_new_tokens=5).say("hi"))
     assert answer.encode() in seen

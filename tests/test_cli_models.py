@@ -2,13 +2,9 @@
 
 import json
 import os
-import random
 import re
 import resource
 import shutil
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -18,7 +14,9 @@ import pytest
 import torch
 import transformers
 
+import chaos
 import regard as rg
+from processes import finished
 from regard.checkpoints import NAMES, names
 from test_cli import Inside, entry_point, regard
 
@@ -98,8 +96,8 @@ def test_a_model_that_is_not_installed_comes_with_its_command(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_models_prints_a_summary() -> None:
-    done = regard("models", "rxnmapper", "--length", "64")
+def test_models_prints_a_summary(inside: Inside) -> None:
+    done = inside("models", "rxnmapper", "--length", "64")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == f"{rg.load('rxnmapper').summary(64)}\n"
 
@@ -122,8 +120,8 @@ def test_models_reads_a_gguf_file(inside: Inside) -> None:
 
 
 @torch.no_grad()
-def test_what_convert_writes_loads_in_transformers_with_equal_logits(tmp_path: Path) -> None:
-    done = regard("convert", "rxnmapper", "out", cwd=tmp_path)
+def test_what_convert_writes_loads_in_transformers_with_equal_logits(inside: Inside, tmp_path: Path) -> None:
+    done = inside("convert", "rxnmapper", "out", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert re.findall(r"^ (\S+\.\S+) +[\d.]+ k?M?B *$", done.stdout, re.M) == FILES
     ours = rg.load("rxnmapper")
@@ -230,12 +228,9 @@ def test_the_source_is_never_the_target(inside: Inside, small: Path) -> None:
 
 def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
     """Files may grow to a megabyte here, and the weights are three."""
-    done = subprocess.run(
-        [sys.executable, "-m", "regard", "convert", "rxnmapper", "out"],
+    done = finished(
+        *("-m", "regard", "convert", "rxnmapper", "out"),
         cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20)),
     )
     assert (done.returncode, done.stdout) == (2, "")
@@ -243,21 +238,17 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
-def test_a_killed_convert_leaves_a_whole_checkpoint_or_none(small: Path, tmp_path: Path) -> None:
-    """Killed somewhere in the writing, onto nothing and onto an earlier checkpoint."""
-    moments = random.Random(0)
-    for number, earlier in enumerate((False, False, True)):
-        place = tmp_path / str(number)
-        place.mkdir()
-        if earlier:
-            shutil.copytree(small, place / "out")
-        command = [sys.executable, "-m", "regard", "convert", "smollm2", "out", "--dtype", "bfloat16"]
-        with subprocess.Popen(command, cwd=place, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as running:
-            while not any(path.name != "out" for path in place.iterdir()) and running.poll() is None:
-                time.sleep(0.002)
-            time.sleep(moments.uniform(0, 0.3))
-            running.kill()
-        if (place / "out").exists():
-            assert type(rg.load(place / "out")) is rg.Decoder
-        shutil.rmtree(place)  # hundreds of megabytes
+@pytest.mark.parametrize(("point", "earlier"), [("before rename", False), ("after rename", True)])
+def test_a_killed_convert_leaves_a_whole_checkpoint_or_none(
+    small: Path, tmp_path: Path, point: str, earlier: bool
+) -> None:
+    """Killed where its folder takes its name, and between the two renames that replace an earlier checkpoint."""
+    if earlier:
+        shutil.copytree(small, tmp_path / "out")
+    asked = {"job": "regard", "folder": str(tmp_path), "marker": str(tmp_path / "killed"), "rank": 0, "group": False}
+    asked |= {"point": f"{point}, elsewhere", "number": 1}
+    environment = {**os.environ, "CHAOS": json.dumps(asked)}
+    done = finished(chaos.__file__, "--child", "--", "convert", "rxnmapper", "out", cwd=tmp_path, env=environment)
+    assert done.returncode == -9, done.stderr
+    whole = [path for path in (tmp_path / "out", *tmp_path.glob(".*-former")) if (path / "config.json").exists()]
+    assert [type(rg.load(path)) for path in whole] == ([rg.Decoder] if earlier else [])

@@ -1,11 +1,8 @@
-"""`regard train` as a user runs it: real processes, real signals, real torchrun."""
+"""`regard train` as a user runs it; in processes of its own where signals and torchrun need them."""
 
 import json
 import os
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -13,29 +10,46 @@ import torch
 from PIL import Image
 
 import regard as rg
+from processes import finished, started
 from regard.training import Card, Report, Settings, recipes
 from regard.training.metrics import read_metrics
 from regard.training.parallel import Place
 from regard.training.recipes import translate
 from regard.training.records import write_card
 from regard.training.runs import begin, default_folder
-from test_cli import entry_point
+from test_cli import Inside, entry_point
 
 TINY = ["--count", "300", "--held-out", "20", "--vocabulary", "400", "--width", "16", "--heads", "2", "--layers", "1",
         "--hidden", "32", "--batch-size", "8", "--device", "cpu"]  # fmt: skip
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+SIGNALLED = """
+import os, runpy, sys
+from regard.training.metrics import Metrics
+
+number = int(sys.argv.pop())
+
+def add(self, values, written=Metrics.add):
+    written(self, values)
+    if values["step"] == 3 and "loss" in values:
+        os.kill(os.getpid(), number)
+
+Metrics.add = add
+runpy.run_module("regard", run_name="__main__", alter_sys=True)
+"""
+"""The command, which sends itself a signal in its third step."""
 
 
-def regard(*words, cwd, timeout=240):
-    command = [sys.executable, "-m", "regard", *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=timeout, env=ENVIRONMENT)
+@pytest.fixture
+def regard(monkeypatch, capsys) -> Inside:
+    monkeypatch.setenv("COLUMNS", "200")
+    return entry_point(monkeypatch, capsys)
 
 
 def losses(folder):
     return [one["loss"] for one in read_metrics(folder) if "loss" in one]
 
 
-def test_a_run_leaves_a_folder_that_load_opens(tmp_path):
+def test_a_run_leaves_a_folder_that_load_opens(regard, tmp_path):
     done = regard("train", "translate", *TINY, "--steps", "4", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
@@ -60,32 +74,26 @@ def test_a_run_leaves_a_folder_that_load_opens(tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_saves_and_says_how_to_go_on(tmp_path, number):
-    straight = regard("train", "translate", *TINY, "--steps", "40", "--out", "straight", cwd=tmp_path)
+def test_a_signal_saves_and_says_how_to_go_on(regard, tmp_path, number):
+    straight = regard("train", "translate", *TINY, "--steps", "8", "--out", "straight", cwd=tmp_path)
     assert straight.returncode == 0, straight.stderr
-    command = [sys.executable, "-m", "regard", "train", "translate", *TINY, "--steps", "40", "--out", "run"]
-    child = subprocess.Popen(
-        command, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    deadline = time.monotonic() + 120
-    while len(losses(tmp_path / "run")) < 3 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    child.send_signal(number)
-    out, err = child.communicate(timeout=120)
+    command = ["train", "translate", *TINY, "--steps", "8", "--out", "run", str(int(number))]
+    with started("-c", SIGNALLED, *command, cwd=tmp_path, env=ENVIRONMENT) as child:
+        out, err = child.communicate()
     assert child.returncode == 130, err
     assert "to go on: regard train resume run" in out
-    assert 3 <= len(losses(tmp_path / "run")) < 40
+    assert 3 <= len(losses(tmp_path / "run")) < 8
     done = regard("train", "resume", "run", "--device", "cpu", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert losses(tmp_path / "run") == losses(tmp_path / "straight")
 
 
-def test_torchrun_takes_the_same_command(tmp_path):
+def test_torchrun_takes_the_same_command(regard, tmp_path):
     one = regard("train", "translate", *TINY, "--steps", "6", "--precision", "float64", "--out", "one", cwd=tmp_path)
     assert one.returncode == 0, one.stderr
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "regard"]
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "regard"]
     command += ["train", "translate", *TINY, "--steps", "6", "--precision", "float64"]  # both must choose one folder
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=300, env=ENVIRONMENT)
+    done = finished(*command, cwd=tmp_path, env=ENVIRONMENT)
     assert done.returncode == 0, done.stderr[-2000:]
     two = tmp_path / "runs/translate"
     assert os.listdir(tmp_path / "runs") == ["translate"]
@@ -224,14 +232,14 @@ def test_an_interrupt_while_data_is_read_leaves_nothing(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_killed_before_it_began_may_begin_again(tmp_path):
+def test_a_run_killed_before_it_began_may_begin_again(regard, tmp_path):
     (tmp_path / "run/data").mkdir(parents=True)
     (tmp_path / "run/data/tokenizer.json").write_text("half of one")
     done = regard("train", "translate", *TINY, "--steps", "1", "--out", "run", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
 
 
-def test_other_data_cannot_go_on_with_a_run(tmp_path):
+def test_other_data_cannot_go_on_with_a_run(regard, tmp_path):
     table = Path(tmp_path / "pairs.tsv")
     table.write_text("".join(f"mot {n}\tword {n}\n" for n in range(60)))
     words = ["--data", "pairs.tsv", "--held-out", "5", "--width", "16", "--heads", "2", "--batch-size", "8"]

@@ -238,8 +238,7 @@ def test_the_plan_reads_well():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("mechanism", [rg.Softmax(), rg.Quadratic(), rg.Elu()], ids=repr)
 def test_long_sequences_stay_within_the_error_budget(mechanism, dtype):
-    q, k, v = make(2000, dtype=torch.float64)
-    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    q, k, v = (t[:1].to(dtype) for t in make(2000, dtype=torch.float64))
     exact = rg.attend(q.double(), k.double(), v.double(), mechanism, rg.causal, path="reference")
     plain = mechanism.mix(rg.weights(q, k, mechanism, rg.causal), v)
     within_budget("a long sequence", rg.attend(q, k, v, mechanism, rg.causal), exact, plain)

@@ -77,7 +77,9 @@ def test_many_tokens_in_parts_equal_each_by_itself(monkeypatch):
     x = torch.randn(50, 64)
     alone = torch.cat([product(row, numbers, scale) for row in x.split(1)])
     monkeypatch.setattr(int8, "MOST_RESULTS", 0)
-    assert torch.equal(product(x, numbers, scale), alone)
+    # Bitwise where products are of whole numbers; where they are float32, sums of 64 depend on the number of rows.
+    rounding = 64 * torch.finfo(torch.float32).eps * (x.abs() @ (numbers.abs() * scale.float()[:, None]).T)
+    assert (product(x, numbers, scale) - alone).abs().le(rounding).all()
 
 
 def test_a_cpu_without_whole_products_computes_the_same(monkeypatch):

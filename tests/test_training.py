@@ -277,6 +277,19 @@ def test_a_second_signal_ends_it_at_once():
             os.kill(os.getpid(), signal.SIGINT)
 
 
+def test_a_signal_that_is_ignored_stays_so():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as for a background job of a script
+    try:
+        with listening() as signals:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert signals.asked is None
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert signals.asked == "SIGTERM"
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 RANKS = """
 import sys
 from pathlib import Path

@@ -1,8 +1,8 @@
 """The translate recipe, the translator that comes with the package, and `regard translate`."""
 
+import io
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -223,16 +223,17 @@ class TestCommand:
         done = regard("translate", RED_CAR)
         assert (done.returncode, done.stdout, done.stderr) == (0, "The red car is fast.\n", "")
 
-    def test_sentences_files_and_standard_input(self, inside: Inside, tmp_path: Path) -> None:
+    def test_sentences_files_and_standard_input(
+        self, inside: Inside, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         pairs = phrasebook("held_out", 3)
         (tmp_path / "text.txt").write_text(f"{pairs[0][0]}\r\n\n{pairs[1][0]}\n", encoding="utf-8")
         several = inside("translate", pairs[0][0], pairs[1][0], "--beams", "1")
         assert several.stdout.splitlines() == [pairs[0][1], pairs[1][1]]
         wanted = f"{pairs[0][1]}\n\n{pairs[1][1]}\n"
         assert inside("translate", "--file", str(tmp_path / "text.txt")).stdout == wanted
-        command = [sys.executable, "-m", "regard", "translate", "-"]
-        read = (tmp_path / "text.txt").read_bytes()
-        assert subprocess.run(command, input=read, capture_output=True, check=True).stdout.decode() == wanted
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO((tmp_path / "text.txt").read_bytes())))
+        assert inside("translate", "-").stdout == wanted
 
     def test_json(self, inside: Inside) -> None:
         [line] = inside("translate", RED_CAR, "--json").stdout.splitlines()

@@ -16,26 +16,39 @@ def main() -> None:
     """Run the command line: `regard`, or `python -m regard`."""
     try:
         with leaving_at_once():
-            from regard.cli.commands import Abort, UsageError, app
-        try:
-            code = app(sys.argv[1:] or ["--help"], prog_name="regard", standalone_mode=False)
-            sys.stdout.flush()
-        except UsageError as error:
-            code = _fail(error.format_message())  # type: ignore[attr-defined]
-        except Abort:
-            code = 130
-    except BrokenPipeError:  # the reader has seen enough: `regard cost | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 0
-    except ValueError as error:
-        code = _fail(str(error))
-    except OSError as error:
-        code = _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
-    except KeyboardInterrupt:
-        code = 130
+            from regard.cli.commands import app
+        code = app(sys.argv[1:] or ["--help"], prog_name="regard", standalone_mode=False)
+        sys.stdout.flush()
+    except BaseException as error:
+        code = _code(error)
     if code == 130:
         print("regard: interrupted", file=sys.stderr)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _code(error: BaseException) -> int:
+    """The exit code for what ended a command, said in one line; what only we can put right is raised again."""
+    from regard.cli.commands import Abort, UsageError
+
+    if isinstance(error, Abort) or _is_interrupt(error):
+        return 130
+    if isinstance(error, BrokenPipeError):  # the reader has seen enough: `regard cost | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    if isinstance(error, UsageError):
+        return _fail(error.format_message())  # type: ignore[attr-defined]
+    if isinstance(error, ValueError):
+        return _fail(str(error))
+    if isinstance(error, OSError):
+        return _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+    raise error
+
+
+def _is_interrupt(error: BaseException | None) -> bool:
+    """Whether Ctrl-C is behind an exception: a library that was about to handle it may have raised one of its own."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 @contextmanager

@@ -31,8 +31,13 @@ MOST_WIDTH = 2**31 // (BASE * LARGEST**2)
 MOST_RESULTS = 1 << 22
 """Results computed at a time: as whole numbers they take three times the memory."""
 
-# Without VNNI oneDNN adds products in 16 bits, where they overflow.
-_whole = torch.cpu._is_vnni_supported() and torch.backends.mkldnn.is_available()
+# Without VNNI oneDNN adds products in 16 bits, where they overflow. A processor that is told to be one without AVX-512
+# (ATEN_CPU_CAPABILITY, ONEDNN_MAX_CPU_ISA) still says that it has it.
+_whole = (
+    torch.backends.cpu.get_cpu_capability() == "AVX512"
+    and torch.cpu._is_vnni_supported()
+    and torch.backends.mkldnn.is_available()
+)
 _bfloat16 = torch.ops.aten._weight_int8pack_mm.default
 
 

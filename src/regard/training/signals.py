@@ -15,7 +15,7 @@ class Signals:
 
 @contextmanager
 def listening() -> Iterator[Signals]:
-    """Within this, signals are noted instead of obeyed.
+    """Within this, signals are noted instead of obeyed; those that are ignored, as in a background job, stay so.
 
     >>> import os, signal
     >>> from regard.training.signals import listening
@@ -28,7 +28,8 @@ def listening() -> Iterator[Signals]:
     if threading.current_thread() is not threading.main_thread():  # where Python gives none
         yield found
         return
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: handler for number, handler in handlers.items() if handler is not signal.SIG_IGN}
 
     def note(number: int, frame: FrameType | None) -> None:
         found.asked = signal.Signals(number).name

@@ -1,0 +1,69 @@
+"""Interrupt a command at many moments of its life, the same ones each time.
+
+The command runs in this process. At every so many calls of Python functions, and at the calls of those named, the
+process is copied (fork) and the copy gets SIGINT there, as from Ctrl-C. What each copy says and its exit code are
+printed as JSON: `python tests/moments.py 40000 run_engine -- check elu --law weights`.
+"""
+
+import json
+import os
+import signal
+import sys
+from types import FrameType
+from typing import Any
+
+PATIENCE = 5
+"""Seconds of the processor after which a copy that goes on in spite of its interrupt is ended."""
+
+
+class Moments:
+    """Counts calls, makes copies, and keeps how each of them ended."""
+
+    def __init__(self, every: int, names: list[str]) -> None:
+        self.every, self.names, self.calls = every, names, 0
+        self.endings: list[dict[str, Any]] = []
+        self.is_copy = False
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> None:
+        if event == "call":
+            self.calls += 1
+            code = frame.f_code
+            if self.calls % self.every == 0 or code.co_name in self.names:
+                self._interrupt(f"call {self.calls}, {code.co_name} in {code.co_filename}")
+
+    def _interrupt(self, moment: str) -> None:
+        reader, writer = os.pipe()
+        copy = os.fork()
+        if copy == 0:
+            sys.setprofile(None)
+            self.is_copy = True
+            os.dup2(writer, 2)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            signal.setitimer(signal.ITIMER_PROF, PATIENCE)
+            os.kill(os.getpid(), signal.SIGINT)
+            return
+        os.close(writer)
+        with open(reader, encoding="utf-8") as said:
+            text = said.read()
+        _, status = os.waitpid(copy, 0)
+        self.endings.append({"moment": moment, "code": os.waitstatus_to_exitcode(status), "said": text})
+
+
+def main() -> None:
+    end = sys.argv.index("--")
+    moments = Moments(int(sys.argv[1]), sys.argv[2:end])
+    from regard.cli import main
+
+    sys.argv = ["regard", *sys.argv[end + 1 :]]
+    sys.setprofile(moments)
+    try:
+        main()
+    except SystemExit as ended:
+        sys.setprofile(None)
+        if moments.is_copy:
+            raise
+        print(json.dumps({"code": ended.code, "endings": moments.endings}))
+
+
+if __name__ == "__main__":
+    main()
