@@ -3,6 +3,8 @@
 import math
 import threading
 from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,10 +21,12 @@ from hypothesis.stateful import (
 from torch import Tensor
 
 import regard as rg
+from regard.mask import as_mask
 from regard.mechanisms import REGISTRY
+from regard.state import PAGE
 
 H, G, K, V = 2, 1, 4, 3
-CAPACITY = 400
+CAPACITY = 600
 STREAMING = {name: mechanism for name, mechanism in REGISTRY.items() if mechanism.streams(K) is None}
 every_stream = pytest.mark.parametrize("name", STREAMING)
 
@@ -47,16 +51,30 @@ class Sequences(RuleBasedStateMachine):
     mechanism: rg.Mechanism
 
     @initialize(
-        batch=st.integers(1, 3), seed=st.integers(0, 9), prompt=st.sampled_from([130, 20, 200, 0]), holes=st.booleans()
+        batch=st.integers(1, 4),
+        seed=st.integers(0, 9),
+        prompt=st.sampled_from([130, 20, 300, 0]),
+        hidden=st.sampled_from(["left", "none", "holes"]),
     )
-    def begin(self, batch: int, seed: int, prompt: int, holes: bool) -> None:
+    def begin(self, batch: int, seed: int, prompt: int, hidden: str) -> None:
         self.generator = torch.Generator().manual_seed(seed)
         state = self.mechanism.start(
             batch=batch, num_kv_heads=G, qk_length=K, value_length=V, capacity=CAPACITY, dtype=torch.float64
         )
         empty = History(state, self.draw(batch, G, 0, K), self.draw(batch, G, 0, V), torch.ones(batch, 0).bool())
         self.histories = [empty]
-        self.grow(empty, prompt, torch.rand(batch, prompt, generator=self.generator) < 0.7 if holes else None, False)
+        self.grow(empty, prompt, self.real(batch, prompt, hidden), False)
+
+    def real(self, batch: int, count: int, hidden: str) -> Tensor:
+        """Which of new tokens are real: all, those from some position on, or any."""
+        chance = torch.rand(batch, count if hidden == "holes" else 1, generator=self.generator)
+        if hidden == "holes":
+            return chance < 0.7
+        return (
+            torch.arange(count) >= (count * chance * 1.2).long()
+            if hidden == "left"
+            else chance.new_ones(batch, count) > 0
+        )
 
     def draw(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self.generator, dtype=torch.float64)
@@ -74,17 +92,10 @@ class Sequences(RuleBasedStateMachine):
     def extend(self, data: Any, count: int, hidden: str, poison: bool) -> None:
         past = self.pick(data)
         count = min(count, CAPACITY - past.state.length)
-        new = None
-        if hidden == "left":
-            rows = [data.draw(st.integers(0, count), label="padding") for _ in range(past.batch)]
-            new = torch.arange(count) >= torch.tensor(rows)[:, None]
-        elif hidden == "holes":
-            new = torch.rand(past.batch, count, generator=self.generator) < 0.7
-        self.grow(past, count, new, poison)
+        self.grow(past, count, self.real(past.batch, count, hidden), poison)
 
-    def grow(self, past: History, count: int, new: Tensor | None, poison: bool) -> None:
+    def grow(self, past: History, count: int, new: Tensor, poison: bool) -> None:
         """Extend a state by tokens of which `new` says which are real, and compare with the plain formula."""
-        new = torch.ones(past.batch, count, dtype=torch.bool) if new is None else new
         q, k, v = (self.draw(past.batch, heads, count, size) for heads, size in ((H, K), (G, K), (G, V)))
         clean = torch.cat([past.keys, k], 2), torch.cat([past.values, v], 2)
         valid = torch.cat([past.valid, new], 1)
@@ -196,3 +207,90 @@ def test_forks_and_orders_hold_what_was_met_not_the_capacity(name: str) -> None:
         _, fork = mechanism.extend(*(t[:, :, :1] for t in tokens), state, mask=rg.causal)
         sizes.append((state.reorder(torch.tensor([1, 0])).nbytes, fork.nbytes))
     assert sizes[0] == sizes[1]
+
+
+LENGTHS = [300, 3, 290, 80, 5, 1]
+"""Of prompts padded on the left to one length: two long ones, one between, and three that are nearly all padding."""
+MASKS = {
+    "causal": rg.causal,
+    "none": None,
+    "window": rg.causal & rg.window(before=70),
+    "global": rg.causal & (rg.global_tokens(240) | rg.window(before=9)),
+    "function": lambda b, h, q, k: (q + k + b) % 3 != 1,
+}
+
+
+def ragged(seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Queries, keys, values and which are real, for prompts of unequal lengths and five tokens more."""
+    generator, longest = torch.Generator().manual_seed(seed), max(LENGTHS)
+    valid = torch.arange(longest + 5) >= longest - torch.tensor(LENGTHS)[:, None]
+    shapes = ((H, K), (G, K), (G, V))
+    tensors = (
+        torch.randn(len(LENGTHS), heads, longest + 5, size, generator=generator, dtype=torch.float64)
+        for heads, size in shapes
+    )
+    return *tensors, valid
+
+
+def cut(tensors: tuple[Tensor, ...], low: int, high: int) -> tuple[Tensor, ...]:
+    return tuple(t[:, :, low:high] for t in tensors)
+
+
+@pytest.mark.parametrize("name", [name for name in STREAMING if hasattr(STREAMING[name].start(
+    batch=1, num_kv_heads=1, qk_length=K, value_length=V), "runs")])  # fmt: skip
+@pytest.mark.parametrize("rule", MASKS)
+@pytest.mark.parametrize("chunk", [300, 64])
+def test_unequal_prompts_share_a_batch_and_store_no_padding(name: str, rule: str, chunk: int) -> None:
+    mechanism, (*tensors, valid), longest = STREAMING[name], ragged(), max(LENGTHS)
+    state = mechanism.start(
+        batch=len(LENGTHS), num_kv_heads=G, qk_length=K, value_length=V, capacity=longest + 5, dtype=torch.float64
+    )
+    cuts = [*range(0, longest, chunk), *range(longest, longest + 6)]
+    outputs = []
+    for low, high in pairwise(cuts):
+        padding = rg.padding(valid=valid[:, :high])
+        mask = padding if MASKS[rule] is None else as_mask(MASKS[rule]) & padding
+        out, state = mechanism.extend(*cut(tensors, low, high), state, mask=mask)
+        here = rg.attend(*cut(tensors, low, high)[:1], *cut(tensors, 0, high)[1:], mechanism, mask, path="reference")
+        outputs.append((out - here).masked_fill(~valid[:, None, low:high, None], 0))
+    assert torch.cat(outputs, 2).abs().max() < 1e-12
+    assert torch.equal(state.keys.masked_fill(~valid[:, None, :, None], 0), tensors[1] * valid[:, None, :, None])
+    needed = sum(length + 5 for length in LENGTHS) * G * (K + V) * 8
+    assert (
+        state.nbytes
+        < needed + 70 * len(LENGTHS) * G * (K + V) * 8
+        < 0.8 * len(LENGTHS) * (longest + 5) * G * (K + V) * 8
+    )
+
+
+def test_gradients_of_unequal_prompts_are_those_of_the_whole() -> None:
+    *tensors, valid = ragged()
+    tensors = [t.requires_grad_() for t in tensors]
+    mask, longest = rg.causal & rg.padding(valid=valid), max(LENGTHS)
+    state = rg.Softmax().start(
+        batch=len(LENGTHS), num_kv_heads=G, qk_length=K, value_length=V, capacity=longest + 5, dtype=torch.float64
+    )
+    first, state = rg.Softmax().extend(
+        *cut(tensors, 0, longest), state, mask=rg.causal & rg.padding(valid=valid[:, :longest])
+    )
+    rest, _ = rg.Softmax().extend(*cut(tensors, longest, longest + 5), state, mask=mask)
+    streamed = torch.autograd.grad((torch.cat([first, rest], 2) * valid[:, None, :, None]).square().sum(), tensors)
+    whole = torch.autograd.grad((rg.attend(*tensors, mask=mask) * valid[:, None, :, None]).square().sum(), tensors)
+    for ours, theirs in zip(streamed, whole, strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-12)
+
+
+def test_prompts_of_unequal_length_hold_the_sum_of_their_tokens(tmp_path: Path) -> None:
+    config = rg.DecoderConfig(vocabulary_size=31, embedding_dim=16, num_layers=2, num_heads=2, context_length=2048)
+    model, lengths = rg.Decoder(config).eval(), [700, 3, 8, 90, 2, 650]
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(31, (length,), generator=generator).tolist() for length in lengths]
+    prompt = rg.prefill(model, prompts)
+    token = 2 * 2 * 16 * 4  # bytes of a token's keys and values in two layers
+    assert prompt.nbytes <= token * sum(length + PAGE for length in lengths)
+    together = rg.generate(model, state=prompt, max_new_tokens=4)
+    assert [row.tokens for row in together] == [rg.generate(model, [p], max_new_tokens=4)[0].tokens for p in prompts]
+    prompt.save(tmp_path / "prompt.safetensors")
+    again = rg.Prompt.load(tmp_path / "prompt.safetensors", model)
+    assert again.nbytes <= prompt.nbytes
+    assert [row.tokens for row in rg.generate(model, state=again, max_new_tokens=4)] == [row.tokens for row in together]

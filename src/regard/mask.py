@@ -246,6 +246,17 @@ class Padding(Mask):
         cut = tuple((min(max(a - low, 0), size), min(max(b - low, 0), size)) for a, b in self.rows)
         return None if all(span == (0, size) for span in cut) else Padding(cut)
 
+    def part(self, rows: tuple[int, ...], begin: int, keys: int) -> "Padding | None":
+        """The padding of some batch rows over the keys from `begin` on; None if all of those are real."""
+        left = self.between(begin, keys, keys)
+        if left is None:
+            return None
+        if left.rows is None:
+            assert left.table is not None
+            return padding_of(left.table[list(rows)])
+        spans = tuple(left.rows[row] for row in rows)
+        return None if all(span == (0, keys - begin) for span in spans) else Padding(spans)
+
     def counts(self) -> list[int]:
         """How many keys of each sequence are real."""
         if self.rows is None:
@@ -459,6 +470,34 @@ class Not(Mask):
 
     def __repr__(self) -> str:
         return f"~({self.inner!r})" if isinstance(self.inner, _Pair) else f"~{self.inner!r}"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Part(Mask):
+    """A mask over some batch rows and the keys from `begin` on, positions counted from there."""
+
+    inner: Mask
+    rows: tuple[int, ...]
+    begin: int
+
+    @property
+    def structured(self) -> bool:  # type: ignore[override]
+        return self.inner.structured
+
+    @property
+    def sizes(self) -> tuple[int | None, int | None]:
+        return len(self.rows), self.inner.sizes[1]
+
+    def __call__(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        rows = torch.tensor(self.rows, device=key.device)[batch]
+        return self.inner(rows, head, query + self.begin, key + self.begin)
+
+    def spans(self, low: int, high: int, keys: int) -> list[Span]:
+        inner = self.inner.spans(low + self.begin, high + self.begin, keys + self.begin)
+        return [(max(a, self.begin) - self.begin, b - self.begin) for a, b in inner if b > self.begin]
+
+    def __repr__(self) -> str:
+        return f"{self.inner!r} from {self.begin} on"
 
 
 causal: Mask = Band(None, 0)

@@ -27,10 +27,11 @@ from einops import rearrange
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from regard.call import Call, Path, choose, cleaned, in_own_dtype, nothing, poisoned, taint
+from regard.call import Call, Path, cleaned, in_own_dtype, poisoned, taint
 from regard.cost import COUNTED, Cost, Work, accumulator, score_cost, similarity_flops
 from regard.mask import Mask, MaskFunction, as_mask
 from regard.paths import blocks, reference
+from regard.paths.runs import over_runs
 from regard.state import KernelState, KeyValueState
 from regard.structure import EVERYTHING, Structure, padding_between, structure
 
@@ -265,10 +266,7 @@ class Mechanism:
         longer = state.append(k, v, fresh, tainted, recorded=recorded)
         if longer.padding is not None:
             rule = longer.padding if rule is None else rule & longer.padding
-        call = Call(self, q, longer.keys, longer.values, rule, bias)
-        # The history was cleaned when it came, so there is nothing left to look for.
-        out = nothing(call, call.queries) if call.empty else choose(call).run(call)
-        return poisoned(out, rule, longer.tainted), longer
+        return poisoned(over_runs(self, q, longer, rule, bias), rule, longer.tainted), longer
 
     def cost(self, work: Work) -> Cost:
         """What this mechanism costs on some work, its similarity counted as it runs; see `regard.cost`."""
@@ -439,7 +437,7 @@ def check_extend(
     tokens = state if isinstance(state, KeyValueState) else state.recent
     dtype = tokens.buffer.dtype
     for name, given, held in (("k", k, tokens.buffer.keys), ("v", v, tokens.buffer.values)):
-        expected = (held.shape[0], held.shape[1], given.shape[2], held.shape[3])
+        expected = (tokens.batch, held.shape[1], given.shape[2], held.shape[3])
         if given.shape != expected or given.dtype != dtype or given.device != held.device:
             raise ValueError(
                 f"{name}: expected the state's (B, G, T, ·) = {expected}, {dtype}, {held.device}, "

@@ -1,124 +1,72 @@
 """States: what a mechanism keeps of the tokens it has met, so that the next one costs one step.
 
 A state is a value. Extending it gives a new state and leaves the old one as it was, so a prompt's state can be forked,
-kept and used again. Appending does not copy: states of one history share one buffer with room to spare, each with its
-own length. Whoever appends at the buffer's end claims the next positions and writes in place; whoever comes second (a
-fork, another thread) copies the history once, by its length.
+kept and used again. Appending does not copy: states of one history share buffers with room to spare (buffer.py), each
+with its own length.
 """
 
-import threading
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from regard.buffer import Buffer, roomy
 from regard.mask import Padding, Span, padding_of
 
-_claiming = threading.Lock()
-"""Held while a buffer's next positions are claimed, for some hundred nanoseconds: one lock serves all buffers."""
+PAGE = 64
+"""Tokens of padding that a batch row may store for the sake of sharing a run with others."""
 
 
-def quantize(x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """int8 numbers and a scale for each row (…, 1), float32 or better: x rounded to 127 parts of its row's largest.
+@dataclass(frozen=True, eq=False)
+class Run:
+    """Keys and values of some batch rows from one position on, one after another in one buffer.
 
-    >>> import torch
-    >>> from regard.state import quantize
-    >>> numbers, scale = quantize(torch.tensor([[1.0, -2.0, 0.5]]))
-    >>> numbers.tolist(), round(scale.item() * 127, 6)
-    ([[64, -127, 32]], 2.0)
-    """
-    if scale is None:
-        scale = x.abs().amax(-1, keepdim=True).to(torch.promote_types(x.dtype, torch.float32)).div_(127)
-    # A row of zeros has scale 0: any divisor will do. Where a scale is nearly too small for its dtype, it is inexact.
-    numbers = (x / scale.masked_fill(scale == 0, 1)).round_().clamp_(-127, 127)
-    return numbers.to(torch.int8), scale
-
-
-LEAST_ROOM = 64
-"""Tokens that a fork's buffer has room for at least; beyond, it has room for twice its length."""
-
-
-@dataclass(eq=False)
-class _Buffer:
-    """Room for keys (B, G, capacity, K) and values (B, G, capacity, V); `used` positions are written.
-
-    With `scales` (B, G, capacity, 1), keys and values are int8, each rounded by itself.
+    A batch of unequal prompts, padded on the left, is kept in a few runs, so that its padding takes no memory.
     """
 
-    keys: Tensor
-    values: Tensor
-    used: int = 0
-    recorded: bool = False
-    """Whether autograd holds views of it, which writing would spoil."""
-    scales: tuple[Tensor, Tensor] | None = None
-    """Of keys and of values."""
-    rounded: torch.dtype | None = None
-    """With scales: what keys and values are read as."""
-    closed: bool = field(default_factory=lambda: _in_inference_mode())
-    """Whether it was made in inference mode, outside of which nobody may write to it."""
+    rows: tuple[int, ...]
+    buffer: Buffer
+    begin: int = 0
+    """The position of its first key."""
+    waiting: bool = True
+    """Whether none of its rows has met a real token: it has no keys yet, and may still begin later."""
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the keys and values that come and go."""
-        return self.rounded or self.keys.dtype
+    def keys(self, length: int) -> Tensor:
+        """The keys of a history of `length` tokens, (rows, G, length - begin, K)."""
+        return self.buffer.read(0, max(0, length - self.begin))
 
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (self.keys, self.values, *(self.scales or ()))
+    def values(self, length: int) -> Tensor:
+        """The values of a history of `length` tokens, (rows, G, length - begin, V)."""
+        return self.buffer.read(1, max(0, length - self.begin))
 
-    @property
-    def room(self) -> int:
-        """How many positions it has, written or not."""
-        return self.keys.shape[2]
+    def of(self, tensor: Tensor) -> Tensor:
+        """Its rows of a tensor (B, …): a view where they are neighbours."""
+        low, high = (self.rows[0], self.rows[-1] + 1) if self.rows else (0, 0)
+        return tensor[low:high] if high - low == len(self.rows) else tensor[list(self.rows)]
 
-    def claim(self, start: int, end: int) -> bool:
-        """Whether the positions [start, end) are the caller's alone to write, which they are once."""
-        if self.recorded or end > self.room or _closed(self):
-            return False
-        if torch.compiler.is_compiling():  # one thread, and a lock is not traced
-            return self._take(start, end)
-        with _claiming:
-            return self._take(start, end)
+    def split(self, spans: tuple[Span, ...] | None, start: int, end: int, capacity: int) -> "list[Run]":
+        """The runs of rows that waited until `start`, once tokens up to `end` come, real at `spans` (None: all)."""
+        begins = {row: start if spans is None else max(start, spans[row][0]) for row in self.rows}
+        later = tuple(row for row in self.rows if spans is not None and spans[row][0] >= min(spans[row][1], end))
+        groups = _together({row: begin for row, begin in begins.items() if row not in later}, start, end)
+        if not self.rows or (not later and [begin for _, begin in groups] == [self.begin] and self.buffer.room):
+            return [replace(self, waiting=False)]
 
-    def _take(self, start: int, end: int) -> bool:
-        if self.used != start:
-            return False
-        self.used = end
-        return True
+        runs = [Run(rows, self.buffer.blank(len(rows), capacity - begin), begin, False) for rows, begin in groups]
+        return [*runs, Run(later, self.buffer.blank(len(later), 0), end)] if later else runs
 
-    def moved(self, low: int, high: int, room: int, rows: Tensor | None = None, recorded: bool = False) -> "_Buffer":
-        """The positions [low, high) in a buffer of their own, with room for more; `rows` chooses and repeats rows."""
-
-        def copied(tensor: Tensor) -> Tensor:
-            part = tensor.narrow(2, low, high - low)
-            part = part if rows is None else part.index_select(0, rows)
-            space = part.new_empty(*part.shape[:2], room, part.shape[3])
-            space.narrow(2, 0, high - low).copy_(part)
-            return space
-
-        return self.changed(copied, high - low, recorded)
-
-    def changed(self, change: Callable[[Tensor], Tensor], used: int, recorded: bool = False) -> "_Buffer":
-        """A buffer of changed tensors."""
-        scales = None if self.scales is None else (change(self.scales[0]), change(self.scales[1]))
-        return _Buffer(change(self.keys), change(self.values), used, recorded, scales, self.rounded)
-
-    def read(self, which: int, length: int) -> Tensor:
-        """The first keys (0) or values (1): a view, unless they have scales."""
-        found = (self.values if which else self.keys).narrow(2, 0, length)
-        return found if self.scales is None else (found * self.scales[which][:, :, :length]).to(self.dtype)
-
-    def write(self, start: int, k: Tensor, v: Tensor) -> None:
-        """Put keys and values at claimed positions."""
-        count = k.shape[2]
-        if self.scales is not None:
-            (k, k_scale), (v, v_scale) = quantize(k), quantize(v)
-            self.scales[0].narrow(2, start, count).copy_(k_scale)
-            self.scales[1].narrow(2, start, count).copy_(v_scale)
-        self.keys.narrow(2, start, count).copy_(k)
-        self.values.narrow(2, start, count).copy_(v)
+    def chosen(self, index: list[int], length: int, capacity: int) -> "Run | None":
+        """What is left of it where batch row i becomes row `index[i]`; None if nothing is."""
+        rows = tuple(new for new, old in enumerate(index) if old in self.rows)
+        if not rows:
+            return None
+        kept = max(0, length - self.begin)
+        place = torch.tensor([self.rows.index(index[new]) for new in rows], device=self.buffer.keys.device)
+        room = roomy(kept, capacity - self.begin) if kept else self.buffer.room
+        return replace(self, rows=rows, buffer=self.buffer.moved(0, kept, room, place))
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,7 +84,8 @@ class KeyValueState:
     mechanism: ClassVar[None] = None
     """Keys and values are alike for every mechanism that keeps them."""
 
-    buffer: _Buffer
+    runs: tuple[Run, ...]
+    """Every batch row is in one of them."""
     capacity: int
     """Tokens it may hold at most. A fork's buffer grows up to it; that of `start` has the room from the beginning."""
     length: int = 0
@@ -161,26 +110,49 @@ class KeyValueState:
             return torch.empty(batch, num_kv_heads, capacity, length, dtype=dtype, device=device)
 
         if storage is None:
-            return cls(_Buffer(room(qk_length, dtype), room(value_length, dtype)), capacity)
-        fine = torch.promote_types(dtype, torch.float32)
-        scales = room(1, fine), room(1, fine)
-        small = _Buffer(room(qk_length, storage), room(value_length, storage), scales=scales, rounded=dtype)
-        return cls(small, capacity)
+            buffer = Buffer(room(qk_length, dtype), room(value_length, dtype))
+        else:
+            fine = torch.promote_types(dtype, torch.float32)
+            scales = room(1, fine), room(1, fine)
+            buffer = Buffer(room(qk_length, storage), room(value_length, storage), scales=scales, rounded=dtype)
+        return cls((Run(tuple(range(batch)), buffer),), capacity)
+
+    @property
+    def whole(self) -> bool:
+        """Whether all rows are in one run from the first position on."""
+        return len(self.runs) == 1 and self.runs[0].begin == 0
+
+    @property
+    def buffer(self) -> Buffer:
+        """What holds the tokens of the first run: all of them, where the state is whole."""
+        return self.runs[0].buffer
+
+    @property
+    def batch(self) -> int:
+        return sum(len(run.rows) for run in self.runs)
 
     @property
     def keys(self) -> Tensor:
-        """The keys met so far, (B, G, length, K): a view, unless they are stored as int8."""
-        return self.buffer.read(0, self.length)
+        """The keys met so far, (B, G, length, K): a view, unless they are int8 or in several runs, 0 in between."""
+        return self._read(0)
 
     @property
     def values(self) -> Tensor:
-        """The values met so far, (B, G, length, V): a view, unless they are stored as int8."""
-        return self.buffer.read(1, self.length)
+        """The values met so far, (B, G, length, V): a view, unless they are int8 or in several runs, 0 in between."""
+        return self._read(1)
+
+    def _read(self, which: int) -> Tensor:
+        if self.whole:
+            return self.buffer.read(which, self.length)
+        parts = [run.values(self.length) if which else run.keys(self.length) for run in self.runs]
+        padded = torch.cat([F.pad(part, (0, 0, self.length - part.shape[2], 0)) for part in parts])
+        rows = [row for run in self.runs for row in run.rows]
+        return padded[torch.tensor(rows, device=padded.device).argsort()]
 
     @property
     def nbytes(self) -> int:
         """Bytes this state really holds, its room to spare included."""
-        held = [*self.buffer.tensors]
+        held = [tensor for run in self.runs for tensor in run.buffer.tensors]
         table = None if self.padding is None else self.padding.table
         held += [t for t in (self.tainted, table) if t is not None]
         return sum(t.numel() * t.element_size() for t in held)
@@ -209,29 +181,30 @@ class KeyValueState:
             padding = join_padding(self.padding, self.length, padding, new, k.shape[0], k.device)
         if self.tainted is not None or tainted is not None:
             tainted = _join_tainted(self.tainted, self.length, tainted, k)
-        buffer = self.buffer
-        if torch.is_grad_enabled() and (recorded or any(t.requires_grad for t in (k, v, buffer.keys, buffer.values))):
-            if buffer.scales is not None:
-                raise ValueError("state: expected no gradients, int8 states round, got some; use torch.no_grad()")
-            buffer = self._joined(k, v)
-        else:
-            if not buffer.claim(self.length, end):
-                buffer = buffer.moved(0, self.length, min(self.capacity, max(2 * end, LEAST_ROOM)))
-                buffer.used = end
-            buffer.write(self.length, k, v)
-        return KeyValueState(buffer, self.capacity, end, padding, tainted)
-
-    def _joined(self, k: Tensor, v: Tensor) -> _Buffer:
-        """A buffer of its own without room to spare: autograd holds views of it, so that nobody may write there."""
-        keys, values = torch.cat([self.keys, k], dim=2), torch.cat([self.values, v], dim=2)
-        return _Buffer(keys, values, keys.shape[2], recorded=True)
+        runs: list[Run] = []
+        for run in self.runs:
+            if run.waiting and new:
+                runs += run.split(None if padding is None else padding.rows, self.length, end, self.capacity)
+            else:
+                runs.append(run)
+        longer = []
+        for run in runs:
+            here = max(0, run.begin - self.length)
+            if here < new:
+                keys, values = run.of(k)[:, :, here:], run.of(v)[:, :, here:]
+                start, room = max(0, self.length - run.begin), self.capacity - run.begin
+                run = replace(run, buffer=run.buffer.extended(start, keys, values, room, recorded))
+            longer.append(run)
+        return KeyValueState(tuple(longer), self.capacity, end, padding, tainted)
 
     def reorder(self, index: Tensor) -> "KeyValueState":
         """The state of other batch rows: row i becomes row `index[i]`. Rows may repeat (beam search)."""
-        index = _row_index(index, self.buffer.keys.shape[0], self.buffer.keys.device)
+        index = _row_index(index, self.batch, self.buffer.keys.device)
+        order = index.tolist()
+        runs = [run.chosen(order, self.length, self.capacity) for run in self.runs]
         return replace(
             self,
-            buffer=self.buffer.moved(0, self.length, min(self.capacity, max(2 * self.length, LEAST_ROOM)), index),
+            runs=tuple(run for run in runs if run is not None),
             padding=reorder_padding(self.padding, index, self.length),
             tainted=None if self.tainted is None else self.tainted[index],
         )
@@ -245,6 +218,11 @@ class KeyValueState:
             padding = padding.between(0, length, self.length)
         return replace(
             self,
+            # Rows that began later wait again: what they had before was padding.
+            runs=tuple(
+                run if run.begin < length or self.whole else replace(run, begin=length, waiting=True)
+                for run in self.runs
+            ),
             length=length,
             padding=padding,
             tainted=None if self.tainted is None else self.tainted[..., :length],
@@ -261,19 +239,55 @@ class KeyValueState:
         return self.resized(max(kept + new, 2 * (before + 1)), self.length - kept)
 
     def resized(self, capacity: int, drop: int = 0) -> "KeyValueState":
-        """The state in a buffer of its own with another capacity, without its first `drop` tokens."""
+        """The state in buffers of its own with another capacity, without its first `drop` tokens."""
         kept = self.length - drop
         assert kept <= capacity
 
-        recorded = torch.is_grad_enabled() and any(t.requires_grad for t in self.buffer.tensors)
+        def moved(run: Run) -> Run:
+            begin = max(0, run.begin - drop)
+            low, high = max(0, drop - run.begin), max(0, self.length - run.begin)
+            recorded = torch.is_grad_enabled() and any(t.requires_grad for t in run.buffer.tensors)
+            room = capacity - begin if high > low or not self.length else 0
+            return replace(run, begin=begin, buffer=run.buffer.moved(low, high, room, recorded=recorded))
+
         padding, tainted = self.padding, self.tainted
         if padding is not None:
             padding = padding.between(drop, self.length, self.length)
         if tainted is not None:
             left = tainted[..., drop:]
             tainted = left if torch.compiler.is_compiling() or bool(left.any()) else None
-        buffer = self.buffer.moved(drop, self.length, capacity, recorded=recorded)
-        return KeyValueState(buffer, capacity, kept, padding, tainted)
+        return KeyValueState(tuple(moved(run) for run in self.runs), capacity, kept, padding, tainted)
+
+    def restored(
+        self, runs: list[Run], length: int, padding: Padding | None, tainted: Tensor | None
+    ) -> "KeyValueState":
+        """A state of `length` tokens from runs that were saved, for an empty state of the same kind."""
+        if sorted(row for run in runs for row in run.rows) != list(range(self.batch)):
+            raise ValueError(f"runs: expected each of {self.batch} batch rows once, got {[run.rows for run in runs]}")
+        capacity = max(length, self.capacity)
+        filled = []
+        for run in runs:
+            kept = max(0, length - run.begin)
+            for tensor, like in ((run.buffer.keys, self.buffer.keys), (run.buffer.values, self.buffer.values)):
+                expected = (len(run.rows), like.shape[1], kept, like.shape[3])
+                if tensor.shape != expected or tensor.dtype != self.buffer.dtype:
+                    raise ValueError(
+                        f"runs: expected {expected}, {self.buffer.dtype}, got {tuple(tensor.shape)}, {tensor.dtype}"
+                    )
+            space = self.buffer.blank(len(run.rows), capacity - run.begin if kept else 0)
+            filled.append(replace(run, buffer=space.extended(0, run.buffer.keys, run.buffer.values, capacity, False)))
+        return KeyValueState(tuple(filled), capacity, length, padding, tainted)
+
+
+def _together(begins: dict[int, int], start: int, end: int) -> list[tuple[tuple[int, ...], int]]:
+    """Rows that share a run, and where it begins, so that little of it is padding and the runs are few."""
+    groups: list[tuple[list[int], int]] = []
+    for begin, row in sorted((begin, row) for row, begin in begins.items()):
+        if groups and begin - groups[-1][1] <= max(PAGE, (end - begin) // 4):
+            groups[-1][0].append(row)
+        else:
+            groups.append(([row], max(start, begin - begin % PAGE)))
+    return [(tuple(sorted(rows)), begin) for rows, begin in groups]
 
 
 @dataclass(frozen=True, eq=False)
@@ -367,17 +381,6 @@ def reorder_padding(padding: Padding | None, index: Tensor, length: int) -> Padd
     return Padding(tuple(padding.rows[row] for row in index.tolist()), label=padding.label)
 
 
-def _in_inference_mode() -> bool:
-    return not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
-
-
-def _closed(buffer: _Buffer) -> bool:
-    """Whether nobody may write to a buffer here. Tracing cannot ask its tensors."""
-    if torch.compiler.is_compiling():
-        return buffer.closed
-    return buffer.keys.is_inference() and not torch.is_inference_mode_enabled()
-
-
 def _row_index(index: Tensor, rows: int, device: torch.device) -> Tensor:
     index = torch.as_tensor(index, device=device)
     if index.ndim != 1 or index.dtype.is_floating_point or index.dtype == torch.bool:
@@ -396,9 +399,9 @@ def join_padding(
     old_rows = ((0, length),) * batch if old is None else old.rows
     new_rows = ((0, count),) * batch if new is None else new.rows
     if old_rows is not None and new_rows is not None:
-        spans = _join_spans(old_rows, length, new_rows, count)
-        if spans is not None:
-            return Padding(spans, label=f"padding(valid={(batch, length + count)})")
+        joined = _join_spans(old_rows, length, new_rows, count)
+        if joined is not None:
+            return joined
     parts = [
         torch.ones(batch, n, dtype=torch.bool, device=device) if one is None else one.valid(n, device)
         for one, n in ((old, length), (new, count))
@@ -406,8 +409,12 @@ def join_padding(
     return padding_of(torch.cat(parts, dim=1))
 
 
-def _join_spans(old: tuple[Span, ...], length: int, new: tuple[Span, ...], count: int) -> tuple[Span, ...] | None:
-    """Intervals of [old | new] where each row stays one interval, without touching a tensor; None otherwise."""
+@lru_cache(maxsize=64)
+def _join_spans(old: tuple[Span, ...], length: int, new: tuple[Span, ...], count: int) -> Padding | None:
+    """The padding of [old | new] where each row stays one interval, without touching a tensor; None otherwise.
+
+    Every layer of a model asks the same at a step, and gets the same answer.
+    """
     spans: list[Span] = []
     for (a, b), (c, d) in zip(old, new, strict=True):
         b, d = min(b, length), min(d, count)
@@ -419,7 +426,7 @@ def _join_spans(old: tuple[Span, ...], length: int, new: tuple[Span, ...], count
             spans.append((a, length + d))
         else:
             return None
-    return tuple(spans)
+    return Padding(tuple(spans), label=f"padding(valid={(len(old), length + count)})")
 
 
 def _join_tainted(old: Tensor | None, length: int, new: Tensor | None, k: Tensor) -> Tensor:

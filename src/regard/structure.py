@@ -7,11 +7,13 @@ that bind nothing at a shape are `EVERYTHING`.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import and_
 
 import torch
 from torch import Tensor
 
-from regard.mask import And, Band, Mask, Padding, Span, padding_of
+from regard.mask import And, Band, Mask, Padding, Part, Span, padding_of
 
 QUERY_BLOCK = 128
 """Rows looked at together wherever a mask is walked block by block."""
@@ -113,6 +115,19 @@ def padding_between(mask: Mask | None, low: int, high: int, keys: int) -> Paddin
         if isinstance(part, Padding):
             found = both(found, part, keys)
     return None if found is None else found.between(low, high, keys)
+
+
+def part_of(mask: Mask | None, rows: tuple[int, ...], begin: int, keys: int) -> Mask | None:
+    """What a mask over `keys` keys says of some batch rows and the keys from `begin` on, positions from there."""
+    parts: list[Mask] = []
+    for part in conjunction(mask):
+        if isinstance(part, Band):  # distances stay what they were
+            parts.append(part)
+        elif not isinstance(part, Padding):
+            parts.append(Part(part, rows, begin))
+        elif (padding := part.part(rows, begin, keys)) is not None:
+            parts.append(padding)
+    return reduce(and_, parts) if parts else None
 
 
 def conjunction(mask: Mask | None) -> tuple[Mask, ...]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from regard.buffer import Buffer
 from regard.checkpoints.errors import CheckpointError
 from regard.checkpoints.sources import Source, open_safetensors, parse_json, refuse
 from regard.files import write
@@ -17,9 +18,10 @@ from regard.mask import Padding, padding, padding_of
 from regard.models.base import Model
 from regard.models.decoder import Decoder
 from regard.models.transformer import Transformer
-from regard.state import KernelState, KeyValueState
+from regard.state import KernelState, KeyValueState, Run
 
 KEY = "regard.prompt"
+VERSION = 2
 CHUNK = 512
 """Tokens of a prompt that are read at once: memory is bounded by it, not by the prompt."""
 ROOM = 256
@@ -141,7 +143,7 @@ def _flatten(prompt: Prompt) -> tuple[dict[str, Tensor], dict[str, Any]]:
     if isinstance(state.memory_mask, Padding) and state.memory:
         tensors["memory.padding"] = state.memory_mask.valid(state.memory[0][0].shape[2])
     plan = {
-        "version": 1,
+        "version": VERSION,
         "tokens": prompt.tokens,
         "length": state.length,
         "layers": layers,
@@ -160,12 +162,17 @@ def _put(name: str, state: KeyValueState | KernelState, tensors: dict[str, Tenso
         if state.tainted is not None:
             tensors[f"{name}.bad"] = state.tainted
         return {"kind": "sums", "folded": state.folded, "recent": _put(f"{name}.recent", state.recent, tensors)}
-    tensors[f"{name}.keys"], tensors[f"{name}.values"] = state.keys, state.values
+    for index, run in enumerate(state.runs):
+        tensors[f"{name}.{index}.keys"], tensors[f"{name}.{index}.values"] = (
+            run.keys(state.length),
+            run.values(state.length),
+        )
     if state.padding is not None:
         tensors[f"{name}.padding"] = state.padding.valid(state.length)
     if state.tainted is not None:
         tensors[f"{name}.tainted"] = state.tainted
-    return {"kind": "keys", "capacity": state.capacity}
+    runs = [{"rows": run.rows, "begin": run.begin, "waiting": run.waiting} for run in state.runs]
+    return {"kind": "keys", "capacity": state.capacity, "length": state.length, "runs": runs}
 
 
 def _unflatten(source: Source, plan: dict[str, Any], model: Model) -> Prompt:
@@ -192,15 +199,21 @@ def _unflatten(source: Source, plan: dict[str, Any], model: Model) -> Prompt:
                 tainted=tensor(f"{name}.bad"),
                 padding=table(f"{name}.folded"),
             )
-        keys, values = needed(f"{name}.keys"), needed(f"{name}.values")
         if not isinstance(empty, KeyValueState):
             raise TypeError("keys and values where sums of a kernel are expected")
-        for found, held in ((keys, empty.keys), (values, empty.values)):
-            if (*found.shape[:2], found.shape[3:], found.dtype) != (*held.shape[:2], held.shape[3:], held.dtype):
-                raise TypeError("keys and values of another model")
-        room = empty.resized(max(keys.shape[2], made["capacity"] if empty.capacity else 0, empty.capacity))
-        return room.append(keys, values, table(f"{name}.padding"), tensor(f"{name}.tainted"))
+        runs = [
+            Run(
+                tuple(run["rows"]),
+                Buffer(needed(f"{name}.{index}.keys"), needed(f"{name}.{index}.values")),
+                run["begin"],
+                run["waiting"],
+            )
+            for index, run in enumerate(made["runs"])
+        ]
+        return empty.restored(runs, made["length"], table(f"{name}.padding"), tensor(f"{name}.tainted"))
 
+    if plan["version"] != VERSION:
+        raise TypeError(f"a prompt of version {plan['version']!r}, where {VERSION} is read")
     logits = needed("logits")
     if not isinstance(model, Decoder | Transformer):
         raise TypeError(f"a {type(model).__name__}, which reads no prompts")

@@ -17,8 +17,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
+from regard.buffer import quantize
 from regard.layers.linear import Linear, linear
-from regard.state import quantize
 
 FEW = 8
 """Tokens up to which the bfloat16 product is the faster one (2 cores of an AMD EPYC)."""

@@ -1,0 +1,42 @@
+"""Attention to a state's keys and values: one call for each of its runs, mostly one.
+
+The history was cleaned of NaN and infinities when it came, so nobody looks for them again.
+"""
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from regard.call import Call, choose, nothing
+from regard.mask import Mask
+from regard.state import KeyValueState
+from regard.structure import part_of
+
+if TYPE_CHECKING:
+    from regard.mechanism import Mechanism
+
+
+def over_runs(
+    mechanism: "Mechanism", q: Tensor, state: KeyValueState, mask: Mask | None, bias: Tensor | None
+) -> Tensor:
+    """The output of the newest tokens' queries, (B, H, T, K) -> (B, H, T, V), over the whole history."""
+    if state.whole:
+        return _run(Call(mechanism, q, state.keys, state.values, mask, bias))
+    outputs = q.new_zeros(*q.shape[:3], state.buffer.values.shape[3])
+    for run in state.runs:
+        keys = state.length - run.begin
+        if keys == 0:  # rows of padding alone
+            continue
+        # Queries of positions before the run's first key are padding, and give 0.
+        first = max(0, q.shape[2] - keys)
+        part = part_of(mask, run.rows, run.begin, state.length)
+        scores = bias
+        if bias is not None:
+            scores = run.of(bias.expand(*q.shape[:3], state.length))[:, :, first:, run.begin :]
+        call = Call(mechanism, run.of(q)[:, :, first:], run.keys(state.length), run.values(state.length), part, scores)
+        outputs[list(run.rows), :, first:] = _run(call)
+    return outputs
+
+
+def _run(call: Call) -> Tensor:
+    return nothing(call, call.queries) if call.empty else choose(call).run(call)
