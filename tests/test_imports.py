@@ -98,8 +98,8 @@ def test_the_core_imports_no_models_and_nothing_it_does_not_compute_with(forked)
     assert not ours & {"layers", "models", "checkpoints", "generation", "tracing", "laws", "training", "cli", "plots"}
 
 
-def test_models_import_no_tokenizer_until_a_checkpoint_is_loaded(forked):
-    _, modules = forked("import regard as rg\nrg.Decoder, rg.load, rg.save, rg.generate, rg.trace, rg.Prompt")
+def test_models_import_no_tokenizer_until_a_checkpoint_is_loaded_nor_hypothesis_until_a_check_runs(forked):
+    _, modules = forked("import regard as rg\nrg.Decoder, rg.load, rg.save, rg.generate, rg.trace, rg.Prompt, rg.check")
     assert modules & HEAVY == {"torch", "numpy", "einops", "jaxtyping"}
 
 

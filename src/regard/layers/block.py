@@ -23,7 +23,7 @@ from regard.layers.streaming import ModelState
 from regard.mask import Band, Mask, as_mask, causal, window
 from regard.mechanism import Mechanism
 from regard.state import KeyValueState
-from regard.structure import padding_between, structure
+from regard.structure import Structure, padding_between, structure
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +140,10 @@ class Stack(nn.Module):
             raise ValueError(f"mechanism: expected one that can be causal, got {mechanism!r}")
         if bias is not None and not mechanism.takes_bias:
             raise ValueError(f"mechanism: expected one with additive scores, for a bias by distance, got {mechanism!r}")
+        qk_length = config.qk_length or config.embedding_dim // config.num_heads
+        for size in windows or () if causal else ():
+            if size is not None and mechanism.streams(qk_length, Structure(before=size - 1, after=0)) is not None:
+                raise ValueError(f"window: expected none with {mechanism!r}, whose sums forget no key, got {size}")
         different = num_layers if num_shared is None else num_shared
         if num_shared is not None and not 1 <= num_shared <= num_layers:
             raise ValueError(f"num_shared: expected 1 to {num_layers} different blocks, got {num_shared}")
