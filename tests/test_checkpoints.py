@@ -135,11 +135,14 @@ def test_another_mechanism_and_dtype_on_loading(tmp_path):
     assert model.dtype == torch.float64
 
 
-def test_a_mechanism_of_ones_own_cannot_be_named_in_a_file(tmp_path):
-    model = rg.Decoder(rg.DecoderConfig(**SIZES, mechanism=rg.Kernel(feature_map=torch.relu)))
-    with pytest.raises(ValueError, match="mechanism: expected a shipped one"):
-        rg.save(model, tmp_path / "model")
-    assert list(tmp_path.iterdir()) == []
+def test_a_mechanism_of_ones_own_is_passed_to_load_since_a_file_imports_no_code(tmp_path):
+    mechanism = rg.Kernel(feature_map=torch.relu)
+    model = rg.Decoder(rg.DecoderConfig(**SIZES, mechanism=mechanism)).eval()
+    folder = rg.save(model, tmp_path / "model")
+    with pytest.raises(rg.CheckpointError, match=r"expected a shipped one, got Kernel; pass it: load\(…, mechanism="):
+        rg.load(folder)
+    tokens = torch.tensor([[1, 2, 3]])
+    assert torch.equal(rg.load(folder, mechanism=mechanism)(tokens), model(tokens))
 
 
 def test_a_form_hugging_face_has_not_is_refused_before_anything_is_written(tmp_path):

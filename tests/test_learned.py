@@ -130,9 +130,23 @@ def test_a_learned_mechanism_takes_the_place_of_a_checkpoints(make, tmp_path):
             assert mine.dtype == torch.float64
             assert torch.equal(mine, passed.double())
     assert swapped(torch.zeros(1, 4, dtype=torch.long)).isfinite().all()
-    with pytest.raises(ValueError, match=rf"mechanism: expected a shipped one.* got {type(mechanism).__name__}$"):
-        rg.save(swapped, tmp_path / "swapped")
-    assert not (tmp_path / "swapped").exists()
+
+
+@learned
+def test_what_a_mechanism_has_learned_is_saved_and_loaded(make, tmp_path):
+    model = rg.Decoder(rg.DecoderConfig(**SIZES, mechanism=make())).eval()
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            parameter.add_(0.01 * number)  # layers differ, as they do once trained
+    folder, tokens = rg.save(model, tmp_path / "model"), torch.randint(11, (2, 7))
+    with pytest.raises(rg.CheckpointError, match=r"pass it: load\(…, mechanism="):
+        rg.load(folder)
+    passed = make()
+    before = [parameter.detach().clone() for parameter in passed.parameters()]
+    loaded = rg.load(folder, mechanism=passed)
+    assert torch.equal(loaded(tokens), model(tokens))
+    assert all(torch.equal(*pair) for pair in zip(passed.parameters(), before, strict=True))
+    assert rg.load(folder, mechanism="softmax")(tokens).isfinite().all()
 
 
 class Map:

@@ -46,7 +46,7 @@ class Mechanism:
     """An attention mechanism: a frozen value that holds its own fields and no others.
 
     A field may be a tensor, an `nn.Parameter` or an `nn.Module`: a layer made with the mechanism registers those very
-    tensors, so that they learn and move with the layer. A model gives each of its layers a copy.
+    tensors, so that they learn, move and are saved with the layer. A model gives each of its layers a copy.
 
     >>> import regard as rg, torch
     >>> from dataclasses import dataclass

@@ -41,7 +41,8 @@ def load(
     """A model with its tokenizer, in eval mode: a name of `regard models`, a folder (a checkpoint's, a training run's),
     or a .gguf file.
 
-    `mechanism` swaps the attention. All weights get one `dtype`: if not given, float32 for GGUF, otherwise the one that
+    `mechanism` swaps the attention; a model saved with a mechanism of a user's own asks for it, and what it has learned
+    is read from the file. All weights get one `dtype`: if not given, float32 for GGUF, otherwise the one that
     most of the file's numbers have, but float32 for a float16 file that keeps some in more (transformers' T5). Whatever
     is wrong with a checkpoint is one CheckpointError, and no model.
 

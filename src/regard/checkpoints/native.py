@@ -33,6 +33,8 @@ def load(
             f"got regard = {values.get('regard')!r:.40}, model = {name!r:.80}"
         )
     build, config_class = MODELS[str(name)]
+    if mechanism is not None:
+        own = {field: value for field, value in own.items() if field != "mechanism"}
     try:
         config = config_class.from_json(own)
     except (ValueError, TypeError) as error:
@@ -47,6 +49,7 @@ def load(
         source.shapes,
         lambda one: source.read(one).clone(),
         path=folder,
+        ignored=r"$^" if mechanism is None else r".*\.attend\..*",  # what the other mechanism had learned
         dtype=dtype,
         device=device,
     )

@@ -117,7 +117,8 @@ def _fits(value: Any, hint: Any) -> bool:
 def _plain(value: Any) -> Any:
     if isinstance(value, Mechanism):
         if type(value) is not MECHANISMS.get(type(value).__name__):
-            raise ValueError(f"mechanism: expected a shipped one, which a file can name, got {type(value).__name__}")
+            # A file imports no code: who loads it passes such a mechanism, whose tensors the file fills.
+            return {"name": type(value).__name__, "shipped": False}
         own = {one.name: getattr(value, one.name) for one in fields(value) if one.init}
         return {"name": type(value).__name__, **{k: "inf" if v == float("inf") else v for k, v in own.items()}}
     if is_dataclass(value) and not isinstance(value, type):
@@ -132,6 +133,8 @@ def _tuples(value: Any) -> Any:
 def _mechanism(values: dict[str, Any]) -> Mechanism:
     own = {k: float("inf") if v == "inf" else v for k, v in values.items() if k != "name"}
     name = values.get("name")
+    if values.get("shipped") is False:
+        raise ValueError(f"mechanism: expected a shipped one, got {name}; pass it: load(…, mechanism={name}(…))")
     if name not in MECHANISMS:
         raise ValueError(f"mechanism: expected one of {', '.join(MECHANISMS)}, got {name!r}")
     try:
