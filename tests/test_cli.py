@@ -212,6 +212,13 @@ def test_cost_json_is_what_the_library_says(inside: Inside) -> None:
     assert [one["from"] for one in found["crossovers"]] == [rg.crossover(rg.Softmax(), rg.Quadratic(), work)]
 
 
+@pytest.mark.parametrize("length", [1, 10**15])
+def test_cost_of_any_length_is_drawn(inside: Inside, tmp_path: Path, length: int) -> None:
+    done = inside("cost", "--kv-heads", "8", "--length", str(length), "--plot", "cost.svg", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "cost.svg").stat().st_size > 1000
+
+
 @pytest.mark.parametrize("mechanism", ["softmax", "quadratic", "elu", "uniform"])
 @pytest.mark.parametrize("length", [10**12, 10**15])
 def test_cost_of_any_length_is_a_number(inside: Inside, length: int, mechanism: str) -> None:

@@ -132,6 +132,15 @@ def test_counting_cost_imports_neither_pictures_nor_laws(forked):
     assert not modules & {"regard.laws", "regard.plots", "regard.training", "regard.checkpoints"}
 
 
+def test_a_check_leaves_no_files(forked, tmp_path):
+    """hypothesis, loaded by the command itself, would keep a folder wherever that runs."""
+    quick = ("--law", "weights", "--mask", "causal", "--dtype", "float32", "--json")
+    answer, modules = forked(f"import os\nos.chdir({str(tmp_path)!r})\n{ran('check', 'softmax', *quick)}")
+    assert answer is None
+    assert "hypothesis" in modules
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_recipe_does_not_import_the_others(forked):
     _, modules = forked(ran("train", "lm", "--help"))
     recipes = {name.split(".")[3] for name in modules if name.startswith("regard.training.recipes.")}

@@ -14,7 +14,7 @@ from regard.cost import LONGEST, MODES, PRICES, heads_label, human, mode_crossov
 from regard.mechanisms import REGISTRY, named
 
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
-WIDEST = 1 << 20
+WIDEST = 1 << 16
 """Heads, channels, sequences: the most of them that can be asked about."""
 LENGTHS = (1024, 8192, 65536)
 
@@ -226,9 +226,9 @@ def _draw_cost(
     from regard.files import save_figure
     from regard.plots import cost_figure
 
-    shortest = min(lengths)
-    # One length is no line: two octaves from it then.
-    longest = max(max(lengths), 4 * shortest)
+    # One length is no line: two octaves from it then, or to it.
+    longest = min(max(max(lengths), 4 * min(lengths)), LONGEST)
+    shortest = min(min(lengths), longest // 4)
     figure = cost_figure(mechanisms, work, kv_heads=groupings, modes=modes, shortest=shortest, longest=longest)
     save_figure(figure, path)
 
