@@ -1,9 +1,6 @@
 """Layers: multi-head attention, positions, norms, networks, blocks, ragged batches."""
 
 import math
-import warnings
-from concurrent.futures import ThreadPoolExecutor
-from threading import Barrier
 
 import pytest
 import torch
@@ -12,15 +9,17 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from transformers.models.t5.modeling_t5 import T5Attention
 
 import regard as rg
+from regard import cpu
 from regard.layers.attention import Attend
 from regard.layers.block import Block, BlockConfig, Stack
-from regard.layers.linear import Linear, _scratch, by_onednn, lay_together, projections
+from regard.layers.linear import Linear, by_machine_code, by_onednn, lay_together, projections
 from regard.layers.network import ACTIVATIONS, PositionWise, RMSNorm
 from regard.layers.positions import Alibi, RelativeBias, Rotary, alibi_slopes, sinusoidal
 from regard.layers.ragged import Ragged
@@ -287,50 +286,51 @@ def test_ragged_batches_do_no_work_for_padding():
     assert flops(rg.padding([100, 25, 50, 25])) == flops(None) // 2
 
 
-@pytest.mark.parametrize("rows", [1, 7, 256, 257])
-def test_both_products_agree_and_are_counted(rows):
+@pytest.mark.parametrize("missing", [None, "no machine code"])
+@pytest.mark.parametrize("rows", [1, 2, 4, 7, 128, 129])
+def test_every_product_agrees_and_is_counted(monkeypatch, rows, missing):
+    monkeypatch.setattr(cpu, "missing", cpu.missing if missing is None else lambda: missing)
     x, layer = torch.randn(2, rows, 512), Linear(512, 8192)
     with torch.no_grad():
-        assert by_onednn(x[:1], layer.weight) == (rows <= 256)
+        assert by_machine_code(x, layer.weight) == (rows <= 4 and cpu.missing() is None)
+        assert by_onednn(x, layer.weight) == (rows <= 128 and cpu.MAY_COMPILE)
         with FlopCounterMode(display=False) as counter:
             found = layer(x)
     assert counter.get_total_flops() == 2 * 2 * rows * 512 * 8192
     exact = F.linear(x.double(), layer.weight.double(), layer.bias.double())
     plain = F.linear(x, layer.weight, layer.bias)
     assert (found - exact).abs().max() <= 4 * (plain - exact).abs().max() + 1e-6
-    assert not by_onednn(x, layer.weight)  # a gradient is recorded, which oneDNN's has none of
+    for by in (by_machine_code, by_onednn):  # they have no gradient
+        assert not by(x, layer.weight)
+        assert not by(x.double(), layer.weight.double())
     layer(x).sum().backward()
     assert layer.weight.grad is not None
-    assert not by_onednn(x.double(), layer.weight.double())
 
 
+@pytest.mark.skipif(cpu.missing() is not None, reason=str(cpu.missing()))
 @pytest.mark.parametrize("bias", [False, True])
-def test_one_row_and_a_middling_weight_are_multiplied_and_summed(bias):
-    layer = Linear(576, 576, bias=bias)
-    rows = torch.randn(50, 1, 1, 576)
+@pytest.mark.parametrize(("rows", "width", "size"), [(1, 576, 576), (2, 1536, 192), (3, 1008, 777), (4, 1024, 99)])
+def test_few_rows_are_multiplied_in_machine_code_within_the_budget(rows, width, size, bias):
+    layer = Linear(width, size, bias=bias)
+    x = torch.randn(1, rows, width)
     with torch.no_grad():
-        found = torch.cat([layer(x) for x in rows])
-        exact = F.linear(rows.double(), layer.weight.double(), layer.bias.double() if bias else None)[:, 0]
-        plain = torch.cat([F.linear(x, layer.weight, layer.bias) for x in rows])
-        assert (found - exact).norm() < (plain - exact).norm()
-        with FlopCounterMode(display=False) as counter:
-            layer(rows[0])
-        assert counter.get_total_flops() == 2 * 576 * 576
+        assert by_machine_code(x, layer.weight) == (width * size >= 100_000)
+        out, plain = layer(x), F.linear(x, layer.weight, layer.bias)
+        exact = F.linear(x.double(), layer.weight.double(), layer.bias.double() if bias else None)
+        assert (out - exact).abs().max() <= 2 * (plain - exact).abs().max() + 1e-6
+        x[0, 0, 5] = torch.nan
+        bad = layer(x)[0].isnan()
+    assert bad[0].all()
+    assert not bad[1:].any()
 
 
-def test_each_thread_has_a_place_of_its_own_for_products():
-    together = Barrier(2)
-
-    def place(_):
-        with torch.inference_mode():
-            found = _scratch.numbers
-        together.wait(timeout=60)  # both are there at once
-        return found
-
-    with ThreadPoolExecutor(2) as pool:
-        one, two = pool.map(place, range(2))
-    assert len({one.data_ptr(), two.data_ptr(), _scratch.numbers.data_ptr()}) == 3
-    assert not one.is_inference()
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when it loads its jvp
+def test_derivatives_and_transforms_take_torchs_product():
+    layer, x = Linear(512, 512), torch.randn(1, 512)
+    with torch.no_grad():
+        with forward_ad.dual_level():
+            out = forward_ad.unpack_dual(layer(forward_ad.make_dual(x, torch.ones_like(x))))
+        assert (out.tangent - layer.weight.sum(-1)).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -340,8 +340,7 @@ def test_one_row_has_its_own_dtype_whatever_the_default_is(dtype):
         expected, scaled = layer(x), norm(x)
         torch.set_default_dtype(dtype)
         try:
-            with ThreadPoolExecutor(1) as pool:  # a new thread, which makes its scratch under this default
-                found = pool.submit(torch.no_grad()(lambda: (layer(x), norm(x)))).result()
+            found = layer(x), norm(x)
         finally:
             torch.set_default_dtype(torch.float32)
     assert torch.equal(found[0], expected)
@@ -359,8 +358,7 @@ def test_a_norm_without_gradients_is_the_formula():
 
 def test_projections_map_over_a_batch_of_single_rows():
     layer, x = Linear(512, 512), torch.randn(3, 1, 512)
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch.func says that it goes row by row
+    with torch.no_grad():
         assert (torch.func.vmap(layer)(x) - layer(x)).abs().max() < 1e-5
 
 
@@ -374,7 +372,11 @@ def test_projections_of_one_input_are_one_product_once_their_weights_lie_togethe
             found = projections(x, *layers)
         for one, layer in zip(found, layers, strict=True):
             assert (one - F.linear(x, layer.weight)).abs().max() < 1e-5
-        return sum(event.count for event in profile.key_averages() if event.key == "mkldnn::_linear_pointwise")
+        return sum(
+            event.count
+            for event in profile.key_averages()
+            if event.key in ("regard::linear", "mkldnn::_linear_pointwise")
+        )
 
     before = products()
     lay_together(*layers)

@@ -340,7 +340,6 @@ def _cost(
     seconds = more_seconds / (len(new) - 1) if len(new) > 1 else None
     return {
         "position": position,
-        "note": "int8 weights meet a token as two digits, which are two products" if model.quantized else "",
         "predicted": {
             "flops": summary.flops,
             "bytes": read,
@@ -430,5 +429,3 @@ def _print_cost(cost: dict[str, Any]) -> None:
     with redirect_stdout(sys.stderr):
         print(f"\nFLOPs, bytes and state at token {cost['position']:,}, the middle of the new ones:")
         print_table(rows, right=("predicted", "measured"))
-        if cost["note"]:
-            print(cost["note"])

@@ -1,14 +1,13 @@
-"""Projections: x W^T + b, by the fastest of the products that torch has on a CPU.
+"""Projections: x W^T + b, by the fastest product there is on a CPU.
 
-In float32 torch sends linear layers to its BLAS. oneDNN, which it sends half precision to, is 1.5 to 4 times faster
-for few rows of large weights (2 cores of an AMD EPYC), as in a decoder's head. It has no gradient, so it serves where
-none is recorded: under `torch.no_grad()`. One row and a middling weight, which is what a decoder's step consists of,
-are faster still as a product of numbers and a sum where the weight comes from memory, as a model's does: 1.2 to 1.7
-times, and the most exact of the three.
+In float32 torch sends linear layers to its BLAS, which is made for many rows. Where no gradient is recorded there are
+two others. For few rows machine code of our own (linear_code.py) reads the weights once: 1.1 to 2 times as fast as the
+better of torch's, 1.7 times for a decoder's head (AMD EPYC, AVX-512 and AVX2). oneDNN, which torch sends half precision
+to, is 1.2 to 1.7 times as fast as BLAS for up to 256 rows of large weights.
 """
 
+import ctypes
 import math
-import threading
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -16,23 +15,20 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+from torch.autograd import forward_ad
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-LEAST_NUMBERS_BY_SUMS, MOST_WEIGHTS_BY_SUMS = 256, 400_000
-"""Rows from so many numbers on, with weights up to so many, are multiplied and summed: sums must be long, and what lies
-in between must stay in a core's own cache."""
+from regard import cpu
 
+LEAST_WEIGHTS, LEAST_WEIGHTS_BY_ONEDNN = 100_000, 4_000_000
+"""Smaller weights are BLAS's: it starts sooner."""
+MULTIPLE = 16
+"""Machine code is made for rows whose width is a multiple of this, the lanes of the widest registers."""
+MOST_NUMBERS = 4096
+"""Of several rows, for machine code: they must stay in the core's smallest cache."""
+MOST_TOKENS_WIDE = 98_304
+"""Numbers of tokens that meet a weight at a time, so that they stay in the core's own cache."""
 
-class _Scratch(threading.local):
-    """A place for products before they are summed, of each thread: fresh memory would cost more than they do."""
-
-    def __init__(self) -> None:
-        with torch.inference_mode(False):
-            self.numbers = torch.empty(MOST_WEIGHTS_BY_SUMS, dtype=torch.float32, device="cpu")
-
-
-_scratch = _Scratch()
 _onednn: Any = torch.ops.mkldnn._linear_pointwise if torch.backends.mkldnn.is_available() else None
 
 
@@ -47,45 +43,59 @@ def linear(x: Float[Tensor, "*b D"], weight: Float[Tensor, "E D"], bias: Float[T
     >>> torch.allclose(fast, x @ weight.T, atol=1e-3)
     True
     """
-    if not by_onednn(x, weight):
-        return F.linear(x, weight, bias)
-    if not _by_sums(x, weight):
-        return _onednn(x, weight, bias, "none", [], "")
-    between = _scratch.numbers.as_strided(weight.shape, (weight.shape[1], 1))
-    out = torch.mul(weight, x.reshape(-1), out=between).sum(-1).view(*x.shape[:-1], len(weight))
-    return out if bias is None else out + bias
+    if by_machine_code(x, weight):
+        out = torch.ops.regard.linear(x, weight, None)
+        return out if bias is None else out.add_(bias)
+    return _onednn(x, weight, bias, "none", [], "") if by_onednn(x, weight) else F.linear(x, weight, bias)
+
+
+def by_machine_code(x: Tensor, weight: Tensor) -> bool:
+    """Whether our own product serves and is faster than torch's."""
+    rows, width = _rows(x, weight), weight.shape[1]
+    return (
+        rows > 0
+        and (rows <= 2 or rows * width <= MOST_NUMBERS)
+        and weight.numel() >= LEAST_WEIGHTS
+        and width % MULTIPLE == 0
+        and weight.is_contiguous()
+        and _plainly(x, weight)
+        and cpu.missing() is None
+    )
 
 
 def by_onednn(x: Tensor, weight: Tensor) -> bool:
-    """Whether oneDNN's product serves and is faster than the BLAS's.
-
-    For one row it is 1.1 to 1.9 times as fast and the more exact of the two; for a few rows and large weights 1.3 to 4
-    times as fast. Elsewhere it gains a tenth or two, and has two to three times the rounding error, which a model of
-    many layers would see in its logits.
-    """
-    rows, weights = x.numel() // max(1, weight.shape[1]), weight.numel()
-    least = 100_000 if rows == 1 else 800_000 if rows <= 8 else 4_000_000
+    """Whether oneDNN's product serves and is faster than the BLAS's. Elsewhere it gains a tenth or two, and has two to
+    three times the rounding error, which a model of many layers would see in its logits; not so for one row."""
+    rows = _rows(x, weight)
     return (
-        weights >= least
-        and 0 < rows <= 256
+        0 < rows <= 256
+        and weight.numel() >= (LEAST_WEIGHTS if rows == 1 else LEAST_WEIGHTS_BY_ONEDNN)
+        and _plainly(x, weight)
         and _onednn is not None
-        and not torch.is_grad_enabled()
+        and cpu.MAY_COMPILE
+    )
+
+
+def _rows(x: Tensor, weight: Tensor) -> int:
+    return x.numel() // max(1, weight.shape[1])
+
+
+def _plainly(x: Tensor, weight: Tensor) -> bool:
+    """Whether nobody wants derivatives, a trace, or another dtype than float32."""
+    return (
+        not torch.is_grad_enabled()
         and x.dtype is weight.dtype is torch.float32
         and x.is_cpu
         and weight.is_cpu
         and not torch.compiler.is_compiling()
         and not torch.is_autocast_enabled("cpu")
+        and not transformed()
     )
 
 
-def _by_sums(x: Tensor, weight: Tensor) -> bool:
-    return (
-        x.numel() == weight.shape[1]
-        and weight.shape[1] >= LEAST_NUMBERS_BY_SUMS
-        and weight.numel() <= MOST_WEIGHTS_BY_SUMS
-        and not is_in_torch_dispatch_mode()  # who counts FLOPs would not know the sums for a product
-        and torch._C._functorch.peek_interpreter_stack() is None  # torch.func knows no place to write to
-    )
+def transformed() -> bool:
+    """Whether a transform of torch.func, or forward derivatives, would have to reach inside of a product."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 class Linear(nn.Linear):
@@ -96,8 +106,8 @@ class Linear(nn.Linear):
 
 
 def projections(x: Float[Tensor, "*b D"], *layers: nn.Module) -> Sequence[Float[Tensor, "*b E"]]:
-    """What each layer makes of one input, by one product where that is faster: in training on a GPU, and where oneDNN
-    serves and `lay_together` made their weights one, since a small product takes as long as one of twice its size.
+    """What each layer makes of one input, by one product where that is faster: in training on a GPU, and where machine
+    code serves and `lay_together` made their weights one.
 
     >>> import torch
     >>> from regard.layers.linear import Linear, lay_together, projections
@@ -112,7 +122,7 @@ def projections(x: Float[Tensor, "*b D"], *layers: nn.Module) -> Sequence[Float[
         together = _joined(x, layers) if x.is_cuda else None
     else:
         weight = _one_weight(layers)
-        together = linear(x, weight) if weight is not None and by_onednn(x, weight) else None
+        together = linear(x, weight) if weight is not None and by_machine_code(x, weight) else None
     if together is None:
         return [layer(x) for layer in layers]
     return together.split([cast(int, layer.out_features) for layer in layers], -1)
@@ -156,9 +166,49 @@ def _one_weight(layers: Sequence[nn.Module]) -> Tensor | None:
     return first.as_strided((rows, first.shape[1]), first.stride())
 
 
+_LIBRARY = torch.library.Library("regard", "FRAGMENT")
+_LIBRARY.define("linear(Tensor x, Tensor weight, Tensor? scale) -> Tensor")
+
+
+def _multiply(x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
+    """x (…, D) in float32 with weights (E, D) in float32, or in int8 with a float32 scale for each row."""
+    # llvmlite is imported only when a product needs it.
+    from regard.layers.linear_code import COLUMNS, FIELDS, ROWS, source
+    from regard.paths.machine_code import compiled
+
+    if (reason := cpu.missing()) is not None:
+        raise ValueError(f"linear: expected a machine that can run it, got one that cannot: {reason}")
+    (rows, width), kind = weight.shape, torch.float32 if scale is None else torch.int8
+    if x.shape[-1] != width or width % MULTIPLE or x.dtype is not torch.float32 or weight.dtype is not kind:
+        raise ValueError(f"linear: expected a width that is a multiple of {MULTIPLE}, and float32 tokens")
+    x, weight = x.contiguous(), weight.contiguous()
+    out = torch.empty(*x.shape[:-1], rows, dtype=torch.float32, device="cpu")
+    code, threads = compiled(source, str(kind).removeprefix("torch."), cpu.LANES), torch.get_num_threads()
+    step = min(ROWS, -(-rows // (8 * threads)) * 4)
+    blocks, tasks = -(-width // COLUMNS), -(-rows // step)
+    told = {
+        "next": 0, "tasks": tasks, "width": width, "rows": rows, "step": step, "weight": weight.data_ptr(),
+        "block": -(-width // (blocks * MULTIPLE)) * MULTIPLE, "scale": 0 if scale is None else scale.data_ptr(),
+    }  # fmt: skip
+    tokens, most = _rows(x, weight), max(24, MOST_TOKENS_WIDE // width)
+    for first in range(0, tokens, most):
+        told["tokens"] = min(most, tokens - first)
+        told["x"], told["out"] = x.data_ptr() + 4 * first * width, out.data_ptr() + 4 * first * rows
+        fields = (ctypes.c_int64 * len(FIELDS))(*(told[name] for name in FIELDS))
+        cpu.in_parallel(code, ctypes.addressof(fields), min(threads, tasks))
+    return out
+
+
+def _shape(x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
 def _count_flops(x: Any, weight: Any, *args: Any, **kwargs: Any) -> int:
     return int(2 * math.prod(x) * weight[0])
 
 
-if _onednn is not None and _onednn not in flop_registry:  # torch's counter knows its own product only
-    register_flop_formula(_onednn)(_count_flops)
+_LIBRARY.impl("linear", _multiply, "CPU")
+torch.library.register_fake("regard::linear", _shape)
+for operation in (torch.ops.regard.linear, _onednn):  # torch's counter knows its own product only
+    if operation is not None and operation not in flop_registry:
+        register_flop_formula(operation)(_count_flops)

@@ -66,8 +66,7 @@ def source(qk_length: int, value_length: int, rows: int, dtype: str, lanes: int)
             code.write(F32(0), totals, i)
 
         with code.loop(low, high, BLOCK) as start:
-            left = b.sub(high, start)
-            count = b.select(b.icmp_signed("<", left, I64(BLOCK)), left, I64(BLOCK))
+            count = code.least(b.sub(high, start), I64(BLOCK))
 
             def tile(size: int, row: Any) -> None:
                 here = code.at(queries, b.mul(row, I64(qk_length)))

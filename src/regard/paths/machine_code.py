@@ -59,11 +59,13 @@ class Code:
     """The code so far, and the few words it is written in: vectors of `lanes` float32."""
 
     def __init__(self, lanes: int, dtype: str) -> None:
-        self.lanes, self.stored = lanes, STORED[dtype]
+        self.lanes, self.dtype, self.stored = lanes, dtype, STORED[dtype]
         self.kind, self.bits = ir.VectorType(F32, lanes), ir.VectorType(I32, lanes)
         self.module = ir.Module()
         function = ir.Function(self.module, ir.FunctionType(ir.VoidType(), [POINTER]), "step")
         self._fma = ir.Function(self.module, ir.FunctionType(self.kind, [self.kind] * 3), f"llvm.fma.v{lanes}f32")
+        hint = ir.FunctionType(ir.VoidType(), [POINTER, I32, I32, I32])
+        self._prefetch = ir.Function(self.module, hint, "llvm.prefetch.p0")
         self._entry = function.append_basic_block("entry")
         self.b: Any = ir.IRBuilder(self._entry)
 
@@ -87,7 +89,7 @@ class Code:
         b.branch(draw)
 
     @contextmanager
-    def loop(self, start: Any, stop: Any, stride: int = 1) -> Iterator[Any]:
+    def loop(self, start: Any, stop: Any, stride: Any = 1) -> Iterator[Any]:
         """`for index in range(start, stop, stride)`."""
         b = self.b
         before, head, body, after = b.block, *(b.append_basic_block(name) for name in ("head", "body", "after"))
@@ -98,7 +100,7 @@ class Code:
         b.cbranch(b.icmp_signed("<", index, stop), body, after)
         b.position_at_end(body)
         yield index
-        index.add_incoming(b.add(index, I64(stride)), b.block)
+        index.add_incoming(b.add(index, I64(stride) if isinstance(stride, int) else stride), b.block)
         b.branch(head)
         b.position_at_end(after)
 
@@ -143,10 +145,21 @@ class Code:
         """One number in every lane."""
         return self.picked(self.b.insert_element(self.constant(0), number, I32(0)), [0] * self.lanes)
 
+    def few(self, pointer: Any, index: Any, count: int) -> Any:
+        """`count` float32 numbers."""
+        return self.b.load(self.at(pointer, index), typ=ir.VectorType(F32, count), align=4)
+
     def repeated(self, pointer: Any, count: int) -> Any:
         """`count` stored numbers, again and again."""
-        found = self.b.load(self.at(pointer, 0), typ=ir.VectorType(F32, count), align=4)
-        return self.picked(found, [lane % count for lane in range(self.lanes)])
+        return self.picked(self.few(pointer, 0, count), [lane % count for lane in range(self.lanes)])
+
+    def least(self, x: Any, y: Any) -> Any:
+        """The smaller of two whole numbers."""
+        return self.b.select(self.b.icmp_signed("<", x, y), x, y)
+
+    def prefetch(self, place: Any) -> None:
+        """Ask for what lies there, if anything does, to be read into the core's own cache."""
+        self.b.call(self._prefetch, [place, I32(0), I32(3), I32(1)])
 
     def picked(self, x: Any, places: Sequence[int], y: Any = None) -> Any:
         """The numbers at these places of x, or of x and y one behind the other."""
