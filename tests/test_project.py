@@ -2,7 +2,7 @@
 
 import ast
 import doctest
-import importlib
+import importlib.util
 import pkgutil
 import subprocess
 import sys
@@ -203,3 +203,13 @@ def test_a_row_that_is_missing_or_too_many_in_the_readmes_tree_is_caught():
         assert {path for path in fewer if path.endswith(".py")} < files_of(ROOT)
         more = tree("\n".join([*lines[: number + 1], lines[number].replace(".py", "2.py"), *lines[number + 1 :]]))
         assert {path for path in more if path.endswith(".py")} > files_of(ROOT)
+
+
+def test_the_readmes_benchmarks_are_the_committed_results():
+    path = ROOT / "benchmarks" / "table.py"
+    spec = importlib.util.spec_from_file_location("table", path)
+    table = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(table)
+    readme = (ROOT / "README.md").read_text()
+    assert table.with_table(readme) == readme, "run benchmarks/table.py"
+    assert table.with_table(readme.replace(" 1.33× |", " 9.33× |")) == readme

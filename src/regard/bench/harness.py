@@ -93,10 +93,11 @@ def environment() -> dict[str, Any]:
     """The machine, versions and commit a result belongs to.
 
     >>> sorted(environment())
-    ['commit', 'cores', 'cpu', 'date', 'python', 'threads', 'torch', 'transformers']
+    ['commit', 'cores', 'cpu', 'date', 'instructions', 'python', 'threads', 'torch', 'transformers']
     """
     return {
-        "cpu": _cpu(),
+        "cpu": _cpuinfo("model name") or platform.processor() or platform.machine(),
+        "instructions": instructions(torch.backends.cpu.get_cpu_capability(), _cpuinfo("flags")),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
@@ -122,10 +123,20 @@ def _transformers() -> str | None:
         return None
 
 
-def _cpu() -> str:
+def instructions(capability: str, flags: str) -> str:
+    """The instruction set that torch computes with, and whether the processor has a wider one that it was not told of.
+
+    >>> instructions("AVX2", "fpu avx2"), instructions("AVX512", "fpu avx2 avx512f")
+    ('AVX2', 'AVX-512')
+    >>> instructions("AVX2", "fpu avx2 avx512f")
+    'AVX2 (imitated on an AVX-512 processor)'
+    """
+    name = "AVX-512" if capability == "AVX512" else capability
+    return f"{name} (imitated on an AVX-512 processor)" if name != "AVX-512" and "avx512f" in flags.split() else name
+
+
+def _cpuinfo(name: str) -> str:
+    """What Linux says of the first core; nothing elsewhere."""
     info = Path("/proc/cpuinfo")
-    if info.is_file():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
+    lines = info.read_text().splitlines() if info.is_file() else []
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(name)), "")
