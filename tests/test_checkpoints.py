@@ -547,3 +547,67 @@ def test_a_name_that_is_not_installed_gives_the_one_command(monkeypatch):
         rg.load("smollm2")
     with pytest.raises(rg.CheckpointError, match="smollm2"):
         rg.load("smolm2")
+
+
+@pytest.mark.parametrize("named", ["config", "generation", "both", "list", "none"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "t5"])
+@torch.no_grad()
+def test_end_tokens_are_those_of_either_file_and_outlive_saving(name, named, tmp_path):
+    if name == "t5":
+        sizes = {"vocab_size": 97, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+        values = {**sizes, "eos_token_id": None, "pad_token_id": 0, "decoder_start_token_id": 0}
+        theirs = peers.build("T5ForConditionalGeneration", "T5Config", values)
+        theirs.generation_config.decoder_start_token_id = 0
+    else:
+        theirs = peers.decoder(name)
+    prompt = peers.sequences(1, 9)
+    whole = rg.generate(rg.load(peers.saved(theirs, tmp_path / "plain")), prompt, max_new_tokens=12)[0].tokens
+    assert len(whole) == 12
+    end = next((token for at, token in enumerate(whole) if at > 1 and token not in whole[:at]), whole[0])
+    ends = {
+        "config": (90, None),
+        "generation": (None, end),
+        "both": (90, end),
+        "list": (90, [95, end]),
+        "none": (None, None),
+    }
+    if named == "config":
+        ends["config"] = (end, None)
+    folder = peers.saved(theirs, tmp_path / "model")
+    for file, value in zip(("config.json", "generation_config.json"), ends[named], strict=True):
+        values = json.loads((folder / file).read_text())
+        values["eos_token_id"] = value
+        (folder / file).write_text(json.dumps(values))
+    if named == "config":
+        (folder / "generation_config.json").unlink()
+    ours = rg.load(folder)
+    expected = whole if named == "none" else whole[: whole.index(end) + 1]
+    assert ours.config.end_tokens == {"none": (), "list": (95, end)}.get(named, (end,))
+    found = rg.generate(ours, prompt, max_new_tokens=12)[0]
+    assert (found.tokens, found.reason) == (expected, "length" if named == "none" else "end")
+    for layout in ("regard", "huggingface"):
+        again = rg.load(rg.save(ours, tmp_path / layout, layout=layout))
+        assert again.config == ours.config
+    back = type(theirs).from_pretrained(tmp_path / "huggingface")
+    options = {"do_sample": False, "max_new_tokens": 12, "pad_token_id": 0}
+    assert (
+        back.generate(prompt, attention_mask=torch.ones_like(prompt), **options)[0].tolist()[-len(expected) :]
+        == expected
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"eos_token_id": "</s>"}', "expected whole numbers for end_tokens, got"),
+        ('{"eos_token_id": [1, true]}', "expected whole numbers for end_tokens, got"),
+        ('{"decoder_start_token_id": 1.5}', "expected whole numbers for start_token, got 1.5"),
+        ("[1]", "generation_config.json: expected a JSON object, got list"),
+        ("{", "generation_config.json: expected"),
+    ],
+)
+def test_a_generation_config_that_is_none_is_refused(text, message, tmp_path):
+    folder = peers.saved(peers.decoder("gpt2"), tmp_path / "model")
+    (folder / "generation_config.json").write_text(text)
+    with pytest.raises(rg.CheckpointError, match=message):
+        rg.load(folder)

@@ -43,8 +43,9 @@ def load(
 
     `mechanism` swaps the attention; a model saved with a mechanism of a user's own asks for it, and what it has learned
     is read from the file. All weights get one `dtype`: if not given, float32 for GGUF, otherwise the one that
-    most of the file's numbers have, but float32 for a float16 file that keeps some in more (transformers' T5). Whatever
-    is wrong with a checkpoint is one CheckpointError, and no model.
+    most of the file's numbers have, but float32 for a float16 file that keeps some in more (transformers' T5). Tokens
+    that start and end texts are those of config.json and generation_config.json; how to sample is said to `generate`
+    alone. Whatever is wrong with a checkpoint is one CheckpointError, and no model.
 
     >>> import regard as rg, tempfile
     >>> model = rg.Decoder(rg.DecoderConfig(vocabulary_size=9, embedding_dim=8, num_layers=1, num_heads=2))

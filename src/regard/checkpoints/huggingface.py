@@ -13,7 +13,7 @@ from regard.checkpoints.assembly import assemble
 from regard.checkpoints.errors import CheckpointError
 from regard.checkpoints.form import Form
 from regard.checkpoints.forms import bert, gpt2, llama, t5, vit
-from regard.checkpoints.sources import open_folder
+from regard.checkpoints.sources import open_folder, read_json
 from regard.mechanism import Mechanism
 from regard.models.base import Model
 from regard.models.encoder import EncoderConfig
@@ -37,7 +37,7 @@ def load(
     names = _their_names(source.shapes, form)
     shapes = {ours: source.shapes[theirs] for ours, theirs in names.items()}
     try:
-        config = replace(form.read_config(values, shapes), **_tokens(values))
+        config = replace(form.read_config(values, shapes), **_tokens(folder, values))
         if isinstance(config, EncoderConfig):
             config = replace(config, **sentences.read(root, folder, config))
     except CheckpointError:
@@ -117,18 +117,27 @@ def export(model: Model) -> tuple[dict[str, Any], dict[str, Tensor]]:
     )
 
 
-def _tokens(values: dict[str, Any]) -> dict[str, Any]:
-    """The special tokens that config.json names."""
-    ends = values.get("eos_token_id")
-    found = {
-        "start_token": values.get("decoder_start_token_id", values.get("bos_token_id")),
-        "end_tokens": tuple(ends) if isinstance(ends, list) else None if ends is None else (ends,),
-        "padding_token": values.get("pad_token_id"),
+def _tokens(folder: Path, values: dict[str, Any]) -> dict[str, Any]:
+    """The special tokens that config.json names, or generation_config.json, which has the last word as in transformers.
+
+    `"eos_token_id": null` in config.json means no end token; a field that is not there leaves the form's default. Of
+    generation_config.json only the special tokens are read: how to sample is said in each call of `generate`.
+    """
+    path = folder / "generation_config.json"
+    later = {name: value for name, value in (read_json(path) if path.exists() else {}).items() if value is not None}
+    both = {**values, **later}
+    ends, start = both.get("eos_token_id"), both.get("decoder_start_token_id")
+    tokens = {
+        "start_token": both.get("bos_token_id") if start is None else start,
+        "end_tokens": tuple(ends) if isinstance(ends, list) else () if ends is None else (ends,),
+        "padding_token": both.get("pad_token_id"),
     }
-    for name, given in found.items():
-        if any(one is not None and type(one) is not int for one in (given if isinstance(given, tuple) else (given,))):
-            raise CheckpointError(f"config.json: expected whole numbers for {name}, got {given!r:.80}")
-    return {name: given for name, given in found.items() if given is not None}
+    for name, value in tokens.items():
+        if any(one is not None and type(one) is not int for one in (value if isinstance(value, tuple) else (value,))):
+            raise CheckpointError(f"{folder}: expected whole numbers for {name}, got {value!r:.80}")
+    if "eos_token_id" not in both:
+        del tokens["end_tokens"]
+    return {name: value for name, value in tokens.items() if value is not None}
 
 
 def _special(model: Model) -> dict[str, Any]:
