@@ -570,6 +570,30 @@ def test_shared_blocks_and_cross_attention_of_ours():
     assert not whole.layers[1].weights[1, :, :, 6:].any()
 
 
+class Reader(torch.nn.Module):
+    """A module of a user's own, whose attributes are called as they please."""
+
+    def __init__(self):
+        super().__init__()
+        self.cross = MultiHeadAttention(16, 4)  # of one sequence: a name says nothing
+        self.glance = MultiHeadAttention(16, 4)
+
+    def forward(self, x, page):
+        x = self.cross(x, mask=rg.causal)
+        return self.glance.cross(x, *self.glance.remember(page))
+
+
+@pytest.mark.parametrize("length", [5, 7])
+def test_a_layer_says_what_it_is_whatever_it_is_called(length):
+    reader = Reader().eval()
+    with trace(reader) as traced:
+        reader(torch.randn(1, 5, 16), torch.randn(1, length, 16))
+    assert [(layer.name.split(".")[0], layer.kind) for layer in traced.layers] == [
+        ("cross", "self"),
+        ("glance", "cross"),
+    ]
+
+
 def test_a_layer_on_its_own_knows_when_it_crosses():
     layer, x = MultiHeadAttention(16, 4), torch.randn(1, 5, 16)
     with trace(layer) as traced:

@@ -13,8 +13,11 @@ import torch
 import torch.nn.functional as F
 
 import regard as rg
+from regard.layers.attention import Attend
+from regard.models.registry import MODELS
 from regard.training import IGNORED, Settings, Task, train
 from regard.training.batches import plan, waste
+from regard.training.loop import _recompute
 from regard.training.metrics import read_metrics
 from regard.training.optimizer import adamw, clip, rate
 from regard.training.signals import listening
@@ -171,6 +174,56 @@ def test_recomputing_blocks_changes_nothing(tmp_path):
     train(kept, settings(), tmp_path / "kept")
     train(again, settings(recompute=True), tmp_path / "again")
     assert losses(tmp_path / "kept") == losses(tmp_path / "again")
+
+
+TEXT = {"vocabulary_size": 16, "embedding_dim": 16, "num_layers": 3, "num_heads": 2}
+STAGES = {"embedding_dim": (8, 16), "num_layers": (1, 2), "num_heads": (1, 2), "num_groups": (1, 2)}
+PATCHES = {"patch_size": (4, 2), "patch_stride": (4, 2), "patch_padding": (0, 0), "norm_first": (False, True)}
+PICTURES = {"image_size": 16, "patch_size": 4, "embedding_dim": 16, "num_layers": 3, "num_heads": 2, "num_classes": 4}
+RECOMPUTED = {
+    "Decoder": (rg.DecoderConfig(**TEXT), lambda model, x: model(x)),
+    "Encoder": (rg.EncoderConfig.bert(**TEXT), lambda model, x: model(x)),
+    "Transformer": (rg.TransformerConfig(**TEXT), lambda model, x: model(x, x)),
+    "VisionTransformer": (rg.VisionConfig(**PICTURES), lambda model, x: model(torch.ones(2, 3, 16, 16))),
+    "DaViT": (rg.DaViTConfig(**STAGES, **PATCHES, window_size=2), lambda model, x: model(torch.ones(2, 3, 16, 16))),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_recomputing_keeps_less_of_every_model(name):
+    config, run = RECOMPUTED[name]
+    torch.manual_seed(0)
+    model, x, saved, ran = MODELS[name][0](config), torch.randint(16, (2, 9)), [0, 0], [0, 0]
+    attentions = [module for module in model.modules() if isinstance(module, Attend)]
+    gradients = []
+    for again in (0, 1):
+        if again:
+            _recompute(model)
+
+        def keep(tensor, again=again):
+            saved[again] += tensor.nbytes
+            return tensor
+
+        hooks = [
+            one.register_forward_hook(lambda *_, again=again: ran.__setitem__(again, ran[again] + 1))
+            for one in attentions
+        ]
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            out = run(model, x)
+        model.zero_grad()
+        out.square().sum().backward()
+        gradients.append([None if one.grad is None else one.grad.clone() for one in model.parameters()])
+        for hook in hooks:
+            hook.remove()
+    assert ran == [len(attentions), 2 * len(attentions)]
+    assert saved[1] < saved[0] / 2
+    for kept, computed in zip(*gradients, strict=True):
+        assert (kept is None and computed is None) or torch.equal(kept, computed)
+
+
+def test_recomputing_a_model_without_blocks_is_refused():
+    with pytest.raises(ValueError, match="recompute: expected a model of our blocks, got Linear without any"):
+        _recompute(torch.nn.Linear(2, 2))
 
 
 def test_bfloat16_learns_like_float32(tmp_path):

@@ -124,8 +124,13 @@ class Attend(nn.Module):
         mask: AnyMask = None,
         bias: Float[Tensor, "..."] | None = None,
         state: Any = None,
+        *,
+        cross: bool = False,
     ) -> tuple[Float[Tensor, "B H T V"], Any]:
-        """The output, and the longer state if one was given: then k and v are those of the new tokens alone."""
+        """The output, and the longer state if one was given: then k and v are those of the new tokens alone.
+
+        `cross` says that keys and values are of another sequence than the queries, which a trace cannot tell.
+        """
         mechanism = self.mechanism
         if state is not None:
             return mechanism.extend(q, k, v, state, mask, bias=bias)
@@ -271,7 +276,7 @@ class MultiHeadAttention(nn.Module):
     ) -> Float[Tensor, "B T E"]:
         """Attention of `query` to what `remember` gave."""
         _check_input("query", query, self.embedding_dim)
-        out, _ = self.attend(self.split_heads(self.W_q(query), self.qk_length), k, v, mask, bias)
+        out, _ = self.attend(self.split_heads(self.W_q(query), self.qk_length), k, v, mask, bias, cross=True)
         return self._finish(out, None)
 
     def start(self, *, batch: int, capacity: int = 4096, storage: torch.dtype | None = None) -> Any:

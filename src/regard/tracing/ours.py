@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.attention import weights
-from regard.layers.attention import Attend, MultiHeadAttention
+from regard.layers.attention import Attend
 from regard.layers.block import Stack
 from regard.mask import Mask, Padding, as_mask
 from regard.mechanism import Mechanism
@@ -35,23 +35,11 @@ class Adapter:
         self.recorder = recorder
         self.histories: WeakKeyDictionary[KernelState, tuple[Tensor, Tensor]] = WeakKeyDictionary()
         """Keys and values behind a state that holds only their sums."""
-        self.crossing: set[nn.Module] = set()
 
     def attach(self, model: nn.Module) -> list[Any]:
         """Hooks at every attention of a model."""
-        handles = []
-        for module in model.modules():
-            if isinstance(module, Attend):
-                handles.append(module.register_forward_hook(self.after, with_kwargs=True))
-            if isinstance(module, MultiHeadAttention):
-                handles.append(module.register_forward_pre_hook(self.before, with_kwargs=True))
-        return handles
-
-    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note whether a layer is called with a sequence of its own to attend to."""
-        assert isinstance(module, MultiHeadAttention)
-        crossing = kwargs.get("key", args[1] if len(args) > 1 else None) is not None
-        (self.crossing.add if crossing else self.crossing.discard)(module.attend)
+        attentions = (module for module in model.modules() if isinstance(module, Attend))
+        return [module.register_forward_hook(self.after, with_kwargs=True) for module in attentions]
 
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Record one run."""
@@ -63,9 +51,7 @@ class Adapter:
         if state is not None:
             k, v, held = self._history(module, k, v, state, output[1])
             rule = held if rule is None else rule if held is None else rule & held
-        path = self.recorder.names[module].split(".")
-        crossing = module in self.crossing or "cross" in path or q.shape[2] != k.shape[2]
-        kind: Kind = "cross" if crossing and state is None else "self"
+        kind: Kind = "cross" if given.get("cross") else "self"
         self.recorder.meet(module, met(kind, module.mechanism, q, k, v, rule, given.get("bias")))
 
     def _history(self, module: Attend, k: Tensor, v: Tensor, state: Any, longer: Any) -> Any:

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from regard.call import all_finite
 from regard.layers.block import Block
+from regard.models.davit import Half
 from regard.training import store
 from regard.training.batches import plan, waste
 from regard.training.metrics import Metrics
@@ -29,6 +30,8 @@ from regard.training.settings import Settings
 from regard.training.signals import listening
 from regard.training.task import Batch, Task
 
+BLOCKS = (Block, Half)
+"""What models are made of, and what is computed again instead of kept."""
 QUEUED = 20
 """Steps whose losses many GPUs may owe before they are waited for."""
 
@@ -343,9 +346,11 @@ def _moved(batch: Batch, device: torch.device) -> Batch:
 
 def _recompute(model: nn.Module) -> None:
     """Let blocks be computed again in the backward pass instead of kept."""
-    for module in model.modules():
-        if isinstance(module, Block):
-            module.forward = _again(module.forward)  # type: ignore[method-assign]
+    blocks = [module for module in model.modules() if isinstance(module, BLOCKS)]
+    if not blocks:
+        raise ValueError(f"recompute: expected a model of our blocks, got {type(model).__name__} without any")
+    for block in blocks:
+        block.forward = _again(block.forward)  # type: ignore[method-assign]
 
 
 def _again(forward: Callable[..., Any]) -> Callable[..., Any]:
