@@ -3,11 +3,14 @@
 import copy
 import functools
 import itertools
+import json
 import math
 import pickle
 import pydoc_data.topics
 from collections.abc import Sequence
 from dataclasses import replace
+from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +23,7 @@ import peers
 import regard as rg
 from memory import Allocations
 from regard.checkpoints import Tokenizer
+from regard.generation.prompt import with_room
 from regard.generation.sampling import Sampling
 from regard.generation.text import Writer
 from regard.mechanisms import REGISTRY
@@ -146,12 +150,153 @@ def test_a_prompt_comes_back_from_its_file(name, tmp_path):
     back = rg.Prompt.load(path, model)
     assert back.tokens == state.tokens
     assert rg.generate(model, state=back, max_new_tokens=15) == expected
-    other = made("mha" if name != "mha" else "gqa")
-    if name not in ("argmax",):  # its keys and values are alike in shape
-        with pytest.raises(ValueError, match="prompt"):
-            rg.generate(other, state=rg.Prompt.load(path, other), max_new_tokens=2)
     with pytest.raises(rg.CheckpointError, match=r"safetensors|header"):
         rg.Prompt.load(__file__, model)
+    for none in (None, "smollm2", torch.nn.Linear(2, 2)):
+        with pytest.raises(ValueError, match="model: expected the decoder or encoder-decoder that read it, got"):
+            rg.Prompt.load(path, none)
+
+
+@pytest.mark.parametrize("name", ["gqa", "window", "transformer", "t5"])
+@torch.no_grad()
+def test_a_prompt_in_int8_goes_on_in_int8(name, tmp_path):
+    model = made(name)
+    plain, small = rg.prefill(model, PROMPTS), rg.prefill(model, PROMPTS, storage=torch.int8)
+    assert small.nbytes < plain.nbytes / 2
+    assert all(layer.buffer.keys.dtype == torch.int8 for layer in small.state.layers)
+    assert 0 < (small.logits - plain.logits).abs().max() < 0.5
+    expected = [rg.generate(model, [prompt], max_new_tokens=12, storage=torch.int8)[0].tokens for prompt in PROMPTS]
+    assert [one.tokens for one in rg.generate(model, PROMPTS, max_new_tokens=12, storage=torch.int8)] == expected
+    assert [one.tokens for one in rg.generate(model, state=small, max_new_tokens=12)] == expected
+    back = rg.Prompt.load(small.save(tmp_path / "prompt.safetensors"), model)
+    assert back.nbytes <= small.nbytes
+    given = torch.tensor([[3]] * len(PROMPTS))
+    steps = [model.extend(given, with_room(one.state, 1, 9))[0] for one in (small, back)]
+    assert torch.equal(*steps)
+
+
+@torch.no_grad()
+def test_what_cannot_be_stored_in_int8_is_refused():
+    with pytest.raises(ValueError, match=r"storage: expected None, .* keeps sums"):
+        rg.generate(made("kernel"), [[1]], storage=torch.int8)
+    with pytest.raises(ValueError, match=r"storage: expected torch.int8 or None, got torch.int16"):
+        rg.generate(made("t5"), [[1]], storage=torch.int16)
+
+
+def stepped(model: rg.Decoder) -> rg.Decoder:
+    """A model after one step of training."""
+    with torch.enable_grad():
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        model(torch.tensor([[1, 2]])).square().sum().backward()
+        optimizer.step()
+    return model
+
+
+OTHERS = {
+    "weights": lambda: seeded(5, DECODERS["mha"]),
+    "trained": lambda: stepped(made("mha")),
+    "dtype": lambda: made("mha").float(),
+    "mechanism": lambda: made("argmax"),
+    "softmax": lambda: seeded(0, replace(DECODERS["mha"], mechanism=rg.Softmax(beta=0.5))),
+    "rotary": lambda: seeded(0, replace(DECODERS["mha"], rotary_base=500.0)),
+    "heads": lambda: made("gqa"),
+    "kind": lambda: made("t5"),
+    "int8": lambda: rg.quantized(made("mha").float(), least=1),
+}
+
+
+def seeded(seed: int, config: rg.DecoderConfig) -> rg.Decoder:
+    torch.manual_seed(seed)
+    model = rg.Decoder(config)
+    model.initialise(0.5)
+    return model.double().eval()
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@torch.no_grad()
+def test_no_other_model_goes_on_with_a_prompt(name, tmp_path):
+    model, other = made("mha"), OTHERS[name]()
+    prompt = rg.prefill(model, PROMPTS)
+    path = prompt.save(tmp_path / "prompt.safetensors")
+    for call in (
+        lambda: rg.generate(other, state=prompt, max_new_tokens=2),
+        lambda: rg.generate(other, state=prompt, max_new_tokens=2, beams=2),
+        lambda: rg.stream(other, state=prompt.chosen([0])),
+        lambda: rg.Prompt.load(path, other),
+    ):
+        with pytest.raises(
+            ValueError,
+            match=r"expected a prompt that this model read, got that of a (Decoder$|model with (other|another))",
+        ):
+            call()
+
+
+@pytest.mark.parametrize("name", ["mha", "quadratic", "t5"])
+@torch.no_grad()
+def test_a_prompt_goes_on_with_its_model_reloaded(name, tmp_path):
+    model = made(name)
+    model.config = replace(model.config, dropout=0.1)  # of training alone
+    prompt = rg.prefill(model, PROMPTS)
+    expected = rg.generate(model, state=prompt, max_new_tokens=4)
+    again = rg.load(rg.save(model, tmp_path / "model"))
+    again.config = replace(again.config, dropout=0.0, padding_token=3)
+    path = prompt.save(tmp_path / "prompt.safetensors")
+    for same in (prompt, rg.Prompt.load(path, again), copy.deepcopy(prompt), pickle.loads(pickle.dumps(prompt))):
+        assert rg.generate(again, state=same, max_new_tokens=4) == expected
+    pieces = rg.stream(model, PROMPTS[0], max_new_tokens=4)
+    next(pieces)
+    rg.generate(model, state=pieces.prompt_so_far(), max_new_tokens=2)
+    with pytest.raises(ValueError, match="expected a prompt that this model read"):
+        rg.generate(made("gqa"), state=pieces.prompt_so_far(), max_new_tokens=2)
+
+
+NUMBERS = (0, -1, 1, 2, 5, 36, 37, 38, 64, 2**31, 2**62, 10**30, 1.5, True, None, "9", [], {}, [[1]], [2**31])
+
+
+@pytest.mark.parametrize("name", ["gqa", "window", "quadratic", "t5", "kernel"])
+@torch.no_grad()
+def test_no_number_in_a_prompts_file_takes_memory_that_is_not_there(name, tmp_path):
+    model, random = made(name), Random(0)
+    path = rg.prefill(model, [PROMPTS[2], PROMPTS[0]]).save(tmp_path / "prompt.safetensors")
+    data = path.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header, body = json.loads(data[8 : 8 + size]), data[8 + size :]
+    usual = rg.Prompt.load(path, model).nbytes
+    target = tmp_path / "hostile.safetensors"
+    read = 0
+    for _ in range(40):
+        changed = copy.deepcopy(header)
+        plan = json.loads(changed["__metadata__"]["regard.prompt"])
+        chosen = random.choice((plan, plan, {key: value for key, value in changed.items() if key != "__metadata__"}))
+        spoil(chosen, random)
+        changed["__metadata__"]["regard.prompt"] = json.dumps(plan)
+        text = json.dumps(changed).encode()
+        target.write_bytes(len(text).to_bytes(8, "little") + text + body)
+        with Allocations() as seen:
+            try:
+                found = rg.Prompt.load(target, model)
+            except rg.CheckpointError:
+                found = None
+            if found is not None:  # what was changed says the same, or nothing
+                rg.generate(model, state=found, max_new_tokens=2)
+                read += 1
+        assert seen.peak < 8 * usual + 2**20
+    assert read < 40
+
+
+def spoil(values: Any, random: Random) -> None:
+    """Put another value somewhere in a tree of JSON."""
+    while True:
+        places = list(values) if isinstance(values, dict) else list(range(len(values)))
+        key = random.choice(places)
+        if isinstance(values[key], dict | list) and values[key] and random.random() < 0.7:
+            values = values[key]
+            continue
+        if random.random() < 0.2:
+            del values[key]
+        else:
+            values[key] = random.choice(NUMBERS)
+        return
 
 
 @pytest.mark.parametrize("length_penalty", [0.0, 1.0, 0.6, 2.0])
@@ -507,7 +652,7 @@ def test_a_model_that_is_not_finite_generates_nothing(name, value):
     (small.stack if name != "t5" else small.decoder).norm.weight.fill_(value)
     for options in ({}, {"temperature": 1.0}, {"temperature": 0.5, "top_p": 0.5, "top_k": 4}, {"beams": 3}):
         for broken in (model, small):
-            storages = (None, torch.int8) if name == "gqa" else (None,)
+            storages = (None,) if name == "quadratic" else (None, torch.int8)
             for storage in storages:
                 with pytest.raises(
                     ValueError, match=r"logits: expected finite numbers, got .* after 0 new tokens of row 0"

@@ -258,26 +258,6 @@ class KeyValueState:
             tainted = left if torch.compiler.is_compiling() or bool(left.any()) else None
         return KeyValueState(tuple(moved(run) for run in self.runs), capacity, kept, padding, tainted)
 
-    def restored(
-        self, runs: list[Run], length: int, padding: Padding | None, tainted: Tensor | None
-    ) -> "KeyValueState":
-        """A state of `length` tokens from runs that were saved, for an empty state of the same kind."""
-        if sorted(row for run in runs for row in run.rows) != list(range(self.batch)):
-            raise ValueError(f"runs: expected each of {self.batch} batch rows once, got {[run.rows for run in runs]}")
-        capacity = max(length, self.capacity)
-        filled = []
-        for run in runs:
-            kept = max(0, length - run.begin)
-            for tensor, like in ((run.buffer.keys, self.buffer.keys), (run.buffer.values, self.buffer.values)):
-                expected = (len(run.rows), like.shape[1], kept, like.shape[3])
-                if tensor.shape != expected or tensor.dtype != self.buffer.dtype:
-                    raise ValueError(
-                        f"runs: expected {expected}, {self.buffer.dtype}, got {tuple(tensor.shape)}, {tensor.dtype}"
-                    )
-            space = self.buffer.blank(len(run.rows), capacity - run.begin if kept else 0)
-            filled.append(replace(run, buffer=space.extended(0, run.buffer.keys, run.buffer.values, capacity, False)))
-        return KeyValueState(tuple(filled), capacity, length, padding, tainted)
-
 
 def _together(begins: dict[int, int], start: int, end: int) -> list[tuple[tuple[int, ...], int]]:
     """Rows that share a run, and where it begins, so that little of it is padding and the runs are few."""

@@ -1,13 +1,14 @@
 """Text from models: `generate`, `stream`, `prefill`."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
 
 from regard.generation.beam import search
 from regard.generation.engine import Generated, Growth, Row
-from regard.generation.prompt import CHUNK, Prompt, first_room
+from regard.generation.prompt import CHUNK, Prompt, fingerprint, first_room
 from regard.generation.request import (
     begin,
     check_counts,
@@ -186,7 +187,10 @@ class Stream:
 
     def prompt_so_far(self) -> Prompt | None:
         """What the model has read: the prompt and all that came, but the newest token; None if it has not begun."""
-        return None if self._growth is None else self._growth.reached
+        if self._growth is None:
+            return None
+        reached = self._growth.reached
+        return reached if reached.reader else replace(reached, reader=fingerprint(self._growth.model))
 
 
 def prefill(
@@ -207,4 +211,4 @@ def prefill(
     given = given_tokens(own, prompts, None)
     check_reading(chunk, room)
     most = max(room_for(own, tokens) for tokens in given)
-    return read_prompts(own, given, min(room, most), chunk, storage)
+    return replace(read_prompts(own, given, min(room, most), chunk, storage), reader=fingerprint(own))

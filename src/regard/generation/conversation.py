@@ -5,6 +5,7 @@ its state; only what follows the longest common beginning is read.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -153,7 +154,7 @@ class Conversation:
             part = torch.tensor([tokens[begin : begin + chunk]], device=self.model.device)
             hidden, state = self.model.advance(part, state)
             logits = self.model.predict(hidden[:, -1:])[:, 0]
-        return Prompt(state, (tokens,), logits)
+        return replace(kept, state=state, tokens=(tokens,), logits=logits)
 
 
 def _beginning(prompt: Prompt, tokens: Sequence[int]) -> Prompt | None:
@@ -162,6 +163,6 @@ def _beginning(prompt: Prompt, tokens: Sequence[int]) -> Prompt | None:
     most = min(len(met), len(tokens) - 1)
     same = next((at for at in range(most) if met[at] != tokens[at]), most)
     try:
-        return Prompt(prompt.state.crop(same), (met[:same],), prompt.logits) if same else None
+        return replace(prompt, state=prompt.state.crop(same), tokens=(met[:same],)) if same else None
     except ValueError:  # sums that cannot be taken apart again, or a window that has moved on
         return None

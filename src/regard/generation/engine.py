@@ -6,7 +6,7 @@ own generator, and neither a neighbour that ends early nor one that goes on chan
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -164,7 +164,7 @@ class Growth:
         state = with_room(self.reached.state, 1, max(row.left(self.limits) for row in self.active))
         hidden, state = self.model.advance(tokens, state)
         met = tuple((*one, token) for one, token in zip(self.reached.tokens, newest, strict=True))
-        self.reached = Prompt(state, met, self.model.predict(hidden)[:, 0])
+        self.reached = replace(self.reached, state=state, tokens=met, logits=self.model.predict(hidden)[:, 0])
 
 
 def _choose(logits: Tensor, rows: Sequence[Row], sampling: Sampling) -> list[int]:

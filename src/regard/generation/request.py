@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from regard.generation.engine import Growth, Limits, Row
-from regard.generation.prompt import CHUNK, Prompt, first_room, read
+from regard.generation.prompt import CHUNK, Prompt, first_room, read, unlike
 from regard.generation.sampling import Sampling
 from regard.generation.text import Writer
 from regard.models.base import Model
@@ -66,6 +66,8 @@ def given_tokens(model: Decoder | Transformer, prompts: Any, state: Prompt | Non
     if state is not None:
         if not isinstance(state, Prompt):
             raise ValueError(f"state: expected what prefill gives, got {type(state).__name__}")
+        if reason := unlike(state.reader, model):
+            raise ValueError(f"state: expected a prompt that this model read, got {reason}")
         return list(state.tokens)
     prompts = _plain(prompts)
     if isinstance(prompts, str) or (isinstance(prompts, list | tuple) and prompts and type(prompts[0]) is int):

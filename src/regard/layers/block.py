@@ -19,7 +19,7 @@ from regard.layers.attention import AnyMask, MultiHeadAttention, as_mechanism, o
 from regard.layers.network import PositionWise, norm
 from regard.layers.positions import Rotary, Tables
 from regard.layers.ragged import Ragged
-from regard.layers.streaming import ModelState
+from regard.layers.streaming import ModelState, recalled
 from regard.mask import Band, Mask, as_mask, causal, window
 from regard.mechanism import Mechanism
 from regard.state import KeyValueState
@@ -166,7 +166,7 @@ class Stack(nn.Module):
         *,
         positions: Int[Tensor, "..."] | None = None,
         state: ModelState | None = None,
-        memory: tuple[tuple[Tensor, Tensor], ...] | None = None,
+        memory: tuple[tuple[Tensor, ...], ...] | None = None,
         memory_mask: Mask | None = None,
     ) -> tuple[Float[Tensor, "B T E"], ModelState | None]:
         """The tokens after all blocks, exactly 0 where the mask's padding hides them; and the longer state, if any."""
@@ -195,7 +195,7 @@ class Stack(nn.Module):
                 positions=turns,
                 ragged=ragged,
                 state=held,
-                memory=None if memory is None else memory[index],
+                memory=None if memory is None else recalled(memory[index], x.dtype),
                 memory_mask=memory_mask,
             )
             states.append(longer)

@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from regard.buffer import quantize
 from regard.mask import Mask, Padding
 from regard.state import join_padding, reorder_padding
 from regard.structure import padding_between
@@ -30,8 +31,8 @@ class ModelState:
     length: int = 0
     padding: Padding | None = None
     """Which of the tokens are real; None while all are."""
-    memory: tuple[tuple[Tensor, Tensor], ...] | None = None
-    """Keys and values of each layer's cross-attention."""
+    memory: tuple[tuple[Tensor, ...], ...] | None = None
+    """Keys and values of each layer's cross-attention; as int8 numbers they are followed by the scales of both."""
     memory_mask: Mask | None = None
     windows: tuple[int | None, ...] = ()
     """How many tokens each layer sees; such a layer forgets older ones."""
@@ -47,7 +48,7 @@ class ModelState:
         index = torch.as_tensor(index)
         memory, mask = self.memory, self.memory_mask
         if memory is not None:
-            memory = tuple((k[index.to(k.device)], v[index.to(v.device)]) for k, v in memory)
+            memory = tuple(tuple(tensor[index.to(tensor.device)] for tensor in layer) for layer in memory)
             if isinstance(mask, Padding):
                 mask = reorder_padding(mask, index, memory[0][0].shape[2])
         return replace(
@@ -79,6 +80,26 @@ class ModelState:
             batch = next(part.batch for part in (fresh, padding) if part is not None)
             padding = join_padding(padding, self.length, fresh, tokens, batch, torch.device("cpu"))
         return replace(self, layers=layers, length=self.length + tokens, padding=padding)
+
+
+def rounded(memory: tuple[tuple[Tensor, ...], ...]) -> tuple[tuple[Tensor, ...], ...]:
+    """Keys and values of cross-attention as int8 numbers, with the scales of both.
+
+    >>> import torch
+    >>> from regard.layers.streaming import recalled, rounded
+    >>> k, v = torch.randn(2, 1, 2, 5, 4)
+    >>> [small] = rounded(((k, v),))
+    >>> small[0].dtype, torch.allclose(recalled(small, torch.float32)[0], k, atol=0.05)
+    (torch.int8, True)
+    """
+    pairs = ((quantize(k), quantize(v)) for k, v in memory)
+    return tuple((k, v, k_scale, v_scale) for (k, k_scale), (v, v_scale) in pairs)
+
+
+def recalled(layer: tuple[Tensor, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Keys and values of one layer's cross-attention, as they go into it."""
+    k, v, *scales = layer
+    return ((k * scales[0]).to(dtype), (v * scales[1]).to(dtype)) if scales else (k, v)
 
 
 def places(tokens: Int[Tensor, "B T"], mask: Mask | None, state: ModelState | None = None) -> Int[Tensor, "..."]:

@@ -23,7 +23,7 @@ from regard.layers.block import Stack
 from regard.layers.int8 import tied_head
 from regard.layers.linear import Linear
 from regard.layers.positions import RelativeBias, sinusoidal
-from regard.layers.streaming import ModelState, places
+from regard.layers.streaming import ModelState, places, rounded
 from regard.mask import Mask, as_mask
 from regard.mechanisms import Softmax
 from regard.models.base import Model, check_length, check_state, check_tokens
@@ -209,16 +209,25 @@ class Transformer(Model):
         """What the encoder makes of the source, exactly 0 where it is padding."""
         return self._encode(source, self._check("source", source, source_mask))
 
-    def start(self, source: Int[Tensor, "B S"], source_mask: AnyMask = None, capacity: int | None = None) -> ModelState:
+    def start(
+        self,
+        source: Int[Tensor, "B S"],
+        source_mask: AnyMask = None,
+        capacity: int | None = None,
+        storage: torch.dtype | None = None,
+    ) -> ModelState:
         """A state for `extend` with no target yet: the source is encoded here, once.
 
-        `capacity` is the room for target tokens, the context's length if not given.
+        `capacity` is the room for target tokens, the context's length if not given. `storage=torch.int8` keeps keys and
+        values in 8 bits, those of the source too; see `Mechanism.start`.
         """
         rule = self._check("source", source, source_mask)
         room = self.config.context_length if capacity is None else capacity
+        empty = self.decoder.start(batch=source.shape[0], capacity=room, storage=storage)
+        memory = self.decoder.remember(self._encode(source, rule))
         return replace(
-            self.decoder.start(batch=source.shape[0], capacity=room),
-            memory=self.decoder.remember(self._encode(source, rule)),
+            empty,
+            memory=memory if storage is None else rounded(memory),
             memory_mask=padding_between(rule, 0, source.shape[1], source.shape[1]),
         )
 
