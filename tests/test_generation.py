@@ -685,7 +685,7 @@ def test_room_is_made_for_tokens_as_they_come(name):
 def test_states_grow_beyond_their_first_room():
     model = made("gqa")
     model.config = replace(model.config, context_length=40)
-    expected = whole(model, [1, 2], 20)
+    expected = rg.generate(model, [[1, 2]], max_new_tokens=20)[0].tokens
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("regard.generation.prompt.ROOM", 3)
         assert rg.generate(model, [[1, 2]], max_new_tokens=20)[0].tokens == expected
