@@ -281,7 +281,7 @@ def _unflatten(source: Source, plan: dict[str, Any], model: Decoder | Transforme
         rows, begin, waiting = tuple(made["rows"]), made["begin"], made["waiting"]
         if type(begin) is not int or not 0 <= begin <= count or type(waiting) is not bool or list(rows) != sorted(rows):
             raise ValueError(f"a run that begins at {begin!r} of {count} tokens")
-        if begin and (real is None or real.valid(count)[list(rows), :begin].any()) or (waiting and begin < count):
+        if (begin and (real is None or real.valid(count)[list(rows), :begin].any())) or (waiting and begin < count):
             raise ValueError(f"a run without the first {begin} tokens, which are real")
         keys, values, *scales = pair(name, like, len(rows), count - begin)
         small = {"scales": (scales[0], scales[1]), "rounded": like.keys.dtype} if scales else {}
