@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 AS_AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2
 
-.PHONY: demo test lint bench check fuzz chaos clean
+.PHONY: demo test lint bench pictures check fuzz chaos clean
 
 demo: $(READY) ## train two translators in under two minutes; runs and pictures go to demo/
 	rm -rf demo
@@ -24,6 +24,9 @@ bench: $(READY) ## speed against named peers, as this processor and as one with 
 	-$(BIN)/regard bench --out benchmarks/results
 	-$(AS_AVX2) $(BIN)/regard bench --out benchmarks/results/avx2
 	$(BIN)/python benchmarks/table.py
+
+pictures: $(READY) ## every picture in docs/, from the code and the committed results
+	$(BIN)/python docs/pictures.py
 
 check: $(READY) ## every law on every mechanism
 	$(BIN)/regard check

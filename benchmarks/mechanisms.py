@@ -1,6 +1,6 @@
 """Mechanisms side by side on one recipe: the phrase-book's translator with softmax, MQA, quadratic, elu and a window.
 
-    python benchmarks/mechanisms.py --out benchmarks/results/mechanisms.json --picture docs/mechanisms.png
+    python benchmarks/mechanisms.py && make pictures
 
 Every run is `regard train translate` with one option changed, on one core, two at a time; then its loss and results
 over the steps, tokens a second and the bytes that the decoder's self-attention keeps at 64 and at 4,096 tokens.
@@ -14,12 +14,12 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from statistics import fmean
 
 import regard as rg
 from regard.bench import environment
 from regard.demo import state_bytes
-from regard.files import save_figure, write_text
-from regard.plots import curves_figure
+from regard.files import write_text
 from regard.training.metrics import read_metrics
 
 VARIANTS = {
@@ -46,11 +46,22 @@ SIZES = [
 SIZES += ["--heads", "4", "--batch-tokens", "1024", "--learning-rate", "4e-3", "--warmup", "100", "--keep", "1"]
 
 
+def curves(runs: dict[str, list[dict]]) -> str:
+    """What docs/mechanisms.png is drawn from, a line of JSON a run: mean losses of four steps, and evaluations."""
+    rows = []
+    for name, lines in runs.items():
+        steps = [line for line in lines if "loss" in line]
+        groups = [steps[start : start + 4] for start in range(0, len(steps), 4)]
+        kept = [{"step": one[-1]["step"], "loss": round(fmean(step["loss"] for step in one), 4)} for one in groups]
+        kept += [line for line in lines if "evaluation" in line]
+        rows.append(f"{json.dumps(name)}: {json.dumps(kept)}")
+    return "{\n" + ",\n".join(rows) + "\n}\n"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=1200)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/mechanisms.json"))
-    parser.add_argument("--picture", type=Path, default=Path("docs/mechanisms.png"))
     given = parser.parse_args()
     waiting, running, runs, rows = list(VARIANTS), {}, {}, []
     with tempfile.TemporaryDirectory() as folder:
@@ -90,7 +101,7 @@ def main() -> None:
                     "parameters": sum(one.numel() for one in model.parameters()),
                 }
             )
-    save_figure(curves_figure(runs), given.picture)
+    write_text(given.out.with_name("mechanisms_curves.json"), curves(runs))
     content = {"environment": environment(), "steps": given.steps, "sizes": SIZES, "results": rows}
     write_text(given.out, json.dumps(content, indent=1) + "\n")
     for row in rows:

@@ -1,7 +1,7 @@
-"""What a token costs at each position, measured and predicted; a table, a picture, and one JSON line at the end.
+"""What a token costs at each position, measured and predicted; a table, and one JSON line at the end.
 
 MHA, GQA and MQA decoders of one size from position 1k to 32k, and a softmax and a quadratic one up to 64k. Takes about
-two minutes. Results go to results/positions.json, the picture to ../docs/positions.png.
+two minutes. Results go to results/positions.json, of which `make pictures` draws docs/positions.png.
 """
 
 import json
@@ -9,8 +9,7 @@ from pathlib import Path
 
 from regard.bench.harness import environment
 from regard.bench.positions import crossings, measure, to_json
-from regard.files import save_figure, write_text
-from regard.plots import positions_figure
+from regard.files import write_text
 
 HERE = Path(__file__).parent
 
@@ -27,7 +26,6 @@ def main() -> None:
     print(f"the quadratic token is cheaper from position {predicted} as predicted, {measured} as measured")
     found = {"environment": environment(), "points": to_json(points), "crossover": [predicted, measured]}
     write_text(HERE / "results/positions.json", json.dumps(found, indent=1) + "\n")
-    save_figure(positions_figure(points, predicted), HERE.parent / "docs/positions.png")
     print(json.dumps(found))
 
 

@@ -1,16 +1,24 @@
 """Figures: what they show is what the library computes."""
 
+import json
+import re
+import sys
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 from matplotlib.text import Annotation
+from PIL import Image
 
 import regard as rg
 from regard.cost import heads_label, mode_crossover, mode_work
 from regard.files import save_figure
 from regard.plots import cost_figure, masks_figure, weights_figure
+
+DOCS = Path(__file__).parent.parent / "docs"
+sys.path.append(str(DOCS))
+import pictures  # noqa: E402
 
 MECHANISMS = {"softmax": rg.Softmax(), "quadratic": rg.Quadratic()}
 TOKENS = ["to", "be", "or", "not", "to", "be"]
@@ -109,3 +117,31 @@ def test_one_head_is_multi_head() -> None:
 def test_figures_save_in_the_usual_formats(tmp_path: Path, suffix: str) -> None:
     figure = masks_figure({"causal": rg.causal}, 4, title="one")
     assert save_figure(figure, tmp_path / f"mask.{suffix}").stat().st_size > 0
+
+
+def test_every_picture_of_the_docs_has_a_maker() -> None:
+    assert {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.png")} == set(pictures.PICTURES)
+
+
+def test_every_picture_that_the_texts_show_is_there() -> None:
+    for text in (DOCS.parent / "README.md", *DOCS.rglob("*.md")):
+        for name in re.findall(r"!\[[^]]*\]\(([^)]+)\)", text.read_text()):
+            assert (text.parent / name).is_file(), f"{text} shows {name}"
+
+
+@pytest.mark.parametrize("name", pictures.PICTURES)
+def test_a_picture_shows_what_the_code_and_the_results_say_now(name: str) -> None:
+    stored = json.loads(Image.open(DOCS / name).text[pictures.SHOWN])  # type: ignore[attr-defined]
+    now = pictures.shown(pictures.PICTURES[name]())
+    assert stored["words"] == now["words"], "older than the code: make pictures"
+    for kind in ("lines", "maps"):
+        assert len(stored[kind]) == len(now[kind])
+        for one, other in zip(stored[kind], now[kind], strict=True):
+            assert one == pytest.approx(other, rel=1e-5), "older than the code: make pictures"
+
+
+def test_a_picture_knows_the_numbers_that_stand_in_it() -> None:
+    work = rg.Work(mask=rg.causal, num_kv_heads=8)
+    number = mode_crossover(rg.Softmax(), rg.Quadratic(), work, "prefill")
+    stored = json.loads(Image.open(DOCS / "cost.png").text[pictures.SHOWN])  # type: ignore[attr-defined]
+    assert f"{number:,}  GQA-8" in stored["words"]

@@ -357,6 +357,8 @@ def _over_position(
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value / 1024:g}k"))
+    axes.yaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
+    axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(EngFormatter(unit="B" if unit == "bytes" else "", sep=" "))
     axes.set_title(title, loc="left", color=INK, fontsize=10)
     axes.set_xlabel("position (dots measured, lines predicted)", color=QUIET, fontsize=8)
