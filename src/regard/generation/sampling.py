@@ -82,10 +82,15 @@ class Sampling:
 
         The noise is drawn on the CPU, so that a seed means the same on every device.
         """
-        scores = self.cut(logits)
-        for row, generator in zip(scores, generators, strict=True):
-            row -= torch.empty(len(row), dtype=torch.float64).exponential_(generator=generator).log_().to(row.device)
-        return scores.argmax(-1)
+        # A GPU cuts all rows at once; a CPU one by one, since a row fits its cache.
+        size, tokens = 1 if logits.device.type == "cpu" else len(logits), []
+        for start in range(0, len(logits), size):
+            scores = self.cut(logits[start : start + size])
+            for row, generator in zip(scores, generators[start : start + size], strict=True):
+                noise = torch.empty(len(row), dtype=torch.float64).exponential_(generator=generator)
+                row -= noise.log_().to(row.device)
+            tokens.append(scores.argmax(-1))
+        return torch.cat(tokens)
 
 
 def _least(
