@@ -31,7 +31,7 @@ pictures: $(READY) ## every picture in docs/, from the code and the committed re
 check: $(READY) ## every law on every mechanism
 	$(BIN)/regard check
 
-fuzz: $(READY) ## 20,000 mutations of each checkpoint format
+fuzz: $(READY) ## 20,000 mutations of each format: files, models, prompts, chat templates
 	$(BIN)/python tests/hostile.py --mutations 20000
 
 chaos: $(READY) ## 200 kills of training runs, 1,000 flipped bits of checkpoints: about 20 minutes

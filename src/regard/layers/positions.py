@@ -57,6 +57,12 @@ class RotaryScaling:
             raise ValueError(f"kind: expected linear, dynamic or llama3, got {self.kind!r}")
         if type(self.factor) not in (int, float) or not self.factor >= 1:
             raise ValueError(f"factor: expected at least 1, got {self.factor!r}")
+        bounds = (self.low_frequency_factor, self.high_frequency_factor)
+        if any(type(bound) not in (int, float) for bound in bounds) or not 0 < bounds[0] < bounds[1]:
+            raise ValueError(f"low_frequency_factor: expected above 0 and below high_frequency_factor, got {bounds}")
+        if type(self.original_context_length) is not int or self.original_context_length < 1:
+            length = self.original_context_length
+            raise ValueError(f"original_context_length: expected a whole number of at least 1, got {length!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
