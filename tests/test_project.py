@@ -18,7 +18,7 @@ MODULES = sorted(module.name for module in pkgutil.walk_packages(rg.__path__, "r
 
 # Lower layers first. A module imports only from layers before its own, or from its own.
 LAYERS = [
-    ["files", "tiles", "cpu", "buffer"],
+    ["files", "tiles", "cpu", "buffer", "eager"],
     ["mask"],
     ["structure"],
     ["state", "cost"],

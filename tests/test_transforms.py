@@ -2,15 +2,17 @@
 
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import regard as rg
 from regard.call import all_finite
+from regard.mechanisms import REGISTRY
 
 B, H, G, T, K = 2, 4, 2, 7, 3
 
@@ -61,3 +63,137 @@ def test_all_finite_is_a_policy_of_its_own_thread(compiled: bool) -> None:
         out = call(q, spoiled(k), spoiled(v))
     assert torch.equal(out[:, :, :-1], expected)
     assert out[:, :, -1].isnan().all()
+
+
+LEFT = torch.arange(T) >= torch.tensor([[2], [0]])
+HOLES = torch.arange(T) % 3 > torch.tensor([[-1], [0]])
+MASKS: dict[str, Callable[[], rg.Mask | None]] = {
+    "none": lambda: None,
+    "causal": lambda: rg.causal,
+    "right": lambda: rg.padding([T, 4]),
+    "causal left": lambda: rg.causal & rg.padding(valid=LEFT),
+    "causal holes": lambda: rg.causal & rg.padding(valid=HOLES),
+    "window": lambda: rg.window(before=2),
+    "table": lambda: rg.dense(torch.arange(T)[:, None] >= torch.arange(T)),
+}
+CASES = [(name, mask) for name in REGISTRY for mask in MASKS if REGISTRY[name].by_pairs or mask in ("none", "right")]
+every_case = pytest.mark.parametrize(("name", "mask"), CASES, ids=lambda name: name)
+every_mechanism = pytest.mark.parametrize("name", REGISTRY)
+
+
+def close(found: Tensor, expected: Tensor) -> bool:
+    """Equal, NaN where NaN is expected."""
+    return torch.allclose(found, expected, rtol=1e-11, atol=1e-11, equal_nan=True)
+
+
+def attend(name: str, mask: str, path: str | None = None) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    rule = MASKS[mask]()
+    return lambda q, k, v: rg.attend(q, k, v, REGISTRY[name], rule, path=path)
+
+
+def hides_the_last(mask: str) -> bool:
+    """Whether some query does not see the last key."""
+    return mask != "none"
+
+
+@every_case
+def test_vmap_over_any_input_is_the_loop(name: str, mask: str) -> None:
+    """Also where a hidden key is NaN: what reads no numbers must be safe for any."""
+    q, k, v = inputs()
+    stacked = [torch.stack([t, t.flip(2) / 2, t * 0 - 1]) for t in (q, k, v)]
+    stacked[1][1], stacked[2][1] = spoiled(stacked[1][1]), spoiled(stacked[2][1])
+    call, plain = attend(name, mask), attend(name, mask, path="reference")
+    for over in ((0, 0, 0), (0, None, None), (None, 0, None), (None, None, 0), (None, 0, 0)):
+        given = [many if axis == 0 else single for many, single, axis in zip(stacked, (q, k, v), over, strict=True)]
+        found = torch.vmap(call, in_dims=over)(*given)
+        for row in range(3):
+            expected = plain(*(t[row] if axis == 0 else t for t, axis in zip(given, over, strict=True)))
+            if row == 1 and 0 in over[1:]:  # the NaN shows where it is seen
+                seen = expected.isnan()
+                assert found[row][seen].isnan().all(), over
+                found[row][seen], expected[seen] = 0, 0
+            assert close(found[row], expected), over
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch.func.jvp's own
+@every_case
+def test_functional_gradients_are_autograds(name: str, mask: str) -> None:
+    tensors, plain = inputs(), attend(name, mask, path="reference")
+    to = torch.randn(B, H, T, K, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+    def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (attend(name, mask)(q, k, v) * to).sum()
+
+    found = torch.func.grad(loss, argnums=(0, 1, 2))(*tensors)
+    leaves = [t.clone().requires_grad_() for t in tensors]
+    expected = torch.autograd.grad(plain(*leaves), leaves, to, allow_unused=True, materialize_grads=True)
+    assert all(close(one, other) for one, other in zip(found, expected, strict=True))
+    _, tangent = torch.func.jvp(attend(name, mask), tensors, tuple(expected))
+    # Forward and backward derivatives are one linear map, read from its two ends.
+    assert close((tangent * to).sum(), sum(one.square().sum() for one in expected))
+
+
+@every_case
+def test_tensors_without_numbers_have_the_right_shape(name: str, mask: str) -> None:
+    expected = attend(name, mask)(*inputs())
+    out = attend(name, mask)(*(t.to("meta") for t in inputs()))
+    assert (out.shape, out.dtype, out.device.type) == (expected.shape, expected.dtype, "meta")
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = attend(name, mask)(*(mode.from_tensor(t) for t in inputs()))
+    assert (fake.shape, fake.dtype, fake.device.type) == (expected.shape, expected.dtype, "cpu")
+    assert close(attend(name, mask)(*inputs()), expected), "something fake was kept"
+
+
+@pytest.mark.parametrize("name", [name for name, one in REGISTRY.items() if one.streams(K) is None])
+def test_a_stream_of_tensors_without_numbers(name: str) -> None:
+    mechanism, (q, k, v) = REGISTRY[name], (t.to("meta") for t in inputs(200))
+    sizes = {"batch": B, "num_kv_heads": G, "qk_length": K, "value_length": K, "capacity": 200}
+    state = mechanism.start(**sizes, dtype=torch.float64, device="meta")
+    for low, high in ((0, 150), (150, 151), (151, 200)):
+        here = slice(low, high)
+        out, state = mechanism.extend(q[:, :, here], k[:, :, here], v[:, :, here], state, mask=rg.causal)
+        assert out.shape == (B, H, high - low, K)
+    assert state.length == 200
+
+
+class Layer(torch.nn.Module):
+    """Attention under a mask made from an input, as models make it."""
+
+    def __init__(self, mechanism: rg.Mechanism, mask: str) -> None:
+        super().__init__()
+        self.mechanism, self.mask = mechanism, mask
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor) -> Tensor:
+        masks = {
+            "causal": lambda: rg.causal,
+            "lengths": lambda: rg.causal & rg.padding(real.sum(-1)),
+            "valid": lambda: rg.causal & rg.padding(valid=real),
+            "padding": lambda: rg.padding(valid=real),
+        }
+        return rg.attend(q, k, v, self.mechanism, masks[self.mask]())
+
+
+@pytest.mark.parametrize(
+    ("name", "mask"),
+    [(name, "lengths") for name in REGISTRY if REGISTRY[name].by_pairs]
+    + [("softmax", "causal"), ("softmax", "valid"), ("quadratic", "causal"), ("quadratic", "valid")]
+    + [("channel", "padding"), ("softmax", "padding"), ("elu", "padding")],
+)
+def test_export_with_a_dynamic_length(name: str, mask: str) -> None:
+    """One program for all lengths, which lets nothing hidden through either."""
+    layer = Layer(REGISTRY[name], mask)
+
+    def given(length: int) -> tuple[Tensor, ...]:
+        q, k, v = inputs(length)
+        return q, k, v, torch.arange(length) < torch.tensor([[length], [length - 2]])
+
+    length = {2: torch.export.Dim("length", min=4, max=4096)}
+    shapes = {"q": length, "k": length, "v": length, "real": {1: length[2]}}
+    program = torch.export.export(layer, given(9), dynamic_shapes=shapes).module()
+    for size in (5, 9, 300):
+        q, k, v, real = given(size)
+        expected = layer(q, k, v, real)
+        assert close(program(q, k, v, real), expected)
+        dirty = program(q, torch.cat([k[:1], spoiled(k[1:])]), torch.cat([v[:1], spoiled(v[1:])]), real)
+        hidden = slice(None) if mask != "causal" else slice(0, size - 1)
+        assert close(dirty[:, :, hidden], expected[:, :, hidden])

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
+from regard.eager import readable
 from regard.mask import Mask
 from regard.structure import EVERYTHING, Structure, reached, structure
 
@@ -25,8 +25,8 @@ class Call:
     """
 
     __slots__ = (
-        "batch", "bias", "groups", "heads", "k", "keys", "mask", "mechanism", "q", "qk_length", "queries", "structure",
-        "v", "value_length",
+        "batch", "bias", "groups", "heads", "k", "keys", "mask", "mechanism", "q", "qk_length", "queries", "square",
+        "structure", "v", "value_length",
     )  # fmt: skip
 
     def __init__(
@@ -47,6 +47,8 @@ class Call:
         self.batch, self.heads, self.queries, self.qk_length = q.shape
         _, self.groups, self.keys, _ = k.shape
         self.value_length = v.shape[3]
+        self.square = bool(self.queries == self.keys)
+        """Whether there are as many queries as keys. A trace that holds lengths open must know early."""
         self.structure: Structure = structure(mask, self.queries, self.keys)
         """What is known of the mask at this shape."""
 
@@ -114,6 +116,8 @@ class Path:
     run: Callable[[Call], Tensor]
     last_sees_all: bool = False
     """Whether the last query meets every key that is computed with, so that a NaN among them shows in its output."""
+    slices: bool = False
+    """Whether padding is left out by slices, so that what it hides is never read."""
 
 
 @dataclass(frozen=True)
@@ -202,26 +206,20 @@ def all_finite() -> Iterator[None]:
         _policy.finite = before
 
 
-def transformed() -> bool:
-    """Whether a transform of torch.func, or forward derivatives, must reach inside every operator."""
-    if torch.compiler.is_compiling():
-        return False
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-
-
 def taint(k: Tensor, v: Tensor) -> Tensor | None:
     """Which keys (B, G, S) carry a NaN or infinity, or whose value does; None if none do.
 
-    While tracing there is nothing to look at, so the answer is always a tensor.
+    Where Python cannot read numbers the answer is always a tensor, and the computation goes on from it.
     """
     if _policy.finite:
         return None
     if k.requires_grad or v.requires_grad:
         k, v = k.detach(), v.detach()
-    if not torch.compiler.is_compiling() and math.isfinite((k.sum() + v.sum()).item()):
+    look = readable(k, v)
+    if look and math.isfinite((k.sum() + v.sum()).item()):
         return None
     tainted = ~(k.isfinite().all(-1) & v.isfinite().all(-1))
-    return tainted if torch.compiler.is_compiling() or bool(tainted.any()) else None
+    return None if look and not bool(tainted.any()) else tainted
 
 
 def cleaned(tensor: Tensor, tainted: Tensor | None) -> Tensor:
@@ -251,7 +249,7 @@ def in_own_dtype(q: Tensor) -> AbstractContextManager[object]:
     A backward pass that torch.compile traces is under the autocast around its forward pass all the same.
     """
     place = "cpu" if q.is_cpu else q.device.type
-    if not torch.is_autocast_enabled(place):
+    if q.is_meta or not torch.is_autocast_enabled(place):
         return _AS_IT_IS
     return torch.autocast(place, enabled=False)
 
@@ -260,9 +258,10 @@ def run_guarded(call: Call, path: Path) -> Tensor:
     """Run a path so that NaN and infinity in masked places reach nothing, forward or backward."""
     if call.empty:
         return nothing(call, call.queries)
-    if call.structure is EVERYTHING:
+    known = call.structure
+    if known is EVERYTHING or (path.slices and known.rows is not None and not known.positional):
         return path.run(call)
-    if path.last_sees_all and not torch.compiler.is_compiling() and not torch.is_grad_enabled():
+    if path.last_sees_all and not torch.is_grad_enabled() and readable(call.k, call.v):
         # A bad number that anyone sees shows in the last query's output, unless it rightly weighs nothing there.
         out = path.run(call)
         if math.isfinite(out.select(2, -1).sum().item()):

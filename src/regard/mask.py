@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor
 
+from regard.eager import readable
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -89,12 +91,12 @@ class Mask:
             query.to(device)[:, None],
             key.to(device),
         )
+        full = (batch, heads, query.shape[0], key.shape[0])
         try:
-            torch.broadcast_shapes(found.shape, (batch, heads, len(query), len(key)))
+            torch.broadcast_shapes(found.shape, full)
         except RuntimeError:
             raise ValueError(
-                f"mask: expected {self!r} to broadcast to {(batch, heads, len(query), len(key))}, "
-                f"got a tensor of shape {tuple(found.shape)}"
+                f"mask: expected {self!r} to broadcast to {full}, got a tensor of shape {tuple(found.shape)}"
             ) from None
         return found.reshape((1,) * (4 - found.ndim) + tuple(found.shape)) if found.ndim < 4 else found
 
@@ -199,6 +201,8 @@ class Padding(Mask):
     label: str = "padding(…)"
     width: int | None = None
     """Over how many keys a user's table spoke; None for lengths, which hold for any number of keys."""
+    ends: Tensor | None = None
+    """Lengths (B,) that Python cannot read, in a trace, in place of intervals or a table."""
 
     @property
     def sizes(self) -> tuple[int | None, int | None]:
@@ -206,9 +210,13 @@ class Padding(Mask):
 
     @property
     def batch(self) -> int:
-        return len(self.rows) if self.rows is not None else len(self.table)  # type: ignore[arg-type]
+        if self.rows is not None:
+            return len(self.rows)
+        return len(self.table if self.ends is None else self.ends)  # type: ignore[arg-type]
 
     def __call__(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        if self.ends is not None:
+            return key < self.ends.to(key.device)[batch]
         if self.rows is None:
             assert self.table is not None
             return self.table.to(key.device)[batch, key]
@@ -239,9 +247,11 @@ class Padding(Mask):
 
     def between(self, low: int, high: int, keys: int) -> "Padding | None":
         """The padding of the keys at [low, high), as positions from 0; None if all of them are real."""
+        if self.ends is not None:
+            return replace(self, ends=(self.ends - low).clamp(0, high - low))
         if self.rows is None:
             valid = self.valid(keys)[:, low:high]
-            return None if bool(valid.all()) else padding_of(valid)
+            return None if readable(valid) and bool(valid.all()) else padding_of(valid)
         size = high - low
         cut = tuple((min(max(a - low, 0), size), min(max(b - low, 0), size)) for a, b in self.rows)
         return None if all(span == (0, size) for span in cut) else Padding(cut)
@@ -633,6 +643,8 @@ def _padding_to(lengths: Tensor | Sequence[int]) -> Padding:
         raise ValueError(f"lengths: expected whole numbers of shape (B,), got {lengths.dtype} {tuple(lengths.shape)}")
     if not isinstance(lengths, Tensor | Sequence):
         raise ValueError(f"lengths: expected whole numbers of shape (B,), got {lengths!r}")
+    if isinstance(lengths, Tensor) and not readable(lengths):
+        return Padding(None, label=f"padding(lengths={tuple(lengths.shape)})", ends=lengths)
     listed = lengths.tolist() if isinstance(lengths, Tensor) else list(lengths)
     counts = [count for count in map(whole_number, listed) if count is not None and count >= 0]
     if len(counts) < len(listed):
@@ -651,7 +663,7 @@ def padding_of(valid: Tensor) -> Padding:
     ends = starts + counts
     position = torch.arange(keys, device=valid.device)
     contiguous = (position >= starts[:, None]) & (position < ends[:, None])
-    if torch.equal(contiguous, valid):
+    if readable(contiguous) and torch.equal(contiguous, valid):
         return Padding(tuple(zip(starts.tolist(), ends.tolist(), strict=True)), label=label)
     return Padding(None, valid, label=label)
 

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from regard.call import Call, Path, cleaned, in_own_dtype, poisoned, taint
 from regard.cost import COUNTED, Cost, Work, accumulator, score_cost, similarity_flops
+from regard.eager import symbolic
 from regard.mask import Mask, MaskFunction, as_mask
 from regard.paths import blocks, reference
 from regard.paths.runs import over_runs
@@ -135,6 +136,8 @@ class Mechanism:
 
     def mix(self, weights: Float[Tensor, "B H T S"], v: Float[Tensor, "B G S V"]) -> Float[Tensor, "B H T V"]:
         """The output from the weights: each query's mean of the values."""
+        if symbolic(weights.shape[2], weights.shape[3]):  # torch.export cannot prove that both lengths reshape
+            return weights @ v.to(weights.dtype).repeat_interleave(weights.shape[1] // v.shape[1], dim=1)
         tiled = rearrange(weights, "b (g r) t s -> b g (r t) s", g=v.shape[1])
         out = tiled @ v.to(weights.dtype)
         return rearrange(out, "b g (r t) v -> b (g r) t v", r=weights.shape[1] // v.shape[1])

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from regard.buffer import Buffer, roomy
+from regard.eager import readable
 from regard.mask import Padding, Span, padding_of
 
 PAGE = 64
@@ -255,7 +256,7 @@ class KeyValueState:
             padding = padding.between(drop, self.length, self.length)
         if tainted is not None:
             left = tainted[..., drop:]
-            tainted = left if torch.compiler.is_compiling() or bool(left.any()) else None
+            tainted = None if readable(left) and not bool(left.any()) else left
         return KeyValueState(tuple(moved(run) for run in self.runs), capacity, kept, padding, tainted)
 
 

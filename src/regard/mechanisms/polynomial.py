@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from regard.eager import transformed
 from regard.mechanisms.kernel import FeatureMechanism
 
 
@@ -38,7 +39,7 @@ class _Square(FeatureMechanism):
         # As d (q·k + b/2d)² plus the rest: no smaller than 0 in any rounding.
         a, b, d = self.coefficients(q.shape[-1])
         score = (q @ k.transpose(-1, -2)).add_(b / (2 * d))
-        square = score.square() if score.requires_grad else score.square_()
+        square = score.square() if score.requires_grad or transformed() else score.square_()
         rest = a - b * b / (4 * d)
         if d != 1:
             square = square.mul_(d)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from regard.call import Call, Path, nothing
+from regard.eager import readable, symbolic
 from regard.mask import Span
 from regard.paths import sdpa
 from regard.structure import QUERY_BLOCK, blocks, positions
@@ -18,8 +19,10 @@ WINDOW_BLOCK = 64
 
 def cannot(call: Call) -> str | None:
     """Why this path cannot serve a call; None if it can."""
-    if call.queries <= QUERY_BLOCK and call.mask is None:
+    if call.mask is None and call.queries <= QUERY_BLOCK:
         return f"one block of {QUERY_BLOCK} queries sees all keys: nothing to split"
+    if symbolic(call.queries, call.keys):
+        return "a trace that holds a length open cannot cut it into blocks"
     return None
 
 
@@ -52,7 +55,7 @@ class _Views:
         assert self.call.mask is not None
         visible = self.call.mask.at(self.call.batch, self.call.heads, place, positions(spans), self.call.q.device)
         some = visible.any(-1, keepdim=True)
-        blind = None if not torch.compiler.is_compiling() and bool(some.all()) else ~some
+        blind = None if readable(some) and bool(some.all()) else ~some
         self.seen[shape] = visible, blind
         return visible, blind
 

@@ -12,6 +12,7 @@ from einops import rearrange
 from torch import Tensor
 
 from regard.call import Call, Path, in_own_dtype, nothing
+from regard.eager import symbolic, transformed
 from regard.paths.rows import by_interval
 from regard.paths.sums import Step, alone, compare, diagonal_of, fold, meet, no_sums, steps, sweep, tiled
 from regard.structure import Structure, reached
@@ -34,6 +35,8 @@ def quadratic(mechanism: "FeatureMechanism", qk_length: int, known: Structure) -
 def cannot(call: Call) -> str | None:
     """Why this path cannot serve a call; None if it can."""
     mechanism: Any = call.mechanism
+    if symbolic(call.queries, call.keys):
+        return "a trace that holds a length open cannot cut it into chunks"
     return quadratic(mechanism, call.qk_length, call.structure)
 
 
@@ -69,7 +72,8 @@ def _whole(mechanism: Any, q: Tensor, k: Tensor, v: Tensor, offset: int | None, 
     plan = steps(q.shape[2], k.shape[2], offset)
     learned = mechanism.parameters()
     needed = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, *learned))
-    if needed and not torch.compiler.is_compiling() and not mechanism.captured(q.shape[3]):
+    traced = torch.compiler.is_compiling() or transformed()
+    if needed and not traced and not mechanism.captured(q.shape[3]):
         out = _Sweep.apply(  # type: ignore[no-untyped-call]
             mechanism, plan, offset, real, rows, keys, values, *learned
         )
@@ -251,4 +255,4 @@ class _Backward:
             normaliser_grad += torch.autograd.grad(den, normaliser, den_grad)[0]
 
 
-PATH = Path("chunked", cannot, run)
+PATH = Path("chunked", cannot, run, slices=True)

@@ -17,7 +17,8 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 from regard import cpu
-from regard.call import Call, Path, transformed
+from regard.call import Call, Path
+from regard.eager import transformed
 from regard.mask import Span
 from regard.paths import sdpa
 
@@ -29,10 +30,10 @@ LEAST = 1 << 19
 
 def cannot(call: Call) -> str | None:
     """Why this path cannot serve a call; None if it can."""
-    if call.queries > 1 or call.heads // call.groups > sdpa.MOST_ROWS:
-        return f"made for one query, and up to {sdpa.MOST_ROWS} heads of it a key/value head"
     if (reason := sdpa.few(call)) is not None:
         return reason
+    if call.queries > 1 or call.heads // call.groups > sdpa.MOST_ROWS:
+        return f"made for one query, and up to {sdpa.MOST_ROWS} heads of it a key/value head"
     if call.structure.rest is not None or (call.structure.paddings and call.structure.rows is None):
         return "the keys that the mask shows are no interval"
     return unfit(call)
@@ -69,7 +70,7 @@ def run(call: Call) -> Tensor:
     return torch.ops.regard.decode(call.q, call.k, call.v, sdpa.scale(call), spans, call.structure.before)
 
 
-PATH = Path("decode", cannot, run, last_sees_all=True)
+PATH = Path("decode", cannot, run, last_sees_all=True, slices=True)
 
 _LIBRARY = torch.library.Library("regard", "DEF")
 _LIBRARY.define("decode(Tensor q, Tensor k, Tensor v, float scale, Tensor? spans, int? before) -> Tensor")

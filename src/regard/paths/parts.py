@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.call import Call, Path, transformed
+from regard.call import Call, Path
+from regard.eager import symbolic
 from regard.paths import decode, sdpa
 from regard.paths.rows import by_interval
 
@@ -32,11 +33,9 @@ def cannot(call: Call) -> str | None:
         return "made for causal masks"
     if (reason := sdpa.not_intervals(call)) is not None:
         return reason
-    if call.queries == call.keys:
+    if call.square:
         return "as many queries as keys are one call"
-    if not call.q.is_cpu:
-        return "made for the CPU"
-    return "a transform would have to derive its log-sum-exp, which PyTorch does not" if transformed() else None
+    return None if call.q.is_cpu else "made for the CPU"
 
 
 def run(call: Call) -> Tensor:
@@ -51,6 +50,8 @@ def run(call: Call) -> Tensor:
 def _by_ourselves(call: Call) -> bool:
     """Whether machine code of our own reads the old keys, for all query heads of a key/value head at once."""
     rows = call.heads // call.groups
+    if symbolic(call.queries, call.keys):
+        return False
     return rows <= sdpa.MOST_ROWS and rows * call.queries <= MOST_ROWS and decode.unfit(call) is None
 
 

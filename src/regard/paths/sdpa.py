@@ -13,6 +13,7 @@ from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from regard.call import Call, Path
+from regard.eager import symbolic, transformed
 from regard.paths.rows import by_interval
 
 ROUND = 128
@@ -23,15 +24,19 @@ MOST_ROWS = 64
 
 def unfit(call: Call) -> str | None:
     """Why SDPA cannot compute this mechanism under any mask; None if it can."""
+    if transformed():
+        return "transforms of torch.func and forward derivatives reach into plain operators alone"
     return "SDPA does not compute this mechanism" if call.mechanism.sdpa_scale(call.qk_length) is None else None
 
 
 def few(call: Call) -> str | None:
     """Why a call is not a few queries of plain softmax on a CPU; None if it is."""
+    if symbolic(call.queries, call.keys):
+        return "a trace that holds a length open takes one form for all of them"
     if call.queries > 1 and call.queries * (call.heads // call.groups) > MOST_ROWS:
         return f"more than {MOST_ROWS} query rows a key/value head: a tile for each query head is faster"
-    if unfit(call) is not None:
-        return "made for plain softmax"
+    if (reason := unfit(call)) is not None:
+        return reason
     if call.bias is not None:
         return "a bias needs the score form"
     return None if call.q.is_cpu else "made for the CPU"
@@ -41,7 +46,7 @@ def cannot(call: Call) -> str | None:
     """Why this path cannot serve a call; None if it can."""
     if (reason := not_intervals(call)) is not None:
         return reason
-    if call.structure.causal and call.queries != call.keys:
+    if call.structure.causal and not call.square:
         return "SDPA aligns is_causal to the first key, not the last, when T and S differ"
     return None
 
@@ -173,4 +178,4 @@ for _kernel, _formula in (
     if _kernel not in flop_registry:
         register_flop_formula(_kernel)(_formula)
 
-PATH = Path("sdpa", cannot, run, last_sees_all=True)
+PATH = Path("sdpa", cannot, run, last_sees_all=True, slices=True)

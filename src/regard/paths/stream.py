@@ -9,6 +9,7 @@ from einops import rearrange
 from torch import Tensor
 
 from regard.call import poisoned
+from regard.eager import readable
 from regard.mask import Padding
 from regard.mask import causal as causal_mask
 from regard.paths.sums import steps, sweep, tiled
@@ -92,4 +93,4 @@ def _folded_taint(state: KernelState, tainted: Tensor | None, valid: Tensor | No
     found = _taint(state, tainted, valid, tainted.shape[-1])
     assert found is not None
     more = found[..., : fold_to + 1].any(-1)
-    return more if state.tainted is not None or torch.compiler.is_compiling() or bool(more.any()) else None
+    return None if state.tainted is None and readable(more) and not bool(more.any()) else more

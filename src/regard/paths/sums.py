@@ -22,6 +22,7 @@ from einops import rearrange
 from torch import Tensor
 
 from regard.cost import accumulator
+from regard.eager import transformed
 
 CHUNK = 256
 """Keys folded at a time: long enough for the matrix units, short enough for the chunk's quadratic part."""
@@ -96,7 +97,7 @@ def sweep(
     history: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Walk the steps. Gives the output (M, R, T, V) and the sums after the last fold."""
-    kind, keep = sums.dtype, torch.is_grad_enabled() or torch.compiler.is_compiling()
+    kind, keep = sums.dtype, torch.is_grad_enabled() or torch.compiler.is_compiling() or transformed()
     first = min([step.start for step in plan if not step.folds] or [q.shape[2]])
     parts = [q.new_zeros(*q.shape[:2], first, v.shape[-1])]  # queries before the first key
     room = None if keep else _room(mechanism, plan, q, k, kind, history)
@@ -164,7 +165,8 @@ def compare(
         similar = phi @ mechanism.summed_features(k).transpose(-1, -2)
     if diagonal is not None:
         heads = similar.unflatten(1, q.shape[1:3])
-        similar = (heads.tril(diagonal) if heads.requires_grad else heads.tril_(diagonal)).flatten(1, 2)
+        recorded = heads.requires_grad or transformed()
+        similar = (heads.tril(diagonal) if recorded else heads.tril_(diagonal)).flatten(1, 2)
     if real is not None:
         similar = similar.masked_fill(~real[:, None], 0)
     return similar, phi

@@ -1,0 +1,34 @@
+"""Whether a computation runs now, on numbers that Python can read, or is being traced or transformed."""
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
+
+
+def transformed() -> bool:
+    """Whether a transform of torch.func, or forward derivatives, must reach inside every operator."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def readable(*tensors: Tensor) -> bool:
+    """Whether Python can read numbers of these tensors: not in a trace or transform, not where there are none.
+
+    >>> import torch
+    >>> readable(torch.zeros(1)), readable(torch.zeros(1, device="meta"))
+    (True, False)
+    >>> torch.vmap(lambda x: x + readable(x))(torch.zeros(2))
+    tensor([0., 0.])
+    """
+    if torch.compiler.is_compiling() or transformed():
+        return False
+    if any(t.is_meta or isinstance(t, FakeTensor) for t in tensors):
+        return False
+    return not any(t.is_cuda for t in tensors) or not torch.cuda.is_current_stream_capturing()
+
+
+def symbolic(*sizes: int) -> bool:
+    """Whether a trace holds one of these sizes open, as torch.export does for a dynamic dimension."""
+    return any(isinstance(size, torch.SymInt) for size in sizes)
