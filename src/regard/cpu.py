@@ -17,6 +17,7 @@ import torch
 LANES = {"AVX512": 16, "AVX2": 8}.get(torch.backends.cpu.get_cpu_capability(), 0)
 """Float32 numbers in a register of this processor; 0 where no machine code is made for it."""
 _OPENMP = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*"))
+_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _HAS_LLVM = find_spec("llvmlite") is not None
 
 
@@ -51,7 +52,7 @@ def missing() -> str | None:
 def in_parallel(code: int, fields: int, threads: int) -> None:
     """`code(fields)` on each of some threads, PyTorch's own: others would wait for its threads, which spin."""
     if threads == 1:
-        ctypes.CFUNCTYPE(None, ctypes.c_void_p)(code)(fields)
+        _FUNCTION(code)(fields)
     else:
         _openmp().GOMP_parallel(ctypes.c_void_p(code), ctypes.c_void_p(fields), threads, 0)
 

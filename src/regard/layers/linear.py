@@ -9,6 +9,7 @@ to, is 1.2 to 1.7 times as fast as BLAS for up to 256 rows of large weights.
 import ctypes
 import math
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -172,31 +173,36 @@ _LIBRARY.define("linear(Tensor x, Tensor weight, Tensor? scale) -> Tensor")
 
 def _multiply(x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
     """x (…, D) in float32 with weights (E, D) in float32, or in int8 with a float32 scale for each row."""
+    if (reason := cpu.missing()) is not None:
+        raise ValueError(f"linear: expected a machine that can run it, got one that cannot: {reason}")
+    (rows, width), kind, threads = weight.shape, "float32" if scale is None else "int8", torch.get_num_threads()
+    if x.shape[-1] != width or width % MULTIPLE or x.dtype is not torch.float32 or weight.dtype is not _KINDS[kind]:
+        raise ValueError(f"linear: expected a width that is a multiple of {MULTIPLE}, and float32 tokens")
+    x, weight = x.contiguous(), weight.contiguous()
+    out = torch.empty(*x.shape[:-1], rows, dtype=torch.float32, device="cpu")
+    code, fields, tasks, step, block = _program(kind, rows, width, threads, cpu.LANES)
+    places = weight.data_ptr(), 0 if scale is None else scale.data_ptr()
+    tokens, most = _rows(x, weight), max(24, MOST_TOKENS_WIDE // width)
+    for first in range(0, tokens, most):
+        count, read, written = min(most, tokens - first), x.data_ptr() + 4 * first * width, 4 * first * rows
+        told = fields(0, tasks, count, width, rows, step, block, read, *places, out.data_ptr() + written)
+        cpu.in_parallel(code, ctypes.addressof(told), min(threads, tasks))
+    return out
+
+
+_KINDS = {"float32": torch.float32, "int8": torch.int8}
+
+
+@cache
+def _program(kind: str, rows: int, width: int, threads: int, lanes: int) -> tuple[int, Any, int, int, int]:
+    """The code, the type of what it is told, and how the weights are split: tasks, rows of each, and columns."""
     # llvmlite is imported only when a product needs it.
     from regard.layers.linear_code import COLUMNS, FIELDS, ROWS, source
     from regard.paths.machine_code import compiled
 
-    if (reason := cpu.missing()) is not None:
-        raise ValueError(f"linear: expected a machine that can run it, got one that cannot: {reason}")
-    (rows, width), kind = weight.shape, torch.float32 if scale is None else torch.int8
-    if x.shape[-1] != width or width % MULTIPLE or x.dtype is not torch.float32 or weight.dtype is not kind:
-        raise ValueError(f"linear: expected a width that is a multiple of {MULTIPLE}, and float32 tokens")
-    x, weight = x.contiguous(), weight.contiguous()
-    out = torch.empty(*x.shape[:-1], rows, dtype=torch.float32, device="cpu")
-    code, threads = compiled(source, str(kind).removeprefix("torch."), cpu.LANES), torch.get_num_threads()
-    step = min(ROWS, -(-rows // (8 * threads)) * 4)
-    blocks, tasks = -(-width // COLUMNS), -(-rows // step)
-    told = {
-        "next": 0, "tasks": tasks, "width": width, "rows": rows, "step": step, "weight": weight.data_ptr(),
-        "block": -(-width // (blocks * MULTIPLE)) * MULTIPLE, "scale": 0 if scale is None else scale.data_ptr(),
-    }  # fmt: skip
-    tokens, most = _rows(x, weight), max(24, MOST_TOKENS_WIDE // width)
-    for first in range(0, tokens, most):
-        told["tokens"] = min(most, tokens - first)
-        told["x"], told["out"] = x.data_ptr() + 4 * first * width, out.data_ptr() + 4 * first * rows
-        fields = (ctypes.c_int64 * len(FIELDS))(*(told[name] for name in FIELDS))
-        cpu.in_parallel(code, ctypes.addressof(fields), min(threads, tasks))
-    return out
+    step, blocks = min(ROWS, -(-rows // (8 * threads)) * 4), -(-width // COLUMNS)
+    block = -(-width // (blocks * MULTIPLE)) * MULTIPLE
+    return compiled(source, kind, lanes), ctypes.c_int64 * len(FIELDS), -(-rows // step), step, block
 
 
 def _shape(x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:

@@ -17,8 +17,9 @@ FIELDS = ("next", "tasks", "tokens", "width", "rows", "step", "block", "x", "wei
 is `step` rows of the weights, at most `ROWS`; `block` of their columns, at most `COLUMNS`, are widened at a time. The
 width and `block` are multiples of `MULTIPLE`."""
 DIRECT, ROWS, COLUMNS = 4, 32, 768
-_AHEAD = 2048
-"""Bytes that are asked for ahead of their use: weights lie in rows too short for a processor to foresee the next."""
+_AHEAD = {"int8": 2048, "float32": 512}
+"""Weights are asked for so many numbers ahead of their use: their rows are too short for a processor to foresee the
+next."""
 
 
 def source(dtype: str, lanes: int) -> str:
@@ -57,7 +58,7 @@ def _direct(code: Code, field: dict[str, Any], address: dict[str, Any], tokens: 
     whole = b.and_(width, I64(-group))
     with code.loop(I64(0), whole, group) as column:
         if tokens > 2:  # below, the processor itself is fast enough
-            _fetch(code, weights, column, group)
+            code.prefetch(code.at(weights, b.add(column, I64(_AHEAD[code.dtype])), code.stored), group)
         for turn in range(4):
             add(b.add(column, I64(turn * code.lanes)), turn)
     with code.loop(whole, width, code.lanes) as column:
@@ -83,7 +84,7 @@ def _tiles(
             here = code.at(weights, b.add(b.mul(row, stride), start), code.stored)
             there = code.at(widened, b.mul(b.sub(row, low), field["block"]))
             with code.loop(I64(0), count, MULTIPLE) as column:
-                _fetch(code, here, column, MULTIPLE)
+                code.prefetch(code.at(here, b.add(column, I64(_AHEAD[code.dtype])), code.stored), MULTIPLE)
                 for lane in range(0, MULTIPLE, code.lanes):
                     place = b.add(column, I64(lane))
                     code.write(code.vector(here, place, code.stored), there, place)
@@ -113,13 +114,6 @@ def _tiles(
             with code.loop(whole, high) as row:
                 tile(1, tokens, row, token)
         first = last
-
-
-def _fetch(code: Code, weights: Any, column: Any, count: int) -> None:
-    """Ask for the weights that come after some columns."""
-    size = 1 if code.dtype == "int8" else 4
-    for line in range(0, count * size, 64):
-        code.prefetch(code.at(weights, code.b.add(column, I64((line + _AHEAD) // size)), code.stored))
 
 
 def _write(

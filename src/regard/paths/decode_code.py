@@ -71,7 +71,13 @@ def source(qk_length: int, value_length: int, rows: int, dtype: str, lanes: int)
             def tile(size: int, row: Any) -> None:
                 here = code.at(queries, b.mul(row, I64(qk_length)))
                 keys, values = (code.at(t, b.mul(start, field[f"{n}_token"]), stored) for n, t in (("k", k), ("v", v)))
-                _score(code, size, here, keys, field["k_token"], count, qk_length, weights)
+
+                def fetch(s: Any) -> None:
+                    """Values are read some columns at a time, which no processor foresees; many rows hide that."""
+                    if rows <= 4:
+                        code.prefetch(code.at(values, b.mul(s, field["v_token"]), stored), value_length)
+
+                _score(code, size, here, keys, field["k_token"], count, qk_length, weights, fetch)
                 fading = _weigh(code, size, weights, count, code.at(tops, row), code.at(totals, row))
                 out = code.at(sums, b.mul(row, I64(value_length)))
                 _add(code, size, fading, weights, values, field["v_token"], count, value_length, out)
@@ -88,10 +94,13 @@ def source(qk_length: int, value_length: int, rows: int, dtype: str, lanes: int)
     return str(code.module)
 
 
-def _score(code: Code, size: int, queries: Any, keys: Any, stride: Any, count: Any, length: int, weights: Any) -> None:
+def _score(
+    code: Code, size: int, queries: Any, keys: Any, stride: Any, count: Any, length: int, weights: Any, fetch: Any
+) -> None:
     """weights[s, row] = queries[row] · keys[s]. A key after the other: in any other order memory answers later."""
     b = code.b
     with code.loop(I64(0), count) as s:
+        fetch(s)
         here = code.at(keys, b.mul(s, stride), code.stored)
         products = [code.constant(0)] * size
         for column in range(0, length, code.lanes):

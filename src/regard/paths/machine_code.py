@@ -16,6 +16,7 @@ from llvmlite import ir
 I64, I32, F32, F64 = ir.IntType(64), ir.IntType(32), ir.FloatType(), ir.DoubleType()
 POINTER = ir.PointerType()
 STORED = {"float32": F32, "float16": ir.HalfType(), "bfloat16": ir.IntType(16), "int8": ir.IntType(8)}
+_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}
 _ROUNDER = 1.5 * 2**23
 """Added to a float32, leaves its nearest whole number in the last bits."""
 _POWERS = (1.5403530e-4, 1.3333558e-3, 9.6181291e-3, 5.5504109e-2, 2.4022651e-1, 6.9314718e-1, 1.0)
@@ -157,9 +158,11 @@ class Code:
         """The smaller of two whole numbers."""
         return self.b.select(self.b.icmp_signed("<", x, y), x, y)
 
-    def prefetch(self, place: Any) -> None:
-        """Ask for what lies there, if anything does, to be read into the core's own cache."""
-        self.b.call(self._prefetch, [place, I32(0), I32(3), I32(1)])
+    def prefetch(self, place: Any, count: int) -> None:
+        """Ask for `count` stored numbers, if there are so many, to be read into the core's own cache."""
+        line = 64 // _BYTES[self.dtype]
+        for first in range(0, count, line):
+            self.b.call(self._prefetch, [self.at(place, first, self.stored), I32(0), I32(3), I32(1)])
 
     def picked(self, x: Any, places: Sequence[int], y: Any = None) -> Any:
         """The numbers at these places of x, or of x and y one behind the other."""
