@@ -238,17 +238,20 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("point", "earlier"), [("before rename", False), ("after rename", True)])
+@pytest.mark.parametrize(
+    ("point", "number", "earlier"), [("mid-write", 1, False), ("before rename", 3, False), ("after rename", 3, True)]
+)
 def test_a_killed_convert_leaves_a_whole_checkpoint_or_none(
-    small: Path, tmp_path: Path, point: str, earlier: bool
+    small: Path, tmp_path: Path, point: str, number: int, earlier: bool
 ) -> None:
-    """Killed where its folder takes its name, and between the two renames that replace an earlier checkpoint."""
+    """Killed in the midst of a file, before its folder takes its name (two files have taken theirs), and between the
+    two renames that replace an earlier checkpoint."""
     if earlier:
         shutil.copytree(small, tmp_path / "out")
     asked = {"job": "regard", "folder": str(tmp_path), "marker": str(tmp_path / "killed"), "rank": 0, "group": False}
-    asked |= {"point": f"{point}, elsewhere", "number": 1}
+    asked |= {"point": f"{point}, elsewhere", "number": number}
     environment = {**os.environ, "CHAOS": json.dumps(asked)}
     done = finished(chaos.__file__, "--child", "--", "convert", "rxnmapper", "out", cwd=tmp_path, env=environment)
     assert done.returncode == -9, done.stderr
-    whole = [path for path in (tmp_path / "out", *tmp_path.glob(".*-former")) if (path / "config.json").exists()]
-    assert [type(rg.load(path)) for path in whole] == ([rg.Decoder] if earlier else [])
+    assert not (tmp_path / "out").exists()
+    assert [type(rg.load(path)) for path in tmp_path.glob(".*-former")] == [rg.Decoder] * earlier

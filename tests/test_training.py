@@ -3,8 +3,6 @@
 import math
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import regard as rg
+from processes import finished
 from regard.layers.attention import Attend
 from regard.models.registry import MODELS
 from regard.training import IGNORED, Settings, Task, train
@@ -353,29 +352,21 @@ from test_training import Counting, settings
 from regard.training import train
 from regard.training.parallel import placed
 with placed("cpu", sys.argv[3]) as place:
-    task = Counting()
-    changes = {"precision": "float64", "schedule": "constant", "steps": int(sys.argv[4]), "save_every": 3}
-    train(task, settings(**changes), Path(sys.argv[2]), place=place)
+    for steps in (6, 12):  # the second goes on from the checkpoint of the first
+        changes = {"precision": "float64", "schedule": "constant", "steps": steps, "save_every": 3}
+        train(Counting(), settings(**changes), Path(sys.argv[2]), place=place)
 """
-
-
-def ranks(tmp_path, folder, number, strategy, steps=12):
-    script = tmp_path / "ranks.py"
-    script.write_text(RANKS)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(number), "--master-port", "0"]
-    command += ["--standalone", str(script), str(ROOT / "tests"), str(folder), strategy, str(steps)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_two_processes_are_one(tmp_path, strategy):
     task = Counting()
     train(task, settings(precision="float64", schedule="constant"), tmp_path / "one")
-    ranks(tmp_path, tmp_path / "two", 2, strategy, steps=6)
-    ranks(tmp_path, tmp_path / "two", 2, strategy)  # goes on after step 6
+    (tmp_path / "ranks.py").write_text(RANKS)
+    command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "--standalone"]
+    command += map(str, (tmp_path / "ranks.py", ROOT / "tests", tmp_path / "two", strategy))
+    done = finished(*command, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr[-3000:]
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), abs=1e-10)
     found = rg.load(tmp_path / "two/model").state_dict()
     for name, tensor in rg.load(tmp_path / "one/model").state_dict().items():
