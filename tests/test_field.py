@@ -640,3 +640,45 @@ def test_pytorch_195460_flops_are_counted_and_know_causality(mask: rg.Mask | Non
     )
     assert rg.cost(rg.Softmax(), work).flops == 2 * pairs * (K + V)
     assert pairs > 0
+
+
+HALF_BUDGETS = {torch.float16: 1e-3, torch.bfloat16: 8e-3}
+"""One unit in the last place of the largest output: fixed, so that no code of ours sets its own allowance."""
+LONG = 1100
+"""Keys of a row, over which scores rounded to half would show."""
+
+
+@every_mechanism
+@pytest.mark.parametrize("dtype", HALF_BUDGETS, ids=str)
+@pytest.mark.parametrize("mask", ["none", "causal", "padding", "window", "table"])
+@torch.no_grad()
+def test_long_rows_in_half_precision_keep_a_fixed_budget(name: str, mask: str, dtype: torch.dtype) -> None:
+    mechanism, queries = PAIRS[name], 3
+    q, k, v = inputs(queries, LONG, dtype)
+    if isinstance(mechanism, rg.Softmax):
+        q = q * 6  # scores of some ±25, which half precision has 1 % apart, and bfloat16 12 %
+    real = torch.arange(LONG) >= torch.tensor([[0], [40]])
+    table, far = draw(queries, LONG, seed=9) > -1, torch.arange(LONG - queries, LONG) - 1050
+    masks = {
+        "none": (None, everything(queries, LONG)),
+        "causal": (rg.causal, lower(queries, LONG)),
+        "padding": (rg.padding(valid=real), real[:, None, None]),
+        "window": (rg.window(before=1050), lower(queries, LONG) & (torch.arange(LONG) >= far[:, None])),
+        "table": (rg.dense(table), table),
+    }
+    rule, visible = masks[mask]
+    bias = (20 + draw(H, queries, LONG, seed=4)).to(dtype) if mechanism.takes_bias else None
+    for added in (None, bias) if mechanism.takes_bias else (None,):
+        expected = plain(mechanism, q, k, v, visible) if added is None else biased(mechanism, q, k, v, visible, added)
+        for path in [
+            one.name for one in mechanism.paths() if one.cannot(Call(mechanism, q, k, v, rule, added)) is None
+        ]:
+            out = rg.attend(q, k, v, mechanism, rule, bias=added, path=path)
+            off = (out.double() - expected).abs().max() / expected.abs().max()
+            assert off <= HALF_BUDGETS[dtype], (path, "bias" if added is not None else "", off)
+
+
+def biased(mechanism: Any, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, bias: Tensor) -> Tensor:
+    """Softmax with an additive term, in float64: weights without it times its exponential, over their sum."""
+    similar = plain_weights(mechanism, q, k, visible) * bias.double().exp()
+    return similar / similar.sum(-1, keepdim=True) @ v.double().repeat_interleave(H // G, dim=1)
