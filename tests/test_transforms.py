@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import regard as rg
 from regard.call import all_finite
@@ -197,3 +197,15 @@ def test_export_with_a_dynamic_length(name: str, mask: str) -> None:
         dirty = program(q, torch.cat([k[:1], spoiled(k[1:])]), torch.cat([v[:1], spoiled(v[1:])]), real)
         hidden = slice(None) if mask != "causal" else slice(0, size - 1)
         assert close(dirty[:, :, hidden], expected[:, :, hidden])
+
+
+def test_a_table_of_padding_is_made_once_and_is_plain() -> None:
+    """All layers of a step share it, so that no mode in which the first of them ran may stick to it."""
+    lengths = [3, 5, 7, 1]
+    with FakeTensorMode():
+        assert isinstance(rg.padding(lengths).valid(9), FakeTensor)
+    with torch.inference_mode():
+        table = rg.padding(lengths).valid(9)
+    assert rg.padding(lengths).valid(9) is table
+    assert not table.is_inference()
+    assert torch.equal(table, torch.arange(9) < torch.tensor(lengths)[:, None])

@@ -29,6 +29,11 @@ def readable(*tensors: Tensor) -> bool:
     return not any(t.is_cuda for t in tensors) or not torch.cuda.is_current_stream_capturing()
 
 
+def untouched() -> bool:
+    """Whether tensors made here are plain ones, which may be kept for later: no trace, transform or mode is at work."""
+    return not torch.compiler.is_compiling() and not transformed() and torch._C._len_torch_dispatch_stack() == 0
+
+
 def symbolic(*sizes: int) -> bool:
     """Whether a trace holds one of these sizes open, as torch.export does for a dynamic dimension."""
     return any(isinstance(size, torch.SymInt) for size in sizes)

@@ -11,13 +11,14 @@ at the last key: one cached step, a chunked prefill and the whole sequence all m
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from regard.eager import readable
+from regard.eager import readable, untouched
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -243,6 +244,8 @@ class Padding(Mask):
         """The table (B, S) of real keys."""
         if self.table is not None:
             return self.table.to(device)
+        if self.rows is not None and untouched():
+            return _table(self.rows, keys, torch.device("cpu" if device is None else device))
         return self.at(self.batch, 1, torch.zeros(1, dtype=torch.long), torch.arange(keys), device)[:, 0, 0]
 
     def between(self, low: int, high: int, keys: int) -> "Padding | None":
@@ -276,6 +279,14 @@ class Padding(Mask):
 
     def __repr__(self) -> str:
         return self.label
+
+
+@lru_cache(maxsize=32)
+def _table(rows: tuple[Span, ...], keys: int, device: torch.device) -> Tensor:
+    """Which keys of each batch row are real, (B, S): made once for all layers of a step. Nobody writes to it."""
+    with torch.inference_mode(False):
+        bounds, place = torch.tensor(rows, device=device).view(-1, 2, 1), torch.arange(keys, device=device)
+        return (place >= bounds[:, 0]) & (place < bounds[:, 1])
 
 
 @dataclass(frozen=True, eq=False, repr=False)

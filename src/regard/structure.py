@@ -58,6 +58,8 @@ class Structure:
         """The table (B, S) of real keys, or None without padding."""
         if not self.paddings:
             return None
+        if len(self.paddings) == 1:
+            return self.paddings[0].valid(keys, device)
         return torch.stack([one.valid(keys, device) for one in self.paddings]).all(0)
 
 

@@ -27,6 +27,8 @@ def run(call: Call) -> Tensor:
     valid = call.structure.valid(call.keys, call.q.device)
     if valid is None:
         return _tiles(call, None)
+    if call.structure.rows is not None and all(low < high for low, high in call.structure.rows):
+        return _tiles(call, valid[:, None, None])
     empty = ~valid.any(-1)[:, None, None, None]
     return _tiles(call, valid[:, None, None] | empty).masked_fill(empty, 0)
 
