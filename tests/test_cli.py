@@ -42,6 +42,10 @@ class Signed(rg.Mechanism):
 @dataclass(frozen=True, kw_only=True)
 class Sized(rg.Mechanism):
     size: int
+
+
+def projected():
+    return rg.Kernel(feature_map=torch.nn.Sequential(torch.nn.Linear(64, 4), torch.nn.Softplus()))
 """
 
 
@@ -107,6 +111,7 @@ def test_version_is_the_package_version(inside: Inside) -> None:
         (["check", "softmax", "--examples", "0"], "examples"),
         (["check", "--own", "mine.py:Nothing"], "Nothing"),
         (["check", "--own", "mine.py:Sized"], "size"),
+        (["check", "--own", "mine.py:projected"], "qk_length: expected one that Kernel takes, got 4"),
         (["check", "--own", "mine.py:torch"], "regard.Mechanism"),
         (["check", "--own", "mine"], "module:name"),
         (["check", "--own", "broken.py:Any"], "nothing_of_this_name"),
@@ -177,6 +182,12 @@ def test_own_mechanism_that_holds_exits_0(inside: Inside, folder: Path) -> None:
     done = inside("check", "--own", "mine:Cauchy", *QUICK, cwd=folder)
     assert done.returncode == 0
     assert done.stdout.startswith("Cauchy(): every law holds")
+
+
+def test_own_mechanism_for_heads_of_one_length(inside: Inside, folder: Path) -> None:
+    done = inside("check", "--own", "mine.py:projected", "--qk-length", "64", *QUICK, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert "every law holds" in done.stdout
 
 
 def test_own_mechanism_that_breaks_a_law_exits_1_with_a_counterexample(inside: Inside, folder: Path) -> None:
