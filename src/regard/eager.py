@@ -24,9 +24,12 @@ def readable(*tensors: Tensor) -> bool:
     """
     if torch.compiler.is_compiling() or transformed():
         return False
-    if any(t.is_meta or isinstance(t, FakeTensor) for t in tensors):
-        return False
-    return not any(t.is_cuda for t in tensors) or not torch.cuda.is_current_stream_capturing()
+    for tensor in tensors:  # a loop: this is asked at every step
+        if tensor.is_meta or isinstance(tensor, FakeTensor):
+            return False
+        if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+            return False
+    return True
 
 
 def untouched() -> bool:

@@ -45,7 +45,9 @@ class Run:
 
     def of(self, tensor: Tensor) -> Tensor:
         """Its rows of a tensor (B, …): a view where they are neighbours."""
-        low, high = (self.rows[0], self.rows[-1] + 1) if self.rows else (0, 0)
+        if len(self.rows) == len(tensor):
+            return tensor
+        low, high = self.rows[0], self.rows[-1] + 1
         return tensor[low:high] if high - low == len(self.rows) else tensor[list(self.rows)]
 
     def split(self, spans: tuple[Span, ...] | None, start: int, end: int, capacity: int) -> "list[Run]":
@@ -130,7 +132,7 @@ class KeyValueState:
 
     @property
     def batch(self) -> int:
-        return sum(len(run.rows) for run in self.runs)
+        return len(self.runs[0].rows) if len(self.runs) == 1 else sum(len(run.rows) for run in self.runs)
 
     @property
     def keys(self) -> Tensor:
@@ -192,9 +194,12 @@ class KeyValueState:
         for run in runs:
             here = max(0, run.begin - self.length)
             if here < new:
-                keys, values = run.of(k)[:, :, here:], run.of(v)[:, :, here:]
+                keys, values = run.of(k), run.of(v)
+                if here:
+                    keys, values = keys[:, :, here:], values[:, :, here:]
                 start, room = max(0, self.length - run.begin), self.capacity - run.begin
-                run = replace(run, buffer=run.buffer.extended(start, keys, values, room, recorded))
+                buffer = run.buffer.extended(start, keys, values, room, recorded)
+                run = run if buffer is run.buffer else replace(run, buffer=buffer)
             longer.append(run)
         return KeyValueState(tuple(longer), self.capacity, end, padding, tainted)
 
