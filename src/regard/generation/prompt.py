@@ -199,11 +199,12 @@ def _flatten(prompt: Prompt) -> tuple[dict[str, Tensor], dict[str, Any]]:
     tensors = {"logits": prompt.logits}
     layers = [_put(f"layer.{index}", layer, tensors) for index, layer in enumerate(state.layers)]
     if state.padding is not None:
-        tensors["padding"] = state.padding.valid(state.length)
+        # Layers share their tables, and a file holds no tensor twice: clones.
+        tensors["padding"] = state.padding.valid(state.length).clone()
     for index, layer in enumerate(state.memory or ()):
         tensors |= {f"memory.{index}.{name}": tensor for name, tensor in zip(PARTS, layer, strict=False)}
     if isinstance(state.memory_mask, Padding) and state.memory:
-        tensors["memory.padding"] = state.memory_mask.valid(state.memory[0][0].shape[2])
+        tensors["memory.padding"] = state.memory_mask.valid(state.memory[0][0].shape[2]).clone()
     plan = {
         "version": VERSION,
         "reader": prompt.reader,
@@ -219,7 +220,7 @@ def _put(name: str, state: KeyValueState | KernelState, tensors: dict[str, Tenso
     if isinstance(state, KernelState):
         tensors[f"{name}.sums"], tensors[f"{name}.normaliser"] = state.sums, state.normaliser
         if state.padding is not None:
-            tensors[f"{name}.folded"] = state.padding.valid(state.folded)
+            tensors[f"{name}.folded"] = state.padding.valid(state.folded).clone()
         if state.tainted is not None:
             tensors[f"{name}.bad"] = state.tainted
         return {"kind": "sums", "folded": state.folded, "recent": _put(f"{name}.recent", state.recent, tensors)}
@@ -227,7 +228,7 @@ def _put(name: str, state: KeyValueState | KernelState, tensors: dict[str, Tenso
         for part, tensor in zip(PARTS, run.buffer.tensors, strict=False):
             tensors[f"{name}.{index}.{part}"] = tensor.narrow(2, 0, max(0, state.length - run.begin))
     if state.padding is not None:
-        tensors[f"{name}.padding"] = state.padding.valid(state.length)
+        tensors[f"{name}.padding"] = state.padding.valid(state.length).clone()
     if state.tainted is not None:
         tensors[f"{name}.tainted"] = state.tainted
     runs = [{"rows": run.rows, "begin": run.begin, "waiting": run.waiting} for run in state.runs]
