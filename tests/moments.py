@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import sys
+from inspect import CO_GENERATOR
 from types import FrameType
 from typing import Any
 
@@ -22,13 +23,16 @@ class Moments:
     def __init__(self, every: int, names: list[str]) -> None:
         self.every, self.names, self.calls = every, names, 0
         self.endings: list[dict[str, Any]] = []
-        self.is_copy = False
+        self.is_copy = self.due = False
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> None:
         if event == "call":
             self.calls += 1
+            self.due = self.due or self.calls % self.every == 0
             code = frame.f_code
-            if self.calls % self.every == 0 or code.co_name in self.names:
+            # Python itself drops an exception that is raised while it closes a generator: the next call serves.
+            if code.co_name in self.names or (self.due and not code.co_flags & CO_GENERATOR):
+                self.due = False
                 self._interrupt(f"call {self.calls}, {code.co_name} in {code.co_filename}")
 
     def _interrupt(self, moment: str) -> None:

@@ -259,7 +259,10 @@ def run_guarded(call: Call, path: Path) -> Tensor:
     if call.empty:
         return nothing(call, call.queries)
     known = call.structure
-    if known is EVERYTHING or (path.slices and known.rows is not None and not known.positional):
+    if known is EVERYTHING:
+        return path.run(call)
+    if path.slices and known.rows is not None and not known.positional and not torch.is_grad_enabled():
+        # What is hidden is not read. Gradients need more: those of queries that see a bad number must be finite too.
         return path.run(call)
     if path.last_sees_all and not torch.is_grad_enabled() and readable(call.k, call.v):
         # A bad number that anyone sees shows in the last query's output, unless it rightly weighs nothing there.

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from regard.cli.common import digits, one_of, print_table, progress
+from regard.cli.common import digits, print_table, progress
 
 if TYPE_CHECKING:
     from regard.bench import Result
@@ -29,7 +29,8 @@ def bench(
 
     names = list(dict.fromkeys(only or SUITE))
     for name in names:
-        one_of("only", name, SUITE)
+        if name not in SUITE:
+            raise ValueError(f"only: expected a benchmark of `regard bench --list`, got {name!r}")
     if listed:
         suite = [SUITE[name] for name in names]
         rows = [{"name": one.name, "title": one.title, "peer": one.peer, "goal": one.goal} for one in suite]
