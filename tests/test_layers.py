@@ -9,6 +9,7 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -360,6 +361,24 @@ def test_projections_map_over_a_batch_of_single_rows():
     layer, x = Linear(512, 512), torch.randn(3, 1, 512)
     with torch.no_grad():
         assert (torch.func.vmap(layer)(x) - layer(x)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("by", ["compile", "export", "vmap", "fake"])
+@torch.no_grad()
+def test_a_layer_without_bias_is_traced_and_transformed_where_no_gradient_is_recorded(by):
+    layer, x = rg.MultiHeadAttention(32, 4, bias=False), torch.randn(2, 5, 32)
+    if by == "compile":
+        found = torch.compile(layer, backend="eager", fullgraph=True)(x)
+    elif by == "export":
+        found = torch.export.export(layer, (x,)).module()(x)
+    elif by == "vmap":
+        many = {name: torch.stack([weight, weight]) for name, weight in layer.named_parameters()}
+        found = torch.vmap(lambda weights: torch.func.functional_call(layer, weights, (x,)))(many)[1]
+    else:
+        with FakeTensorMode():
+            assert rg.MultiHeadAttention(32, 4, bias=False)(torch.randn(2, 5, 32)).shape == x.shape
+        return
+    torch.testing.assert_close(found, layer(x))
 
 
 def test_projections_of_one_input_are_one_product_once_their_weights_lie_together():

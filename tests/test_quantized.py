@@ -59,6 +59,23 @@ def test_the_product_is_as_exact_as_float32_with_the_weights_it_stands_for(rows,
 
 
 @fast
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_a_projection_of_any_dtype_is_made_int8_for_tokens_in_float32(dtype):
+    layer, x = nn.Linear(64, 32).to(dtype), torch.randn(3, 64)
+    torch.testing.assert_close(Int8Linear(layer).eval()(x), layer.float()(x).detach(), atol=0.05, rtol=0)
+
+
+@fast
+def test_scales_are_read_only_as_they_are():
+    x, (numbers, scale) = torch.randn(3, 64), quantize(torch.randn(32, 64))
+    expected = product(x, numbers, scale[:, 0])
+    assert torch.equal(product(x, numbers, scale.expand(32, 2)[:, 0].repeat_interleave(2)[::2]), expected)
+    for other in (scale[:, 0].double(), scale[:31, 0], scale):
+        with pytest.raises(ValueError, match=r"scale: expected torch.float32 \(32,\), got torch.float"):
+            product(x, numbers, other)
+
+
+@fast
 @pytest.mark.parametrize("lanes", [8, 16])
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_any_lanes_and_threads_give_the_same(monkeypatch, lanes, threads):

@@ -12,7 +12,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from regard.buffer import quantize
-from regard.layers.linear import Linear, linear, transformed
+from regard.eager import transformed
+from regard.layers.linear import Linear, linear
 
 
 def product(x: Float[Tensor, "*b D"], weight: Int[Tensor, "E D"], scale: Float[Tensor, "E"]) -> Float[Tensor, "*b E"]:
@@ -45,8 +46,9 @@ class Int8Linear(Linear):
         super().__init__(layer.in_features, layer.out_features, bias=False, device="meta")
         numbers, scale = quantize(layer.weight.detach())
         self.weight = nn.Parameter(numbers, requires_grad=False)
-        self.bias = None if layer.bias is None else nn.Parameter(layer.bias.detach().clone(), requires_grad=False)
-        self.register_buffer("scale", scale[:, 0])
+        bias = None if layer.bias is None else layer.bias.detach().to(torch.float32, copy=True)
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+        self.register_buffer("scale", scale[:, 0].float())
 
     def forward(self, x: Float[Tensor, "*b D"]) -> Float[Tensor, "*b E"]:
         _check(x, self)
@@ -73,7 +75,7 @@ class Int8Embedding(nn.Embedding):
         super().__init__(table.num_embeddings, table.embedding_dim, device="meta")
         numbers, scale = quantize(table.weight.detach())
         self.weight = nn.Parameter(numbers, requires_grad=False)
-        self.register_buffer("scale", scale[:, 0])
+        self.register_buffer("scale", scale[:, 0].float())
 
     def forward(self, tokens: Int[Tensor, "*b"]) -> Float[Tensor, "*b E"]:
         return F.embedding(tokens, self.weight) * self.scale[tokens, None]

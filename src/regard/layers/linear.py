@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from regard import cpu
+from regard.eager import readable
 
 LEAST_WEIGHTS, LEAST_WEIGHTS_BY_ONEDNN = 100_000, 4_000_000
 """Smaller weights are BLAS's: it starts sooner."""
@@ -88,15 +88,9 @@ def _plainly(x: Tensor, weight: Tensor) -> bool:
         and x.dtype is weight.dtype is torch.float32
         and x.is_cpu
         and weight.is_cpu
-        and not torch.compiler.is_compiling()
         and not torch.is_autocast_enabled("cpu")
-        and not transformed()
+        and readable(x, weight)
     )
-
-
-def transformed() -> bool:
-    """Whether a transform of torch.func, or forward derivatives, would have to reach inside of a product."""
-    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 class Linear(nn.Linear):
@@ -122,7 +116,7 @@ def projections(x: Float[Tensor, "*b D"], *layers: nn.Module) -> Sequence[Float[
     if torch.is_grad_enabled():
         together = _joined(x, layers) if x.is_cuda else None
     else:
-        weight = _one_weight(layers)
+        weight = _one_weight(x, layers)
         together = linear(x, weight) if weight is not None and by_machine_code(x, weight) else None
     if together is None:
         return [layer(x) for layer in layers]
@@ -150,17 +144,19 @@ def lay_together(*layers: nn.Linear) -> None:
         layer.weight.data = part
 
 
-def _one_weight(layers: Sequence[nn.Module]) -> Tensor | None:
+def _one_weight(x: Tensor, layers: Sequence[nn.Module]) -> Tensor | None:
     """The weights of layers as one, if they are plain ones without bias whose weights lie together."""
+    if not all(_plain(layer) and layer.bias is None for layer in layers):
+        return None
+    weights = [cast(Tensor, layer.weight) for layer in layers]
+    if not _plainly(x, weights[0]):  # asked first: the tensors of a trace or a transform have no address
+        return None
     end, rows = None, 0
-    for layer in layers:
-        if not _plain(layer) or layer.bias is not None:
-            return None
-        weight = layer.weight
+    for weight in weights:
         if end not in (None, weight.data_ptr()) or not weight.is_contiguous():
             return None
         end, rows = weight.data_ptr() + weight.nbytes, rows + len(weight)
-    first = cast(Tensor, layers[0].weight)
+    first = weights[0]
     numbers = first.storage_offset() + rows * first.shape[1]
     if first.untyped_storage().nbytes() < numbers * first.element_size():  # neighbours by chance
         return None
@@ -178,6 +174,10 @@ def _multiply(x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
     (rows, width), kind, threads = weight.shape, "float32" if scale is None else "int8", torch.get_num_threads()
     if x.shape[-1] != width or width % MULTIPLE or x.dtype is not torch.float32 or weight.dtype is not _KINDS[kind]:
         raise ValueError(f"linear: expected a width that is a multiple of {MULTIPLE}, and float32 tokens")
+    if scale is not None:
+        if scale.shape != (rows,) or scale.dtype is not torch.float32:
+            raise ValueError(f"scale: expected torch.float32 ({rows},), got {scale.dtype} {tuple(scale.shape)}")
+        scale = scale.contiguous()
     x, weight = x.contiguous(), weight.contiguous()
     out = torch.empty(*x.shape[:-1], rows, dtype=torch.float32, device="cpu")
     code, fields, tasks, step, block = _program(kind, rows, width, threads, cpu.LANES)
