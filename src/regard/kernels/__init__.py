@@ -1,0 +1,1 @@
+"""Kernels for GPUs, in Triton. Nothing here is imported unless a call runs on one."""

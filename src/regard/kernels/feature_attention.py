@@ -1,0 +1,179 @@
+"""Attention with few features on a GPU: what is launched, forward and backward. The kernels are in linear.py."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from regard.kernels.linear import sum_segments_kernel, walk_kernel, walk_keys_kernel, walk_queries_kernel
+from regard.kernels.tiles import prefix_kernel
+
+
+class Launch(NamedTuple):
+    """Tokens of a program's tile, its warps and the stages of its pipeline."""
+
+    tokens: int
+    warps: int
+    stages: int
+
+    @property
+    def options(self) -> dict[str, int]:
+        return {"L": self.tokens, "num_warps": self.warps, "num_stages": self.stages}
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Sizes of tiles for one set of lengths and one dtype."""
+
+    c: int
+    v: int
+    """Features and value_length, rounded up to a power of 2."""
+    segment: int
+    sums: Launch
+    walk: Launch
+    walk_back: Launch
+    compute: Any
+
+    @property
+    def size(self) -> int:
+        """Numbers in the sums of a segment."""
+        return self.c * self.v + self.c
+
+
+@lru_cache(maxsize=64)
+def tiles(features: int, value_length: int, dtype: torch.dtype) -> Tiles:
+    """What fits registers and shared memory, and was fastest on an H200."""
+    c, v = (max(16, triton.next_power_of_2(length)) for length in (features, value_length))
+    half = dtype == torch.bfloat16
+    if not half:  # float16 too: its range is too small for sums
+        sums = walk = walk_back = Launch(32, 4, 2)
+    elif max(c, v) > 64:
+        sums, walk, walk_back = Launch(64, 8, 1), Launch(64, 8, 2), Launch(64, 8, 1)
+    else:
+        sums, walk, walk_back = Launch(32, 4, 3), Launch(64, 4, 3), Launch(64, 4, 2)
+    return Tiles(
+        c=c,
+        v=v,
+        segment=1024,
+        sums=sums,
+        walk=walk,
+        walk_back=walk_back,
+        compute=tl.bfloat16 if half else tl.float32,
+    )
+
+
+@dataclass(frozen=True)
+class Work:
+    """One call: its sizes, and the tiles they are cut into."""
+
+    batch: int
+    heads: int
+    groups: int
+    queries: int
+    keys: int
+    features: int
+    value_length: int
+    causal: bool
+    feature_map: str
+    tiles: Tiles
+    bounds: Tensor | None
+    """The first real key of each batch row and the one after the last, (2, B)."""
+
+    @property
+    def shift(self) -> int:
+        """Where the first query stands."""
+        return self.keys - self.queries if self.causal else 0
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What every kernel is told."""
+        t = self.tiles
+        return dict(
+            C=self.features, V=self.value_length, CB=t.c, VB=t.v, SEGMENT=t.segment, MAP=self.feature_map,
+            COMPUTE=t.compute, PRECISION="tf32x3" if t.compute == tl.bfloat16 else "ieee",
+        )  # fmt: skip
+
+    @property
+    def limits(self) -> tuple[Tensor | None, Tensor | None]:
+        return (None, None) if self.bounds is None else (self.bounds[0], self.bounds[1])
+
+
+def _strides(tensor: Tensor) -> tuple[int, int, int]:
+    return tensor.stride(0), tensor.stride(1), tensor.stride(2)
+
+
+def _sums(work: Work, x: Tensor, y: Tensor, backward: tuple[Tensor, ...] | None) -> tuple[Tensor, Tensor]:
+    """The sums before each segment (after it, in the backward pass), and which segments hold a NaN or infinity."""
+    t, heads, length = work.tiles, x.shape[1], x.shape[2]
+    shared = heads // work.groups
+    slots = triton.cdiv(work.keys if work.causal else length, t.segment)
+    sums = x.new_empty(work.batch * heads, slots, t.size, dtype=torch.float32)
+    bad = x.new_empty(work.batch * heads, slots, dtype=torch.int32)
+    grad, out, rest_out, den, e = (None,) * 5 if backward is None else backward
+    low, high = work.limits
+    sum_segments_kernel[(slots, work.batch * heads)](
+        x, y, grad, out, rest_out, den, e, sums, bad, low, high,
+        *_strides(x), *_strides(y), *((0, 0, 0) if grad is None else _strides(grad)),
+        length, 0 if backward is None else work.shift, heads, slots, t.size,
+        BOUNDED=low is not None and backward is None, BACKWARD=backward is not None, **work.options, **t.sums.options,
+    )  # fmt: skip
+    if not work.causal:
+        return sums.view(work.batch * work.groups, shared * slots, t.size).sum(1), bad
+    before = sums.new_empty(work.batch * work.groups, slots, t.size)
+    prefix_kernel[(triton.cdiv(t.size, 128), work.batch * work.groups)](
+        sums, before, slots, t.size, SHARED=shared, REVERSE=backward is not None, INCLUSIVE=False, STEPS=32, BLOCK=128,
+        num_warps=4,
+    )  # fmt: skip
+    return before, bad
+
+
+def _segments(work: Work) -> tuple[int, int]:
+    """The first segment that has queries, by position, and how many there are."""
+    first = work.shift // work.tiles.segment
+    return first, triton.cdiv(work.shift + work.queries, work.tiles.segment) - first
+
+
+def forward(work: Work, q: Tensor, k: Tensor, v: Tensor, recorded: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """The output (B, H, T, V), the digits that its rounding took (if a backward pass is to come), and its denominators
+    (B, H, T)."""
+    t, low, high = work.tiles, *work.limits
+    out = q.new_empty(work.batch, work.heads, work.queries, work.value_length)
+    rest_out = torch.empty_like(out) if recorded else None
+    den = q.new_empty(work.batch, work.heads, work.queries, dtype=torch.float32)
+    before, bad = _sums(work, k, v, None)
+    first, segments = _segments(work)
+    walk_kernel[(segments, work.batch * work.heads)](
+        q, k, v, before, bad, out, rest_out, den, low, high, *_strides(q), *_strides(k), *_strides(v),
+        work.queries, work.keys, work.shift, work.heads, work.groups, bad.shape[1] if work.causal else 1, t.size, first,
+        CAUSAL=work.causal, BOUNDED=low is not None, **work.options, **t.walk.options,
+    )  # fmt: skip
+    return out, out.new_empty(0) if rest_out is None else rest_out, den
+
+
+def backward(
+    work: Work, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, rest_out: Tensor, den: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v."""
+    t, low, high = work.tiles, *work.limits
+    kind = torch.bfloat16 if t.compute == tl.bfloat16 else torch.float32
+    w, e = torch.empty_like(out, dtype=kind), torch.empty_like(den)
+    before, bad = _sums(work, k, v, None)
+    after, _ = _sums(work, q, w, (grad, out, rest_out, den, e))
+    q_grad, k_grad, v_grad = (x.new_empty(x.shape) for x in (q, k, v))
+    first, segments = _segments(work)
+    slots = bad.shape[1] if work.causal else 1
+    walk_queries_kernel[(segments, work.batch * work.heads)](
+        q, w, e, k, v, before, q_grad, low, high, *_strides(q), *_strides(w), *_strides(k), *_strides(v),
+        work.queries, work.keys, work.shift, work.heads, work.groups, slots, t.size, first,
+        CAUSAL=work.causal, BOUNDED=low is not None, **work.options, **t.walk_back.options,
+    )  # fmt: skip
+    walk_keys_kernel[(triton.cdiv(work.keys, t.segment), work.batch * work.groups)](
+        k, v, q, w, e, after, k_grad, v_grad, low, high, *_strides(k), *_strides(v), *_strides(q), *_strides(w),
+        work.queries, work.keys, work.shift, work.groups, slots, t.size,
+        SHARED=work.heads // work.groups, CAUSAL=work.causal, BOUNDED=low is not None, **work.options, **t.walk_back.options,
+    )  # fmt: skip
+    return q_grad, k_grad, v_grad

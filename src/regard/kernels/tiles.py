@@ -1,0 +1,53 @@
+"""What the kernels share: tiles of rows, products, sums before each chunk."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def product(a, b, acc, PRECISION: tl.constexpr):
+    return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def rows_of(pointer, row_stride, index, shown, column, WIDTH: tl.constexpr, EVEN: tl.constexpr):
+    """The rows of a matrix at `index` where `shown`, else 0; so are columns from WIDTH on, unless none are (EVEN)."""
+    place = pointer + index.to(tl.int64)[:, None] * row_stride + column[None, :]
+    if EVEN:
+        tile = tl.load(place, mask=shown[:, None], other=0.0)
+    else:
+        tile = tl.load(place, mask=shown[:, None] & (column < WIDTH)[None, :], other=0.0)
+    return tile
+
+
+@triton.jit
+def bad_rows(x, y):
+    """Which rows of two tiles hold a NaN or an infinity."""
+    x, y = x.to(tl.float32), y.to(tl.float32)
+    return (tl.sum((x - x != 0).to(tl.int32), 1) + tl.sum((y - y != 0).to(tl.int32), 1)) > 0
+
+
+@triton.jit
+def prefix_kernel(
+    SUMS, TOTALS, slots, size, SHARED: tl.constexpr, REVERSE: tl.constexpr, INCLUSIVE: tl.constexpr,
+    STEPS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The sums before each chunk (reversed, after it), over the SHARED heads that belong together; or through it."""
+    row = tl.program_id(1).to(tl.int64)
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, slots, STEPS):
+        step = start + tl.arange(0, STEPS)
+        slot = step
+        if REVERSE:
+            slot = slots - 1 - step
+        keep = (step < slots)[:, None] & (place < size)[None, :]
+        at = slot.to(tl.int64)[:, None] * size + place[None, :]
+        added = tl.zeros([STEPS, BLOCK], tl.float32)
+        for r in tl.static_range(SHARED):
+            added += tl.load(SUMS + (row * SHARED + r) * slots * size + at, mask=keep, other=0.0)
+        through = tl.cumsum(added, 0) + total[None, :]
+        total += tl.sum(added, 0)
+        if not INCLUSIVE:
+            through -= added
+        tl.store(TOTALS + row * slots * size + at, through, mask=keep)
