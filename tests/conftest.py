@@ -10,6 +10,8 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # GPU kernels run in Triton's interpreter
 # A shell starts its background jobs with SIGINT ignored, and so would be every process that the tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

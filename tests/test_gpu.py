@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import regard as rg
+from regard.laws.case import within_budget
 from regard.mechanisms import REGISTRY
 
 pytestmark = [
@@ -105,3 +106,97 @@ def test_lengths_that_are_not_round_make_no_plans(groups):
     assert torch.backends.cuda.cudnn_sdp_enabled() == enabled
     exact = rg.attend(q.double(), k.double(), v.double(), mask=rule, path="reference")
     assert (rg.attend(q, k, v, mask=rule) - exact).norm() < 1e-2 * exact.norm()
+
+
+FUSED = {
+    "quadratic 64": (rg.Quadratic(), rg.causal, 1, 16, 16, 3000, 3000, 64, 64),
+    "quadratic 32, grouped": (rg.Quadratic(), rg.causal, 2, 32, 16, 1500, 1500, 32, 32),
+    "quadratic 40 and 33, T < S": (rg.Quadratic(), rg.causal, 1, 4, 2, 1000, 1700, 40, 33),
+    "quadratic 128, T > S": (rg.Quadratic(), rg.causal, 2, 2, 2, 700, 600, 128, 128),
+    "quadratic, not causal": (rg.Quadratic(), None, 2, 2, 1, 900, 1100, 64, 128),
+    "quadratic 128, not causal": (rg.Quadratic(), None, 1, 2, 2, 900, 1100, 128, 128),
+    "quadratic, padded": (rg.Quadratic(c=0.3), rg.causal & rg.padding([1100, 700, 0]), 3, 2, 1, 1100, 1100, 64, 64),
+    "taylor": (rg.Taylor(), rg.causal, 1, 2, 2, 1700, 900, 32, 64),
+    "elu": (rg.Elu(), rg.causal, 2, 8, 4, 3000, 3000, 64, 64),
+    "elu 33 and 20, padded": (rg.Elu(), rg.causal & rg.padding([1100, 700, 0]), 3, 2, 1, 1100, 1100, 33, 20),
+    "elu 128": (rg.Elu(), rg.causal, 2, 2, 2, 700, 600, 128, 128),
+    "elu, not causal": (rg.Elu(), None, 2, 2, 2, 700, 600, 128, 128),
+    "given": (rg.Kernel(feature_map=torch.relu), rg.causal, 2, 2, 1, 1500, 1500, 64, 32),
+}
+
+
+def fused_case(name, dtype):
+    mechanism, rule, batch, heads, groups, queries, keys, length, value_length = FUSED[name]
+    sizes = (heads, queries, length), (groups, keys, length), (groups, keys, value_length)
+    return mechanism, rule, [torch.randn(batch, *size, device="cuda", dtype=dtype) for size in sizes]
+
+
+def plain(mechanism, q, k, v, rule):
+    """The plain formula: exact weights, rounded, times the values."""
+    visible = None if rule is None else rule.visible(q.shape[0], q.shape[1], q.shape[2], k.shape[2]).cuda()
+    return mechanism.mix(mechanism.weigh(q, k, visible).to(q.dtype), v).to(q.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", FUSED)
+def test_fused_kernels_keep_the_error_budget(name, dtype):
+    mechanism, rule, tensors = fused_case(name, dtype)
+    recorded = dtype != torch.float32
+    leaves = [[t.to(kind).requires_grad_(recorded) for t in tensors] for kind in (dtype, torch.float64, dtype)]
+    plan = rg.explain(*leaves[0], mechanism, rule)
+    if "more than 64" in plan.rejected.get("fused", ""):
+        pytest.skip(f"refused: {plan.rejected['fused']}")
+    assert plan.path == "fused"
+    outs = [rg.attend(*leaves[0], mechanism, rule), *(plain(mechanism, *inputs, rule) for inputs in leaves[1:])]
+    within_budget("output", *outs)
+    again = rg.attend(*leaves[0], mechanism, rule)
+    assert torch.equal(outs[0], again)
+    if recorded:
+        grad = torch.randn_like(outs[0])
+        grads = [torch.autograd.grad(out, inputs, grad.to(out.dtype)) for out, inputs in zip(outs, leaves, strict=True)]
+        for letter, *found in zip("qkv", *grads, strict=True):
+            within_budget(f"gradient of {letter}", *found, gradient=True)
+        assert all(map(torch.equal, grads[0], torch.autograd.grad(again, leaves[0], grad)))
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
+@pytest.mark.parametrize("name", ["quadratic, padded", "elu 33 and 20, padded", "quadratic 64", "given"])
+def test_fused_kernels_never_wait_for_the_gpu(name):
+    mechanism, rule, tensors = fused_case(name, torch.bfloat16)
+    leaves = [t.requires_grad_() for t in tensors]
+    torch.cuda.synchronize()
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        out = rg.attend(*leaves, mechanism, rule)
+        torch.autograd.grad(out, leaves, torch.ones_like(out))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("name", ["quadratic 64", "quadratic 32, grouped", "elu"])
+def test_fused_kernels_leak_nothing_hidden_and_hide_nothing_seen(name):
+    mechanism, rule, (q, k, v) = fused_case(name, torch.bfloat16)
+    clean = rg.attend(q, k, v, mechanism, rule)
+    k[:, :, 1200], v[:, :, 1201] = torch.nan, torch.inf
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    out = rg.attend(*leaves, mechanism, rule)
+    torch.testing.assert_close(out[:, :, :1200], clean[:, :, :1200])
+    assert not out[:, :, 1200:].isfinite().any()
+    grads = torch.autograd.grad(out[:, :, :1200].float().sum(), leaves)
+    assert all(grad.isfinite().all() and not grad[:, :, 1200:].any() for grad in grads)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch's compiler, of torch
+@pytest.mark.parametrize("mechanism", [rg.Quadratic(), rg.Elu()], ids=str)
+def test_fused_kernels_in_one_compiled_graph_and_under_autocast(mechanism):
+    tensors = [torch.randn(2, 4, 600, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+
+    def step(q, k, v):
+        return rg.attend(q, k, v, mechanism, rg.causal)
+
+    plainly, compiled = step(*tensors), torch.compile(step, fullgraph=True)(*tensors)
+    with torch.autocast("cuda", torch.float16):
+        assert torch.equal(step(*tensors), plainly)
+    assert torch.equal(compiled, plainly)
+    ours, theirs = (torch.autograd.grad(out.float().square().sum(), tensors) for out in (compiled, plainly))
+    assert all(map(torch.equal, ours, theirs))

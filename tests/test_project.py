@@ -23,6 +23,7 @@ LAYERS = [
     ["structure"],
     ["state", "cost"],
     ["call"],
+    ["kernels"],
     ["paths"],
     ["mechanism"],
     ["mechanisms"],

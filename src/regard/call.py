@@ -118,6 +118,8 @@ class Path:
     """Whether the last query meets every key that is computed with, so that a NaN among them shows in its output."""
     slices: bool = False
     """Whether padding is left out by slices, so that what it hides is never read."""
+    guards_itself: bool = False
+    """Whether NaN and infinity in masked places reach nothing as it is, so that nobody has to look for them."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +132,7 @@ class Plan:
     Quadratic(c=1.0) on q (1, 2, 300, 16), k (1, 2, 300, 16), v (1, 2, 300, 16), torch.float32, cpu
     mask       causal
     path       chunked    running sums in chunks of 256: time and memory linear in the length
+    not        fused      made for GPUs
     not        blocks     can serve, but is not the first choice
     not        reference  can serve, but is not the first choice
     """
@@ -259,7 +262,7 @@ def run_guarded(call: Call, path: Path) -> Tensor:
     if call.empty:
         return nothing(call, call.queries)
     known = call.structure
-    if known is EVERYTHING:
+    if known is EVERYTHING or path.guards_itself:
         return path.run(call)
     if path.slices and known.rows is not None and not known.positional and not torch.is_grad_enabled():
         # What is hidden is not read. Gradients need more: those of queries that see a bad number must be finite too.

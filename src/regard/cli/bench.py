@@ -23,8 +23,12 @@ def bench(
     quick: Annotated[
         bool, typer.Option("--quick", help="A few rounds only: a look, not a result, and no goal is missed.")
     ] = False,
+    gpu: Annotated[bool, typer.Option("--gpu", help="Kernel attention on a CUDA device instead.")] = False,
 ) -> None:
     """Speed against named peers, as ratios measured in one run; above 1, ours is faster. Exit 1 if a goal is missed."""
+    if gpu:
+        _gpu(as_json, out)
+        return
     from regard.bench import SUITE, environment, run, save
 
     names = list(dict.fromkeys(only or SUITE))
@@ -69,3 +73,25 @@ def _bench_row(result: "Result") -> dict[str, str]:
         "": {True: "reached", False: "missed", None: ""}[result.passed],
         "note": result.note,
     }
+
+
+def _gpu(as_json: bool, out: Path | None) -> None:
+    from regard.bench.gpu import run, save
+
+    results = run()
+    rows = [
+        {
+            "benchmark": row["name"],
+            "ours": f"{row['ours_ms']:.3f} ms",
+            **{name: f"{ms:.3f} ms ({row['ratios'][name]:.2f}×)" for name, ms in row["peers_ms"].items()},
+            "floor": f"{row['floor_ms']:.3f} ms ({row['fraction_of_the_ceiling']:.0%})",
+            "memory": f"{row['memory_gb']:.2f} GB",
+        }
+        for row in results["rows"]
+    ]
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    print_table([{name: row.get(name, "") for name in names} for row in rows], right=("ours",))
+    if out is not None:
+        print(f"-> {save(results, out)}")
+    if as_json:
+        print(json.dumps(results))

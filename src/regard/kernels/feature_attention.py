@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from regard.kernels.common import prefix_kernel
 from regard.kernels.linear import sum_segments_kernel, walk_kernel, walk_keys_kernel, walk_queries_kernel
-from regard.kernels.tiles import prefix_kernel
 
 
 class Launch(NamedTuple):
@@ -50,7 +50,7 @@ def tiles(features: int, value_length: int, dtype: torch.dtype) -> Tiles:
     c, v = (max(16, triton.next_power_of_2(length)) for length in (features, value_length))
     half = dtype == torch.bfloat16
     if not half:  # float16 too: its range is too small for sums
-        sums = walk = walk_back = Launch(32, 4, 2)
+        sums = walk = walk_back = Launch(32, 4, 2) if max(c, v) <= 64 else Launch(16, 8, 1)
     elif max(c, v) > 64:
         sums, walk, walk_back = Launch(64, 8, 1), Launch(64, 8, 2), Launch(64, 8, 1)
     else:
@@ -94,12 +94,20 @@ class Work:
         t = self.tiles
         return dict(
             C=self.features, V=self.value_length, CB=t.c, VB=t.v, SEGMENT=t.segment, MAP=self.feature_map,
-            COMPUTE=t.compute, PRECISION="tf32x3" if t.compute == tl.bfloat16 else "ieee",
+            COMPUTE=t.compute, PRECISION="tf32x3",
         )  # fmt: skip
 
     @property
     def limits(self) -> tuple[Tensor | None, Tensor | None]:
         return (None, None) if self.bounds is None else (self.bounds[0], self.bounds[1])
+
+
+def work_of(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None, feature_map: str, causal: bool) -> Work:
+    """The sizes of a call."""
+    batch, heads, queries, features = q.shape
+    groups, keys, value_length = k.shape[1], k.shape[2], v.shape[3]
+    chosen = tiles(features, value_length, q.dtype)
+    return Work(batch, heads, groups, queries, keys, features, value_length, causal, feature_map, chosen, bounds)
 
 
 def _strides(tensor: Tensor) -> tuple[int, int, int]:
@@ -113,10 +121,10 @@ def _sums(work: Work, x: Tensor, y: Tensor, backward: tuple[Tensor, ...] | None)
     slots = triton.cdiv(work.keys if work.causal else length, t.segment)
     sums = x.new_empty(work.batch * heads, slots, t.size, dtype=torch.float32)
     bad = x.new_empty(work.batch * heads, slots, dtype=torch.int32)
-    grad, out, rest_out, den, e = (None,) * 5 if backward is None else backward
+    grad, out, den, e = (None,) * 4 if backward is None else backward
     low, high = work.limits
     sum_segments_kernel[(slots, work.batch * heads)](
-        x, y, grad, out, rest_out, den, e, sums, bad, low, high,
+        x, y, grad, out, den, e, sums, bad, low, high,
         *_strides(x), *_strides(y), *((0, 0, 0) if grad is None else _strides(grad)),
         length, 0 if backward is None else work.shift, heads, slots, t.size,
         BOUNDED=low is not None and backward is None, BACKWARD=backward is not None, **work.options, **t.sums.options,
@@ -137,43 +145,44 @@ def _segments(work: Work) -> tuple[int, int]:
     return first, triton.cdiv(work.shift + work.queries, work.tiles.segment) - first
 
 
-def forward(work: Work, q: Tensor, k: Tensor, v: Tensor, recorded: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """The output (B, H, T, V), the digits that its rounding took (if a backward pass is to come), and its denominators
-    (B, H, T)."""
+def forward(work: Work, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """The output (B, H, T, V) and its denominators (B, H, T)."""
     t, low, high = work.tiles, *work.limits
     out = q.new_empty(work.batch, work.heads, work.queries, work.value_length)
-    rest_out = torch.empty_like(out) if recorded else None
     den = q.new_empty(work.batch, work.heads, work.queries, dtype=torch.float32)
     before, bad = _sums(work, k, v, None)
     first, segments = _segments(work)
     walk_kernel[(segments, work.batch * work.heads)](
-        q, k, v, before, bad, out, rest_out, den, low, high, *_strides(q), *_strides(k), *_strides(v),
+        q, k, v, before, bad, out, den, low, high, *_strides(q), *_strides(k), *_strides(v),
         work.queries, work.keys, work.shift, work.heads, work.groups, bad.shape[1] if work.causal else 1, t.size, first,
         CAUSAL=work.causal, BOUNDED=low is not None, **work.options, **t.walk.options,
     )  # fmt: skip
-    return out, out.new_empty(0) if rest_out is None else rest_out, den
+    return out, den
 
 
 def backward(
-    work: Work, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, rest_out: Tensor, den: Tensor
+    work: Work, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, den: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v."""
     t, low, high = work.tiles, *work.limits
     kind = torch.bfloat16 if t.compute == tl.bfloat16 else torch.float32
-    w, e = torch.empty_like(out, dtype=kind), torch.empty_like(den)
+    # Queries before the first key are in no segment's sums, and nothing is written for them.
+    new = torch.zeros_like if work.shift < 0 else torch.empty_like
+    w, e = new(out, dtype=kind), new(den)
     before, bad = _sums(work, k, v, None)
-    after, _ = _sums(work, q, w, (grad, out, rest_out, den, e))
+    after, _ = _sums(work, q, w, (grad, out, den, e))
     q_grad, k_grad, v_grad = (x.new_empty(x.shape) for x in (q, k, v))
     first, segments = _segments(work)
     slots = bad.shape[1] if work.causal else 1
     walk_queries_kernel[(segments, work.batch * work.heads)](
-        q, w, e, k, v, before, q_grad, low, high, *_strides(q), *_strides(w), *_strides(k), *_strides(v),
+        q, w, e, k, v, before, bad, q_grad, low, high, *_strides(q), *_strides(w), *_strides(k), *_strides(v),
         work.queries, work.keys, work.shift, work.heads, work.groups, slots, t.size, first,
         CAUSAL=work.causal, BOUNDED=low is not None, **work.options, **t.walk_back.options,
     )  # fmt: skip
     walk_keys_kernel[(triton.cdiv(work.keys, t.segment), work.batch * work.groups)](
         k, v, q, w, e, after, k_grad, v_grad, low, high, *_strides(k), *_strides(v), *_strides(q), *_strides(w),
         work.queries, work.keys, work.shift, work.groups, slots, t.size,
-        SHARED=work.heads // work.groups, CAUSAL=work.causal, BOUNDED=low is not None, **work.options, **t.walk_back.options,
+        SHARED=work.heads // work.groups, CAUSAL=work.causal, BOUNDED=low is not None,
+        **work.options, **t.walk_back.options,
     )  # fmt: skip
     return q_grad, k_grad, v_grad

@@ -12,7 +12,7 @@ the keys' and values'; w = g / den and e = -(g·out) / den are the gradients tha
 import triton
 import triton.language as tl
 
-from regard.kernels.tiles import bad_rows, product, rows_of
+from regard.kernels.common import bad_rows, product, rows_of
 
 
 @triton.jit
@@ -20,7 +20,7 @@ def mapped(x, shown, C: tl.constexpr, MAP: tl.constexpr):
     """phi of rows, 0 where they are not shown and from feature C on."""
     if MAP == "elu":
         wide = x.to(tl.float32)
-        wide = tl.where(wide > 0, wide + 1, tl.exp(tl.minimum(wide, 0.0)))
+        wide = tl.where(wide > 0, wide + 1, tl.exp(wide))  # a minimum would hide NaN
         x = tl.where(shown[:, None] & (tl.arange(0, x.shape[1]) < C)[None, :], wide, 0.0)
     return x
 
@@ -30,13 +30,13 @@ def through_map(grad, x, MAP: tl.constexpr):
     """The gradient of x from that of phi(x)."""
     if MAP == "elu":
         wide = x.to(tl.float32)
-        grad *= tl.where(wide > 0, 1.0, tl.exp(tl.minimum(wide, 0.0)))
+        grad *= tl.where(wide > 0, 1.0, tl.exp(wide))
     return grad
 
 
 @triton.jit
 def sum_segments_kernel(
-    X, Y, GRAD, OUT, REST_OUT, DEN, E, SUMS, BAD, LOW, HIGH,
+    X, Y, GRAD, OUT, DEN, E, SUMS, BAD, LOW, HIGH,
     x_batch, x_head, x_row, y_batch, y_head, y_row, g_batch, g_head, g_row,
     length, shift, heads, slots, size,
     C: tl.constexpr, V: tl.constexpr, CB: tl.constexpr, VB: tl.constexpr, L: tl.constexpr, SEGMENT: tl.constexpr,
@@ -65,7 +65,6 @@ def sum_segments_kernel(
             g_base = GRAD + batch.to(tl.int64) * g_batch + head.to(tl.int64) * g_head
             g = rows_of(g_base, g_row, t, shown, v, V, V == VB).to(tl.float32)
             o = rows_of(OUT + row.to(tl.int64) * length * V, V, t, shown, v, V, V == VB).to(tl.float32)
-            o += rows_of(REST_OUT + row.to(tl.int64) * length * V, V, t, shown, v, V, V == VB).to(tl.float32)
             den = tl.load(DEN + at, mask=shown, other=0.0)
             usable = (den != 0) & (den - den == 0) & (tl.sum((o - o != 0).to(tl.int32), 1) == 0)
             y = tl.where(usable[:, None], g / tl.where(usable, den, 1.0)[:, None], 0.0).to(COMPUTE)
@@ -90,7 +89,7 @@ def sum_segments_kernel(
 
 @triton.jit
 def walk_block(
-    place, sums, first, q_base, k_base, v_base, q_row, k_row, v_row, OUT, REST_OUT, DEN, line,
+    place, sums, first, q_base, k_base, v_base, q_row, k_row, v_row, OUT, DEN, line,
     queries, keys, shift, low, high,
     C: tl.constexpr, V: tl.constexpr, CB: tl.constexpr, VB: tl.constexpr, MAP: tl.constexpr, CAUSAL: tl.constexpr,
     BOUNDED: tl.constexpr, CLEAN: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
@@ -128,15 +127,12 @@ def walk_block(
     keep = here[:, None] & (v < V)[None, :]
     tl.store(DEN + at, den, mask=here)
     tl.store(OUT + at[:, None] * V + v[None, :], out, mask=keep)
-    if REST_OUT is not None:  # the digits that rounding takes, for the backward pass
-        rest = out - out.to(OUT.dtype.element_ty).to(tl.float32)
-        tl.store(REST_OUT + at[:, None] * V + v[None, :], rest, mask=keep)
     return sums, first
 
 
 @triton.jit
 def walk_kernel(
-    Q, K, VALUES, BEFORE, BAD, OUT, REST_OUT, DEN, LOW, HIGH,
+    Q, K, VALUES, BEFORE, BAD, OUT, DEN, LOW, HIGH,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     queries, keys, shift, heads, groups, slots, size, first_segment,
     C: tl.constexpr, V: tl.constexpr, CB: tl.constexpr, VB: tl.constexpr, L: tl.constexpr, SEGMENT: tl.constexpr,
@@ -166,21 +162,59 @@ def walk_kernel(
         for begin in range(0, SEGMENT, L):
             sums, first = walk_block(
                 segment * SEGMENT + begin + tl.arange(0, L), sums, first, q_base, k_base, v_base, q_row, k_row, v_row,
-                OUT, REST_OUT, DEN, line, queries, keys, shift, low, high,
+                OUT, DEN, line, queries, keys, shift, low, high,
                 C, V, CB, VB, MAP, CAUSAL, BOUNDED, True, COMPUTE, PRECISION,
             )  # fmt: skip
     else:
         for begin in range(0, SEGMENT, L):
             sums, first = walk_block(
                 segment * SEGMENT + begin + tl.arange(0, L), sums, first, q_base, k_base, v_base, q_row, k_row, v_row,
-                OUT, REST_OUT, DEN, line, queries, keys, shift, low, high,
+                OUT, DEN, line, queries, keys, shift, low, high,
                 C, V, CB, VB, MAP, CAUSAL, BOUNDED, False, COMPUTE, PRECISION,
             )  # fmt: skip
 
 
 @triton.jit
+def walk_queries_block(
+    place, sums, first, q_base, w_base, k_base, v_base, q_row, w_row, k_row, v_row, E, GRAD, line,
+    queries, keys, shift, low, high,
+    C: tl.constexpr, V: tl.constexpr, CB: tl.constexpr, VB: tl.constexpr, MAP: tl.constexpr, CAUSAL: tl.constexpr,
+    BOUNDED: tl.constexpr, CLEAN: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One block of positions: the gradient of its queries, and the sums with its keys."""
+    c, v = tl.arange(0, CB), tl.arange(0, VB)
+    t = place - shift
+    here = (t >= 0) & (t < queries)
+    x = rows_of(q_base, q_row, t, here, c, C, C == CB)
+    w = rows_of(w_base, w_row, t, here, v, V, V == VB).to(COMPUTE)
+    at = line.to(tl.int64) * queries + t
+    e = tl.load(E + at, mask=here, other=0.0)
+    grad = tl.dot(w, tl.trans(sums.to(COMPUTE)), input_precision=PRECISION) + e[:, None] * first[None, :]
+    if CAUSAL:
+        shown = (place >= 0) & (place < keys)
+        if BOUNDED:
+            shown = shown & (place >= low) & (place < high)
+        k = mapped(rows_of(k_base, k_row, place, shown, c, C, C == CB), shown, C, MAP).to(COMPUTE)
+        values = rows_of(v_base, v_row, place, shown, v, V, V == VB).to(COMPUTE)
+        sums += tl.dot(tl.trans(k), values, input_precision=PRECISION)
+        first += tl.sum(k.to(tl.float32), 0)
+        if CLEAN:
+            bad = bad_rows(k, values)
+            k = tl.where(bad[:, None], tl.zeros_like(k), k)
+            values = tl.where(bad[:, None], tl.zeros_like(values), values)
+        pulled = tl.dot(w, tl.trans(values), input_precision=PRECISION) + e[:, None]
+        pulled = tl.where(place[None, :] <= place[:, None], pulled, 0.0)
+        grad += tl.dot(pulled.to(COMPUTE), k, input_precision=PRECISION)
+    # A row that receives no gradient passes none on, whatever it saw.
+    live = (e != 0) | (tl.sum((w != 0).to(tl.int32), 1) > 0)
+    grad = tl.where(live[:, None], through_map(grad, x, MAP), 0.0)
+    tl.store(GRAD + at[:, None] * C + c[None, :], grad, mask=here[:, None] & (c < C)[None, :])
+    return sums, first
+
+
+@triton.jit
 def walk_queries_kernel(
-    Q, W, E, K, VALUES, BEFORE, GRAD, LOW, HIGH,
+    Q, W, E, K, VALUES, BEFORE, BAD, GRAD, LOW, HIGH,
     q_batch, q_head, q_row, w_batch, w_head, w_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     queries, keys, shift, heads, groups, slots, size, first_segment,
     C: tl.constexpr, V: tl.constexpr, CB: tl.constexpr, VB: tl.constexpr, L: tl.constexpr, SEGMENT: tl.constexpr,
@@ -204,33 +238,23 @@ def walk_queries_kernel(
     w_base = W + batch.to(tl.int64) * w_batch + head.to(tl.int64) * w_head
     k_base = K + batch.to(tl.int64) * k_batch + group_head.to(tl.int64) * k_head
     v_base = VALUES + batch.to(tl.int64) * v_batch + group_head.to(tl.int64) * v_head
-    for begin in range(0, SEGMENT, L):
-        place = segment * SEGMENT + begin + tl.arange(0, L)
-        t = place - shift
-        here = (t >= 0) & (t < queries)
-        x = rows_of(q_base, q_row, t, here, c, C, C == CB)
-        w = rows_of(w_base, w_row, t, here, v, V, V == VB).to(COMPUTE)
-        at = line.to(tl.int64) * queries + t
-        e = tl.load(E + at, mask=here, other=0.0)
-        grad = tl.dot(w, tl.trans(sums.to(COMPUTE)), input_precision=PRECISION) + e[:, None] * first[None, :]
-        if CAUSAL:
-            shown = (place >= 0) & (place < keys)
-            if BOUNDED:
-                shown = shown & (place >= low) & (place < high)
-            k = mapped(rows_of(k_base, k_row, place, shown, c, C, C == CB), shown, C, MAP).to(COMPUTE)
-            values = rows_of(v_base, v_row, place, shown, v, V, V == VB).to(COMPUTE)
-            sums += tl.dot(tl.trans(k), values, input_precision=PRECISION)
-            first += tl.sum(k.to(tl.float32), 0)
-            bad = bad_rows(k, values)
-            k = tl.where(bad[:, None], tl.zeros_like(k), k)
-            values = tl.where(bad[:, None], tl.zeros_like(values), values)
-            pulled = tl.dot(w, tl.trans(values), input_precision=PRECISION) + e[:, None]
-            pulled = tl.where(place[None, :] <= place[:, None], pulled, 0.0)
-            grad += tl.dot(pulled.to(COMPUTE), k, input_precision=PRECISION)
-        # A row that receives no gradient passes none on, whatever it saw.
-        live = (e != 0) | (tl.sum((w != 0).to(tl.int32), 1) > 0)
-        grad = tl.where(live[:, None], through_map(grad, x, MAP), 0.0)
-        tl.store(GRAD + at[:, None] * C + c[None, :], grad, mask=here[:, None] & (c < C)[None, :])
+    bad = 0
+    if CAUSAL:
+        bad = tl.load(BAD + group * slots + slot, mask=slot >= 0, other=0)
+    if bad > 0:
+        for begin in range(0, SEGMENT, L):
+            sums, first = walk_queries_block(
+                segment * SEGMENT + begin + tl.arange(0, L), sums, first, q_base, w_base, k_base, v_base, q_row, w_row,
+                k_row, v_row, E, GRAD, line, queries, keys, shift, low, high,
+                C, V, CB, VB, MAP, CAUSAL, BOUNDED, True, COMPUTE, PRECISION,
+            )  # fmt: skip
+    else:
+        for begin in range(0, SEGMENT, L):
+            sums, first = walk_queries_block(
+                segment * SEGMENT + begin + tl.arange(0, L), sums, first, q_base, w_base, k_base, v_base, q_row, w_row,
+                k_row, v_row, E, GRAD, line, queries, keys, shift, low, high,
+                C, V, CB, VB, MAP, CAUSAL, BOUNDED, False, COMPUTE, PRECISION,
+            )  # fmt: skip
 
 
 @triton.jit

@@ -32,7 +32,7 @@ the state made of queries and of w = g / den. With e = -(g·out) / den, which re
 import triton
 import triton.language as tl
 
-from regard.kernels.tiles import bad_rows, product, rows_of
+from regard.kernels.common import bad_rows, product, rows_of
 
 
 @triton.jit
@@ -133,7 +133,8 @@ def square_kernel(
     x_batch, x_head, x_row, y_batch, y_head, y_row,
     length, turned_row, shift, groups, slots, units,
     D: tl.constexpr, V: tl.constexpr, DB: tl.constexpr, VB: tl.constexpr, L: tl.constexpr, CHUNK: tl.constexpr,
-    SHARED: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, BOUNDED: tl.constexpr, REVERSE: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+    SHARED: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, BOUNDED: tl.constexpr, REVERSE: tl.constexpr,
+    COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """sum x_i x_j y over the tokens before each chunk but the first; reversed, after each chunk but the last.
 
@@ -214,7 +215,9 @@ def near_rows(
             if CLEAN:
                 similar = tl.where(visible & bad[None, :], float("nan"), similar)
         rounded = similar.to(COMPUTE)
-        den += D2 * tl.sum(rounded.to(tl.float32), 1)  # of the same digits as num: one key alone weighs 1
+        if MASKED:  # of the same digits as num, where keys may be few: one key alone weighs 1
+            similar = rounded.to(tl.float32)
+        den += D2 * tl.sum(similar, 1)
         num += D2 * tl.dot(rounded, values, input_precision=PRECISION)
     return num, den
 
@@ -253,7 +256,7 @@ def near_kernel(
         first = tl.load(small + DB * VB + DB * DB + i)
         constant = tl.load(small + DB * VB + DB * DB + DB + v)
         count = tl.load(small + DB * VB + DB * DB + DB + VB)
-        num += B2 * finer_product(x, linear, PRECISION) + A2 * constant[None, :]
+        num += B2 * tl.dot(x, linear.to(COMPUTE), input_precision=PRECISION) + A2 * constant[None, :]
         reached = D2 * finer_product(x, second, PRECISION) + B2 * first[None, :]
         den += tl.sum(reached * x.to(tl.float32), 1) + A2 * count
     if CAUSAL:
@@ -285,7 +288,8 @@ def far_kernel(
     X, STATE, NUM, DEN, OUT, REST_OUT,
     x_batch, x_head, x_row, rows, row_shift, lines_shared, heads, chunks, first_block, D2,
     D: tl.constexpr, V: tl.constexpr, VB: tl.constexpr, UNITS: tl.constexpr, M: tl.constexpr, CHUNK: tl.constexpr,
-    CAUSAL: tl.constexpr, STATED: tl.constexpr, REVERSE: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    CAUSAL: tl.constexpr, STATED: tl.constexpr, REVERSE: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """num + d · (x_i x_j)·square, the rest of what rows see; over den, the output. Reversed, the values' gradient."""
     line = tl.program_id(1)
@@ -319,7 +323,9 @@ def far_kernel(
         done = octet == 2 * pair + 1
         octet = tl.where(done, 0, octet + 1)
         pair = tl.where(done, pair + 1, pair)
-    num = tl.where(has_state, D2 * acc, 0.0) + tl.load(NUM + at[:, None] * VB + v[None, :], mask=shown_rows[:, None], other=0.0)
+    num = tl.where(has_state, D2 * acc, 0.0) + tl.load(
+        NUM + at[:, None] * VB + v[None, :], mask=shown_rows[:, None], other=0.0
+    )
     if REVERSE:  # what is hidden, or not finite, has no gradient: near_keys_kernel has marked it
         num = tl.where(tl.load(DEN + at, mask=shown_rows, other=0.0)[:, None] != 0, num, 0.0)
     else:
@@ -524,7 +530,9 @@ def pull_kernel(
         else:
             tile = tl.load(stands)
         acc = product(phi, tl.trans(tile.to(COMPUTE)), acc, PRECISION)
-    grad = tl.where(has_state, 2 * D2 * acc, 0.0) + tl.load(ACC + at[:, None] * DB + i[None, :], mask=shown_rows[:, None], other=0.0)
+    grad = tl.where(has_state, 2 * D2 * acc, 0.0) + tl.load(
+        ACC + at[:, None] * DB + i[None, :], mask=shown_rows[:, None], other=0.0
+    )
     live = tl.load(LIVE + at, mask=shown_rows, other=0.0) != 0
     if not REVERSE:  # a row that receives no gradient passes none on
         live = live | (tl.sum((y != 0).to(tl.int32), 1) > 0)

@@ -1,6 +1,6 @@
 """Attention with a second-order polynomial kernel on a GPU: what is launched, forward and backward.
 
-The kernels are in quadratic.py. Two custom operators, so that torch.compile, fake tensors and autocast know them.
+The kernels are in quadratic.py.
 """
 
 from dataclasses import dataclass
@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from regard.kernels.common import prefix_kernel
 from regard.kernels.quadratic import (
     far_kernel,
     near_kernel,
@@ -21,7 +22,6 @@ from regard.kernels.quadratic import (
     square_kernel,
     sum_chunks_kernel,
 )
-from regard.kernels.tiles import prefix_kernel
 
 UNIT = 128
 """Features of a unit, as quadratic.py cuts the square."""
@@ -58,8 +58,6 @@ class Tiles:
     near_keys: Launch
     compute: Any
     precision: str
-    near_precision: str
-    """float32 products in the chunk's own part are exact: where few keys are seen, gradients are small differences."""
 
 
 @lru_cache(maxsize=64)
@@ -97,17 +95,12 @@ def tiles(qk_length: int, value_length: int, dtype: torch.dtype) -> Tiles:
         pull=pull,
         compute=tl.bfloat16 if half else tl.float32,
         precision="tf32x3",
-        near_precision="tf32x3" if half else "ieee",
         near_keys=Launch(64, 64 if d > 32 else 32, 4, 3) if half and not wide else near,
     )
 
 
 def _strides(tensor: Tensor) -> tuple[int, int, int]:
     return tensor.stride(0), tensor.stride(1), tensor.stride(2)
-
-
-def _unit_stride(tensor: Tensor) -> Tensor:
-    return tensor if tensor.stride(3) == 1 else tensor.contiguous()
 
 
 @dataclass(frozen=True)
@@ -142,7 +135,6 @@ class _Work:
     def limits(self) -> tuple[Tensor | None, Tensor | None]:
         return (None, None) if self.bounds is None else (self.bounds[0], self.bounds[1])
 
-
     @property
     def kind(self) -> torch.dtype:
         """The dtype that matrix products take."""
@@ -160,9 +152,17 @@ class _Work:
         return rest / self.d if abs(rest) > 1e-12 else 0.0
 
 
-def _sums(
-    work: _Work, x: Tensor, y: Tensor, backward: tuple[Tensor, ...] | None
-) -> tuple[Tensor, Tensor, Tensor]:
+def work_of(
+    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None, a: float, b: float, d: float, causal: bool
+) -> _Work:
+    """The sizes of a call."""
+    batch, heads, queries, qk_length = q.shape
+    groups, keys, value_length = k.shape[1], k.shape[2], v.shape[3]
+    chosen = tiles(qk_length, value_length, q.dtype)
+    return _Work(batch, heads, groups, queries, keys, qk_length, value_length, causal, chosen, a, b, d, bounds)
+
+
+def _sums(work: _Work, x: Tensor, y: Tensor, backward: tuple[Tensor, ...] | None) -> tuple[Tensor, Tensor, Tensor]:
     """The small sums before each chunk (after it, in the backward pass), x with tokens last, and which chunks hold a
     NaN or infinity."""
     t, heads = work.tiles, x.shape[1]
@@ -197,7 +197,7 @@ def _prefix(sums: Tensor, totals: Tensor, shared: int, reverse: bool, inclusive:
     )
 
 
-PROGRAMS = 96
+PROGRAMS = 200
 """Programs that sum along the whole length, below which chunks are summed side by side and then added up."""
 
 
@@ -214,7 +214,7 @@ def _square(work: _Work, x: Tensor, y: Tensor, turned: Tensor, reverse: bool) ->
     elif work.causal:
         segments, shift = work.chunks - 1, shift - t.chunk if reverse else shift
     else:
-        segments = max(1, min(triton.cdiv(length, 4 * t.square.rows), 2 * PROGRAMS // (lines * programs)))
+        segments = max(1, min(triton.cdiv(length, 4 * t.square.rows), 264 // (lines * programs)))
         chunk = triton.cdiv(length, segments * t.square.rows) * t.square.rows
     if slots * segments == 0:
         return x.new_empty(0, dtype=work.kind)
@@ -242,9 +242,7 @@ def _blocks(rows: int, shift: int, size: int) -> tuple[int, int]:
     return first, triton.cdiv(shift + rows, size) - first
 
 
-def _near(
-    work: _Work, q: Tensor, k: Tensor, v: Tensor, before: Tensor, bad: Tensor, num: Tensor, den: Tensor
-) -> None:
+def _near(work: _Work, q: Tensor, k: Tensor, v: Tensor, before: Tensor, bad: Tensor, num: Tensor, den: Tensor) -> None:
     t, low, high = work.tiles, *work.limits
     first, blocks = _blocks(work.queries, work.shift, t.near.rows)
     near_kernel[(blocks, work.batch * work.heads)](
@@ -252,7 +250,7 @@ def _near(
         work.queries, work.shift, work.keys, work.heads, work.groups, work.chunks if work.causal else 1, t.size, first,
         work.a, work.b, work.d, work.b / (2 * work.d), work.rest,
         D=work.qk_length, V=work.value_length, DB=t.d, VB=t.v, M=t.near.rows, N=t.near.columns, CHUNK=t.chunk,
-        CAUSAL=work.causal, BOUNDED=low is not None, COMPUTE=t.compute, PRECISION=t.near_precision,
+        CAUSAL=work.causal, BOUNDED=low is not None, COMPUTE=t.compute, PRECISION=t.precision,
         num_warps=t.near.warps, num_stages=t.near.stages,
     )  # fmt: skip
 
@@ -282,7 +280,8 @@ def _pull(
         x, y, state, acc, live, grad, *_strides(x), *_strides(y),
         x.shape[2], shift, x.shape[1] // work.groups, x.shape[1], work.chunks if work.causal else 1, first, work.d,
         D=work.qk_length, V=work.value_length, DB=t.d, VB=t.v, UNITS=t.units, M=t.pull.rows, TAKEN=t.pull.columns,
-        CHUNK=t.chunk, CAUSAL=work.causal, STATED=state.numel() > 0, REVERSE=reverse, COMPUTE=t.compute, PRECISION=t.precision, STAGES=t.pull.stages,
+        CHUNK=t.chunk, CAUSAL=work.causal, STATED=state.numel() > 0,
+        REVERSE=reverse, COMPUTE=t.compute, PRECISION=t.precision, STAGES=t.pull.stages,
         num_warps=t.pull.warps, num_stages=t.pull.stages,
     )  # fmt: skip
 
@@ -297,7 +296,7 @@ def _near_queries(
         work.queries, work.shift, work.keys, work.heads, work.groups, work.chunks if work.causal else 1, t.size, first,
         work.b, work.d,
         D=work.qk_length, V=work.value_length, DB=t.d, VB=t.v, M=t.near.rows, N=t.near.columns, CHUNK=t.chunk,
-        CAUSAL=work.causal, BOUNDED=low is not None, COMPUTE=t.compute, PRECISION=t.near_precision,
+        CAUSAL=work.causal, BOUNDED=low is not None, COMPUTE=t.compute, PRECISION=t.precision,
         num_warps=t.near.warps, num_stages=t.near.stages,
     )  # fmt: skip
 
@@ -313,9 +312,38 @@ def _near_keys(
         work.keys, work.queries, work.shift, work.groups, work.chunks if work.causal else 1, t.size,
         work.a, work.b, work.d, work.rest,
         D=work.qk_length, V=work.value_length, DB=t.d, VB=t.v, M=t.near_keys.rows, N=t.near_keys.columns, CHUNK=t.chunk,
-        SHARED=work.shared, CAUSAL=work.causal, BOUNDED=low is not None, COMPUTE=t.compute, PRECISION=t.near_precision,
+        SHARED=work.shared, CAUSAL=work.causal, BOUNDED=low is not None, COMPUTE=t.compute, PRECISION=t.precision,
         num_warps=t.near_keys.warps, num_stages=t.near_keys.stages,
     )  # fmt: skip
+
+
+class _Beside:
+    """Kernels launched within run beside those launched since it was made: `square` leaves parts of the chip idle.
+
+    What they use is allocated outside, and the stream goes on when they are done, so no memory is freed too soon.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.on = tensor.is_cuda
+        if self.on:
+            self.stream = torch.cuda.current_stream(tensor.device)
+            self.other = _other_stream(self.stream)
+            self.other.wait_stream(self.stream)
+
+    def __enter__(self) -> None:
+        if self.on:
+            self.context = torch.cuda.stream(self.other)
+            self.context.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        if self.on:
+            self.context.__exit__(*error)
+            self.stream.wait_stream(self.other)
+
+
+@lru_cache(maxsize=64)
+def _other_stream(stream: torch.cuda.Stream) -> torch.cuda.Stream:
+    return torch.cuda.Stream(stream.device)
 
 
 def forward(work: _Work, q: Tensor, k: Tensor, v: Tensor, recorded: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -327,8 +355,11 @@ def forward(work: _Work, q: Tensor, k: Tensor, v: Tensor, recorded: bool) -> tup
     out = q.new_empty(work.batch, work.heads, work.queries, work.value_length)
     rest_out = torch.empty_like(out) if recorded else None
     before, turned, bad = _sums(work, k, v, None)
-    _near(work, q, k, v, before, bad, num, den)
-    _far(work, q, _square(work, k, v, turned, reverse=False), num, den, out, rest_out, reverse=False)
+    beside = _Beside(q)
+    state = _square(work, k, v, turned, reverse=False)
+    with beside:
+        _near(work, q, k, v, before, bad, num, den)
+    _far(work, q, state, num, den, out, rest_out, reverse=False)
     return out, out.new_empty(0) if rest_out is None else rest_out, den
 
 
@@ -337,19 +368,26 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v. What the forward pass summed is summed again: it is larger than the inputs."""
     t = work.tiles
-    w, e = torch.empty_like(out, dtype=work.kind), torch.empty_like(den)
+    # Queries before the first key are in no chunk's sums, and nothing is written for them.
+    new = torch.zeros_like if work.shift < 0 else torch.empty_like
+    w, e = new(out, dtype=work.kind), new(den)
     before, turned, bad = _sums(work, k, v, None)
     after, turned_queries, _ = _sums(work, q, w, (grad, out, rest_out, den, e))
     q_grad, k_grad, v_grad = (x.new_empty(x.shape) for x in (q, k, v))
     q_acc = q.new_empty(*q.shape[:3], t.d, dtype=torch.float32)
-    _near_queries(work, q, w, e, k, v, before, bad, q_acc)
-    _pull(work, q, w, _square(work, k, v, turned, reverse=False), q_acc, e, q_grad, reverse=False)
-    del q_acc, before, turned
+    beside = _Beside(q)
+    state = _square(work, k, v, turned, reverse=False)
+    with beside:
+        _near_queries(work, q, w, e, k, v, before, bad, q_acc)
+    _pull(work, q, w, state, q_acc, e, q_grad, reverse=False)
+    del state, q_acc, before, turned
     k_acc = k.new_empty(*k.shape[:3], t.d, dtype=torch.float32)
     v_acc = k.new_empty(*k.shape[:3], t.v, dtype=torch.float32)
     live = k.new_empty(k.shape[:3], dtype=torch.float32)
-    _near_keys(work, k, v, q, w, e, after, k_acc, v_acc, live)
+    beside = _Beside(k)
     state = _square(work, q, w, turned_queries, reverse=True)
+    with beside:
+        _near_keys(work, k, v, q, w, e, after, k_acc, v_acc, live)
     _pull(work, k, v, state, k_acc, live, k_grad, reverse=True)
     _far(work, k, state, v_acc, live, v_grad, None, reverse=True)
     return q_grad, k_grad, v_grad

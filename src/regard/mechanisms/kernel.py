@@ -24,7 +24,7 @@ from regard.call import Call, Path
 from regard.cost import COUNTED, Cost, Work, accumulator, count_flops, key_value_bytes, score_cost
 from regard.mask import Mask
 from regard.mechanism import Mechanism, made_on, own_dtype, probe
-from regard.paths import blocks, chunked, reference, stream, sums_cost
+from regard.paths import blocks, chunked, fused, reference, stream, sums_cost
 from regard.state import KernelState, KeyValueState
 from regard.structure import EVERYTHING, Structure, padding_between, structure
 
@@ -41,6 +41,9 @@ class FeatureMechanism(Mechanism):
 
     short: ClassVar[bool] = False
     """Whether `similarity` has a form shorter than the product of features."""
+    fused_form: ClassVar[str] = "given"
+    """What a GPU kernel makes of queries and keys: "square", d (q·k)² + b q·k + a from `coefficients`; "elu"; or
+    nothing, "given" their features."""
 
     def features(self, x: Float[Tensor, "*b T K"]) -> Float[Tensor, "*b T C"]:
         """phi(x), for queries and keys alike."""
@@ -94,7 +97,7 @@ class FeatureMechanism(Mechanism):
         return self.summed_length(qk_length) <= MOST_FEATURES
 
     def paths(self) -> tuple[Path, ...]:
-        return (chunked.PATH, blocks.PATH, reference.PATH)
+        return (fused.PATH, chunked.PATH, blocks.PATH, reference.PATH)
 
     def notes(self, call: Call) -> tuple[str, ...]:
         why = chunked.cannot(call)
@@ -210,6 +213,8 @@ class Elu(FeatureMechanism):
     >>> rg.Elu().features(torch.tensor([0.0, 1.0])).tolist()
     [1.0, 2.0]
     """
+
+    fused_form: ClassVar[str] = "elu"
 
     def features(self, x: Float[Tensor, "*b T K"]) -> Float[Tensor, "*b T C"]:
         return nn.functional.elu(x) + 1

@@ -31,6 +31,7 @@ class _Square(FeatureMechanism):
     """similarity = a + b q·k + d (q·k)², all three at least 0."""
 
     short: ClassVar[bool] = True
+    fused_form: ClassVar[str] = "square"
 
     def coefficients(self, qk_length: int) -> tuple[float, float, float]:
         raise NotImplementedError

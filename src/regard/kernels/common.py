@@ -6,6 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def product(a, b, acc, PRECISION: tl.constexpr):
+    """acc + a @ b."""
     return tl.dot(a, b, acc, input_precision=PRECISION)
 
 
@@ -36,18 +37,24 @@ def prefix_kernel(
     row = tl.program_id(1).to(tl.int64)
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
+    if not INCLUSIVE:  # what is before the next chunk is what is through this one: a difference would spread NaN
+        begin = slots - 1 if REVERSE else 0
+        tl.store(TOTALS + (row * slots + begin) * size + place, total, mask=place < size)
     for start in range(0, slots, STEPS):
         step = start + tl.arange(0, STEPS)
-        slot = step
+        slot, next_slot = step, step + 1
         if REVERSE:
-            slot = slots - 1 - step
+            slot, next_slot = slots - 1 - step, slots - 2 - step
         keep = (step < slots)[:, None] & (place < size)[None, :]
-        at = slot.to(tl.int64)[:, None] * size + place[None, :]
         added = tl.zeros([STEPS, BLOCK], tl.float32)
         for r in tl.static_range(SHARED):
-            added += tl.load(SUMS + (row * SHARED + r) * slots * size + at, mask=keep, other=0.0)
+            at = ((row * SHARED + r) * slots + slot.to(tl.int64))[:, None] * size + place[None, :]
+            added += tl.load(SUMS + at, mask=keep, other=0.0)
         through = tl.cumsum(added, 0) + total[None, :]
         total += tl.sum(added, 0)
-        if not INCLUSIVE:
-            through -= added
-        tl.store(TOTALS + row * slots * size + at, through, mask=keep)
+        if INCLUSIVE:
+            at = (row * slots + slot.to(tl.int64))[:, None] * size + place[None, :]
+        else:
+            at = (row * slots + next_slot.to(tl.int64))[:, None] * size + place[None, :]
+            keep = (step + 1 < slots)[:, None] & (place < size)[None, :]
+        tl.store(TOTALS + at, through, mask=keep)

@@ -1,0 +1,101 @@
+"""Kernel attention on a GPU by kernels of our own, in Triton: features and scores never reach memory."""
+
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from regard.call import Call, Path
+from regard.mask import Span
+from regard.paths import chunked
+
+LONGEST = 128
+"""qk_length, value_length and features, at most."""
+
+
+ALIGNED = 16
+"""Lengths of which multiples are read 16 bytes at a time; others are padded."""
+TRITON = find_spec("triton") is not None
+
+
+def cannot(call: Call) -> str | None:
+    """Why this path cannot serve a call; None if it can."""
+    if not call.q.is_cuda:
+        return "made for GPUs"
+    if not TRITON:
+        return "Triton is not installed"
+    if (
+        call.q.dtype == torch.float32
+        and torch.is_grad_enabled()
+        and any(x.requires_grad for x in (call.q, call.k, call.v))
+    ):
+        return "its float32 gradients lose digits where few keys are seen"
+    return unfit(call)
+
+
+def unfit(call: Call) -> str | None:
+    """Why the kernels cannot compute a call, wherever it is; None if they can."""
+    mechanism: Any = call.mechanism
+    if (why := chunked.cannot(call)) is not None:
+        return why
+    if call.q.dtype == torch.float64:
+        return "made for float32 and shorter"
+    if call.structure.paddings and call.structure.rows is None:
+        return "padding with holes"
+    form = mechanism.fused_form
+    length = call.qk_length if form != "given" else mechanism.feature_length(call.qk_length)
+    longest = max(length, call.qk_length if form == "elu" else 0, call.value_length)
+    # Sums of more than 64 features do not fit shared memory in float32, which float16 is computed in too.
+    most = LONGEST if form == "square" or call.q.dtype == torch.bfloat16 else LONGEST // 2
+    return f"more than {most} features, or a longer value" if longest > most else None
+
+
+def run(call: Call) -> Tensor:
+    """fused kernels in Triton: time and memory linear in the length, features in registers alone."""
+    from regard.kernels import operators
+
+    mechanism: Any = call.mechanism
+    bounds = None if call.structure.rows is None else _bounds(call.structure.rows, call.q.device)
+    q, k, v, form = call.q, call.k, call.v, mechanism.fused_form
+    if form == "elu" and call.qk_length % ALIGNED:
+        form = "given"  # padding before the map would not be 0 after it
+    if form == "given":
+        wide = torch.float32 if q.dtype.itemsize < 4 else q.dtype
+        bad = ~k.isfinite().all(-1, keepdim=True)  # its features are NaN, and its gradient 0 where nobody sees it
+        q, k = (mechanism.summed_features(x.to(wide)).to(v.dtype) for x in (q, k.masked_fill(bad, 0)))
+        k = k.masked_fill(bad, torch.nan)
+    q, k, v = (_aligned(x) for x in (q, k, v))
+    if form == "square":
+        recorded = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+        coefficients = mechanism.coefficients(call.qk_length)
+        out = operators.square(q, k, v, bounds, *coefficients, call.structure.causal, recorded)[0]
+    else:
+        out = operators.feature(q, k, v, bounds, form, call.structure.causal)[0]
+    return out if v.shape[3] == call.value_length else out[..., : call.value_length]
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """Rows of a length and a stride that are read in whole pieces."""
+    if (rest := x.shape[3] % ALIGNED) > 0:
+        return F.pad(x, (0, ALIGNED - rest))
+    return x if x.stride(3) == 1 else x.contiguous()
+
+
+def _bounds(rows: tuple[Span, ...], device: torch.device) -> Tensor:
+    """The first real key of each batch row and the one after the last."""
+    return (
+        torch.tensor(rows, dtype=torch.int32).t().to(device) if torch.compiler.is_compiling() else _copied(rows, device)
+    )
+
+
+@lru_cache(maxsize=256)
+def _copied(rows: tuple[Span, ...], device: torch.device) -> Tensor:
+    """The same table on the device, copied without waiting for it."""
+    table = torch.tensor(rows, dtype=torch.int32).t().contiguous()
+    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
+
+
+PATH = Path("fused", cannot, run, guards_itself=True)

@@ -1,0 +1,136 @@
+"""GPU kernels on the CPU, in Triton's interpreter, on tiny shapes: the formulas, the masks and the indices.
+
+What the interpreter cannot tell (half precision, speed, races) is for test_gpu.py, on a GPU.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import regard as rg
+from regard.call import Call
+from regard.kernels import feature_attention, square_attention
+from regard.laws.case import within_budget
+from regard.paths import fused
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+PADDED = rg.padding(
+    valid=(torch.arange(40) >= torch.tensor([[0], [7]])) & (torch.arange(40) < torch.tensor([[33], [40]]))
+)
+MECHANISMS = {
+    "quadratic": rg.Quadratic(c=0.5),
+    "taylor": rg.Taylor(),
+    "elu": rg.Elu(),
+    "given": rg.Kernel(feature_map=lambda x: torch.cat([x.relu(), (-x).relu()], -1)),
+}
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
+    """Tiles so small that a few dozen tokens cross every border of chunks, segments, blocks and programs."""
+    square, feature = square_attention.tiles, feature_attention.tiles
+
+    def small_square(*sizes):
+        near = square_attention.Launch(32, 32, 4, 1)
+        found = square(*sizes)
+        few = replace(found, chunk=32, near=near, near_keys=near, far=near, sums=near, square=near)
+        return replace(few, pull=found.pull._replace(rows=32), left=8, right=16)
+
+    def small_feature(*sizes):
+        step = feature_attention.Launch(32, 4, 1)
+        return replace(feature(*sizes), segment=32, sums=step, walk=step, walk_back=step)
+
+    monkeypatch.setattr(square_attention, "tiles", small_square)
+    monkeypatch.setattr(feature_attention, "tiles", small_feature)
+
+
+def compare(mechanism, rule, queries=40, heads=2, groups=1, length=16, value_length=16, batch=2, dtype=torch.float32):
+    q, k, v = (
+        torch.randn(batch, h, n, size, dtype=dtype)
+        for h, n, size in ((heads, queries, length), (groups, 40, length), (groups, 40, value_length))
+    )
+    leaves = [[t.to(kind).requires_grad_() for t in (q, k, v)] for kind in (dtype, torch.float64, dtype)]
+    call = Call(mechanism, *leaves[0], rule)
+    assert fused.unfit(call) is None
+    outs = [fused.run(call), *(rg.attend(*inputs, mechanism, rule, path="reference") for inputs in leaves[1:])]
+    within_budget("output", *outs)
+    grad = torch.randn_like(outs[0])
+    grads = [torch.autograd.grad(out, inputs, grad.to(out.dtype)) for out, inputs in zip(outs, leaves, strict=True)]
+    for name, *found in zip("qkv", *grads, strict=True):
+        within_budget(f"gradient of {name}", *found, gradient=True)
+    return q, k, v, outs[0]
+
+
+@pytest.mark.parametrize("name", ["quadratic", "elu", "given"])
+def test_causal_padded_grouped(name):
+    compare(MECHANISMS[name], rg.causal & PADDED)
+
+
+@pytest.mark.parametrize("name", ["taylor", "elu"])
+def test_lengths_that_are_not_round(name):
+    compare(MECHANISMS[name], rg.causal, length=9, value_length=5, heads=1, batch=1)
+
+
+@pytest.mark.parametrize("name", ["taylor", "elu"])
+def test_without_causality(name):
+    compare(MECHANISMS[name], PADDED, queries=24, heads=1)
+
+
+@pytest.mark.parametrize("queries", [24, 50])
+@pytest.mark.parametrize("name", ["quadratic", "elu"])
+def test_fewer_and_more_queries_than_keys(name, queries):
+    compare(MECHANISMS[name], rg.causal, queries=queries, heads=1, batch=1)
+
+
+def test_coordinates_beyond_one_block_and_sums_along_the_whole_length(monkeypatch):
+    monkeypatch.setattr(square_attention, "PROGRAMS", 1)
+    compare(rg.Quadratic(), rg.causal, length=20, value_length=18, heads=1, batch=1)
+
+
+@pytest.mark.parametrize("name", ["quadratic", "elu", "given"])
+def test_what_is_hidden_does_not_leak_and_what_is_seen_shows(name):
+    mechanism, rule = MECHANISMS[name], rg.causal & PADDED
+    q, k, v, clean = (t.detach() for t in compare(mechanism, rule))
+    k[0, :, 36], v[1, :, 3], v[0, :, 21] = torch.nan, torch.inf, torch.nan
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    out = fused.run(Call(mechanism, *leaves, rule))
+    assert torch.equal(out[1], clean[1])
+    assert torch.equal(out[0, :, :21], clean[0, :, :21])
+    assert out[0, :, 21:].isnan().all()
+    grads = torch.autograd.grad(out[:, :, :21].sum(), leaves)
+    assert all(grad.isfinite().all() for grad in grads)
+    assert not grads[1][0, :, 21:].any()
+    assert not grads[2][0, :, 21:].any()
+    assert not grads[0][0, :, 21:].any()
+
+
+def test_queries_that_see_nothing_give_zero():
+    q, k, v = torch.randn(1, 1, 6, 8), torch.randn(1, 1, 4, 8), torch.randn(1, 1, 4, 8)
+    for mechanism in (rg.Quadratic(), rg.Elu()):
+        assert not fused.run(Call(mechanism, q, k, v, rg.causal))[:, :, :2].any()
+        assert not fused.run(Call(mechanism, q, k, v, rg.padding([0]))).any()
+
+
+def test_operators_have_shapes_without_data():
+    from regard.kernels import operators
+
+    q, k, v = (torch.empty(2, h, 12, 8, device="meta", dtype=torch.bfloat16) for h in (4, 2, 2))
+    for out, *_, den in (
+        operators.square(q, k, v, None, 1.0, 2.0, 1.0, True, True),
+        operators.feature(q, k, v, None, "elu", True),
+    ):
+        assert out.shape == (2, 4, 12, 8)
+        assert (den.shape, den.dtype, out.dtype) == ((2, 4, 12), torch.float32, torch.bfloat16)
+
+
+def test_explain_says_why_not():
+    q = torch.randn(1, 1, 4, 8)
+    assert rg.explain(q, q, q, rg.Quadratic(), rg.causal).rejected["fused"] == "made for GPUs"
+    holes = rg.padding(valid=torch.tensor([[True, False, True, True]]))
+    assert fused.unfit(Call(rg.Quadratic(), q, q, q, holes)) == "padding with holes"
+    assert fused.unfit(Call(rg.Quadratic(), q.double(), q.double(), q.double())) == "made for float32 and shorter"
+    assert "more than 64 features" in fused.unfit(Call(rg.RandomFeatures(n=300), q, q, q))
+    half = q.bfloat16()
+    assert "more than 128 features" in fused.unfit(Call(rg.RandomFeatures(n=300), half, half, half))
