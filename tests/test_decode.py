@@ -448,3 +448,9 @@ def test_llvm_is_loaded_by_who_decodes_and_nobody_else():
     script = "import sys, regard; print('llvmlite' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
+
+
+@pytest.mark.parametrize("queries", [1, 5, 8])
+def test_parts_of_a_history_keep_torchs_rules_for_operators(queries):
+    q, k = torch.randn(1, 4, queries, 64), torch.randn(1, 2, 40, 64)
+    torch.library.opcheck(torch.ops.regard.decode_part.default, (q, k, k, 0.125))

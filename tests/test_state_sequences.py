@@ -294,3 +294,49 @@ def test_prompts_of_unequal_length_hold_the_sum_of_their_tokens(tmp_path: Path) 
     again = rg.Prompt.load(tmp_path / "prompt.safetensors", model)
     assert again.nbytes <= prompt.nbytes
     assert [row.tokens for row in rg.generate(model, state=again, max_new_tokens=4)] == [row.tokens for row in together]
+
+
+@pytest.mark.parametrize("rule", ["none", "global", "ahead"])
+def test_queries_in_padding_see_what_a_mask_shows_them(rule: str) -> None:
+    """Without causality a query in the padding sees real keys, stored in a run that begins after it or not."""
+    *tensors, valid = ragged()
+    padding = rg.padding(valid=valid)
+    mask = {
+        "none": padding,
+        "global": (rg.causal | rg.global_tokens(2)) & padding,
+        "ahead": rg.window(5, 300) & padding,
+    }
+    state = rg.Softmax().start(
+        batch=len(LENGTHS), num_kv_heads=G, qk_length=K, value_length=V, capacity=400, dtype=torch.float64
+    )
+    out, state = rg.Softmax().extend(*tensors, state, mask=mask[rule])
+    assert len(state.runs) > 1
+    assert torch.allclose(out, rg.attend(*tensors, mask=mask[rule], path="reference"), atol=1e-12)
+
+
+@every_stream
+def test_a_batch_of_no_rows_goes_on(name: str) -> None:
+    mechanism = STREAMING[name]
+    state = mechanism.start(batch=2, num_kv_heads=G, qk_length=K, value_length=V, capacity=20)
+    tokens = torch.randn(2, H, 5, K), torch.randn(2, G, 5, K), torch.randn(2, G, 5, V)
+    _, state = mechanism.extend(*tokens, state, mask=rg.causal)
+    none = state.reorder(torch.zeros(0, dtype=torch.long))
+    out, longer = mechanism.extend(*(t[:0] for t in tokens), none, mask=rg.causal)
+    assert out.shape == (0, H, 5, V)
+    assert longer.length == 10
+    assert longer.reorder(torch.zeros(0, dtype=torch.long)).length == 10
+
+
+@every_stream
+def test_a_state_from_outside_goes_on_under_transforms(name: str) -> None:
+    mechanism = STREAMING[name]
+    q, k, v = torch.randn(3, 1, H, 6, K), torch.randn(3, 1, G, 6, K), torch.randn(3, 1, G, 6, V)
+    state = mechanism.start(batch=1, num_kv_heads=G, qk_length=K, value_length=V, capacity=20)
+    _, state = mechanism.extend(q[0, :, :, :5], k[0, :, :, :5], v[0, :, :, :5], state, mask=rg.causal)
+
+    def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return mechanism.extend(q, k, v, state, mask=rg.causal)[0]
+
+    new = tuple(t[:, :, :, 5:] for t in (q, k, v))
+    one_by_one = torch.stack([step(*row) for row in zip(*new, strict=True)])
+    assert torch.allclose(torch.vmap(step)(*new), one_by_one, atol=1e-5)

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from regard.eager import transformed
+
 LEAST_ROOM = 64
 """Positions that a copy has at least, as far as its capacity allows."""
 _claiming = threading.Lock()
@@ -118,7 +120,9 @@ class Buffer:
         `recorded` says that autograd will hold views for gradients of something else.
         """
         end = start + k.shape[2]
-        if torch.is_grad_enabled() and (recorded or any(t.requires_grad for t in (k, v, self.keys, self.values))):
+        derived = torch.is_grad_enabled() and (recorded or any(t.requires_grad for t in (k, v, self.keys, self.values)))
+        if derived or transformed():
+            # A transform cannot write into what was made outside of it.
             if self.scales is not None:
                 raise ValueError("state: expected no gradients, int8 states round, got some; use torch.no_grad()")
             keys, values = torch.cat([self.read(0, start), k], dim=2), torch.cat([self.read(1, start), v], dim=2)

@@ -264,6 +264,8 @@ class Padding(Mask):
         left = self.between(begin, keys, keys)
         if left is None:
             return None
+        if left.ends is not None:
+            return replace(left, ends=left.ends[list(rows)])
         if left.rows is None:
             assert left.table is not None
             return padding_of(left.table[list(rows)])

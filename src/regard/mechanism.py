@@ -92,7 +92,7 @@ class Mechanism:
 
     def captured(self, qk_length: int) -> list[Tensor]:
         """Learned tensors that the weights depend on and that the mechanism does not list, whatever holds them: a
-        function's closure, a global, an object. Autograd's own graph of the weights of an empty batch has them all.
+        function's closure, a global, an object. Autograd's own graph of one query's weight of one key has them all.
 
         >>> import regard as rg, torch
         >>> W = torch.randn(4, 6, requires_grad=True)
@@ -102,7 +102,7 @@ class Mechanism:
         if not _foreign(self):
             return []
         listed = {id(tensor) for tensor in self.parameters()}
-        x = probe(self, (0, 1, 1, qk_length))
+        x = probe(self, (1, 1, 1, qk_length))
         with torch.enable_grad(), made_on(x.device):
             weights = self.weigh(x, x, None)
         return [leaf for leaf in _leaves(weights) if id(leaf) not in listed]

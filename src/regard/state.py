@@ -207,10 +207,11 @@ class KeyValueState:
         """The state of other batch rows: row i becomes row `index[i]`. Rows may repeat (beam search)."""
         index = _row_index(index, self.batch, self.buffer.keys.device)
         order = index.tolist()
-        runs = [run.chosen(order, self.length, self.capacity) for run in self.runs]
+        chosen = (run.chosen(order, self.length, self.capacity) for run in self.runs)
+        runs = tuple(run for run in chosen if run is not None)
         return replace(
             self,
-            runs=tuple(run for run in runs if run is not None),
+            runs=runs or (Run((), self.buffer.blank(0, self.capacity), waiting=False),),
             padding=reorder_padding(self.padding, index, self.length),
             tainted=None if self.tainted is None else self.tainted[index],
         )

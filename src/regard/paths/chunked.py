@@ -12,7 +12,7 @@ from einops import rearrange
 from torch import Tensor
 
 from regard.call import Call, Path, in_own_dtype, nothing
-from regard.eager import symbolic, transformed
+from regard.eager import readable, symbolic, transformed
 from regard.paths.rows import by_interval
 from regard.paths.sums import Step, alone, compare, diagonal_of, fold, meet, no_sums, steps, sweep, tiled
 from regard.structure import Structure, reached
@@ -50,7 +50,7 @@ def run(call: Call) -> Tensor:
     if known.rows is not None:
         return by_interval(call, rows)
     valid = known.valid(call.keys, call.q.device)
-    if valid is not None and not known.causal:
+    if valid is not None and not known.causal and readable(valid):
         # Sums over few keys lose digits that the score form keeps: take the real keys out of the holes first.
         each = [
             _whole(call.mechanism, q[None], k[None, :, real], v[None, :, real], None, None)

@@ -96,7 +96,8 @@ def _decode_part(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor,
     rows = F.pad(q, (0, 0, 0, room - queries)).reshape(batch, heads * room, 1, qk_length)
     sums, totals, tops = _pass(rows, k, v, scale, [(0, k.shape[2])] * batch)
     out, lse = sums / totals[..., None], (totals.log2() + tops) * log(2)
-    return out.unflatten(1, (heads, room))[:, :, :queries], lse.unflatten(1, (heads, room))[:, :, :queries]
+    out, lse = (t.unflatten(1, (heads, room))[:, :, :queries].contiguous() for t in (out, lse))
+    return out, lse
 
 
 def _pass(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: list[Span]) -> tuple[Tensor, Tensor, Tensor]:

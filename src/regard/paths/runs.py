@@ -10,7 +10,7 @@ from torch import Tensor
 from regard.call import Call, choose, nothing
 from regard.mask import Mask
 from regard.state import KeyValueState
-from regard.structure import part_of
+from regard.structure import part_of, structure
 
 if TYPE_CHECKING:
     from regard.mechanism import Mechanism
@@ -22,13 +22,14 @@ def over_runs(
     """The output of the newest tokens' queries, (B, H, T, K) -> (B, H, T, V), over the whole history."""
     if state.whole:
         return _run(Call(mechanism, q, state.keys, state.values, mask, bias))
+    causal = structure(mask, q.shape[2], state.length).causal
     outputs = q.new_zeros(*q.shape[:3], state.buffer.values.shape[3])
     for run in state.runs:
         keys = state.length - run.begin
         if keys == 0:  # rows of padding alone
             continue
-        # Queries of positions before the run's first key are padding, and give 0.
-        first = max(0, q.shape[2] - keys)
+        # Causal queries of positions before the run's first key see padding alone, and give 0.
+        first = max(0, q.shape[2] - keys) if causal else 0
         part = part_of(mask, run.rows, run.begin, state.length)
         scores = bias
         if bias is not None:

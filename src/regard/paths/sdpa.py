@@ -95,7 +95,8 @@ def fitted(q: Tensor, k: Tensor, v: Tensor, scale: float, longest: int) -> tuple
     """Tensors with which PyTorch's fused kernels compute this: unit stride, heads of one length, a scale above 0."""
     if scale == 0:  # the kernel hides a future key by -inf, and 0 · -inf is NaN: 0 scores from 0 queries instead
         q, scale = q * 0, 1.0
-    if q.is_cpu and q.dtype.itemsize == 2 and torch.is_grad_enabled():
+    derived = torch.compiler.is_compiling() or q.requires_grad or k.requires_grad or v.requires_grad
+    if q.is_cpu and q.dtype.itemsize == 2 and torch.is_grad_enabled() and derived:
         # The CPU kernel rounds its gradients to half inside the sums: 3 and more times the plain formula's error.
         q, k, v = q.float(), k.float(), v.float()
     if longest != v.shape[-1] or longest != q.shape[-1]:
