@@ -116,6 +116,21 @@ def test_rows_that_finish_leave_the_batchs_work():
     assert rows[-1] < 5
 
 
+@pytest.mark.parametrize("early", [False, True])
+@torch.no_grad()
+def test_rows_without_room_leave_a_batch_that_goes_on(early):
+    """Also one that ended before its context did: while it stays, it is fed as the others are."""
+    torch.manual_seed(0)
+    model = rg.Decoder(rg.DecoderConfig.gpt2(**{**SIZES, "context_length": 12}))
+    model.initialise(0.5)
+    prompts = [[1] * 9, *([at, 3] for at in range(4))]
+    first = rg.generate(model, prompts[:1], max_new_tokens=1)[0]
+    options = {"max_new_tokens": 20, "stop": first.tokens if early else None}
+    together = rg.generate(model.double(), prompts, **options)
+    assert [row.reason for row in together] == ["stop" if early else "context", *["context"] * 4]
+    assert [row.tokens for row in together] == [rg.generate(model, [one], **options)[0].tokens for one in prompts]
+
+
 @torch.no_grad()
 def test_a_prompt_is_read_once_for_all_its_samples_and_in_bounded_pieces():
     model, seen = made("gqa"), []
@@ -384,6 +399,14 @@ def test_cuts_are_those_of_transformers(ours, theirs):
         logits = 3 * torch.randn(50, generator=torch.Generator().manual_seed(seed))
         expected = theirs(None, logits[None])[0].isfinite()
         assert torch.equal(Sampling(temperature=1.0, **ours).cut(logits).isfinite(), expected)
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-308, 1e-30])
+@pytest.mark.parametrize("options", [{}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.1}])
+def test_the_likeliest_token_is_drawn_at_any_small_temperature(temperature, options):
+    logits = torch.tensor([[10.0, 20.0, 30.0], [-10.0, -30.0, -20.0], [1e38, 2e38, -3e38]])
+    generators = [torch.Generator().manual_seed(seed) for seed in range(3)]
+    assert Sampling(temperature=temperature, **options).draw(logits, generators).tolist() == [2, 0, 1]
 
 
 def test_the_repetition_penalty_is_that_of_transformers():

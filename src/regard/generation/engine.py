@@ -20,7 +20,7 @@ from regard.models.transformer import Transformer
 
 FEW = 0.75
 """The share of a batch that must be left for it to stay as it is; below, the rest is taken out, which copies the state
-once."""
+once. Rows whose context is full are taken out in any case: there may be no position for another token."""
 
 
 class Generated(str):
@@ -157,7 +157,8 @@ class Growth:
             row.take(token, self.limits)
 
     def _read(self, left: list[int]) -> None:
-        if len(left) <= FEW * len(self.active):
+        count = len(self.active[left[0]].writer.tokens)
+        if len(left) <= FEW * len(self.active) or any(row.room < count for row in self.active):
             self.active, self.reached = [self.active[at] for at in left], self.reached.chosen(left)
         newest = [row.writer.tokens[-1] for row in self.active]
         tokens = torch.tensor(newest, device=self.reached.logits.device)[:, None]

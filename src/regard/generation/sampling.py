@@ -7,6 +7,7 @@ its seed and its logits, never on its neighbours in a batch.
 """
 
 import math
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -61,20 +62,23 @@ class Sampling:
         return logits.index_copy(0, index, worse)
 
     def cut(self, logits: Float[Tensor, "*b D"]) -> Float[Tensor, "*b D"]:
-        """The logits at this temperature, -inf for tokens that are cut. Ties at a border stay.
+        """The logits at this temperature, less the largest; -inf for tokens that are cut. Ties at a border stay.
 
         >>> import torch
         >>> from regard.generation.sampling import Sampling
         >>> Sampling(temperature=1.0, top_k=2).cut(torch.tensor([1.0, 3.0, 2.0])).tolist()
-        [-inf, 3.0, 2.0]
+        [-inf, 0.0, -1.0]
         """
-        logits = logits.double() / self.temperature
+        # The largest becomes 0, which no temperature makes infinite: the likeliest token stays the likeliest.
+        logits = logits.double()
+        # A GPU multiplies by the inverse, which is finite from the smallest normal number on.
+        logits = (logits - logits.amax(-1, keepdim=True)) / max(self.temperature, sys.float_info.min)
         if self.top_k is not None and self.top_k < logits.shape[-1]:
             logits.masked_fill_(logits < logits.topk(self.top_k).values[..., -1:], -math.inf)
         if self.top_p is not None and self.top_p < 1:  # at 1 all stay, whatever rounding makes of their sum
             logits.masked_fill_(logits < _least(logits, logits.softmax(-1), self.top_p), -math.inf)
         if self.min_p is not None:
-            logits.masked_fill_(logits < logits.amax(-1, keepdim=True) + math.log(self.min_p), -math.inf)
+            logits.masked_fill_(logits < math.log(self.min_p), -math.inf)
         return logits
 
     def draw(self, logits: Float[Tensor, "B D"], generators: Sequence[torch.Generator]) -> Int[Tensor, "B"]:
