@@ -17,7 +17,8 @@ import typer
 import regard as rg
 from regard.cli import commands, train
 
-HEAVY = {"torch", "numpy", "einops", "jaxtyping", "hypothesis", "matplotlib", "transformers", "typer", "rich", "triton"}
+HEAVY = {"torch", "numpy", "einops", "jaxtyping", "hypothesis", "matplotlib", "transformers", "typer", "rich"}
+# Not triton: torch's own FLOP counter, which our operators tell their FLOPs, imports it where it is installed.
 HEAVY |= {"tokenizers", "safetensors", "jinja2", "gguf", "tensorboard", "sacrebleu", "llvmlite"}
 CORE = ("attend", "weights", "explain", "Softmax", "Quadratic", "Channel", "Mechanism", "causal", "padding")
 CORE += ("cost", "Work", "crossover", "layer_cost")
