@@ -103,6 +103,27 @@ def test_dropout_of_weights_acts_in_training_only_and_keeps_the_mean(mechanism):
     assert (many.mean(0) - exact).abs().max() < 5 * many.std(0).max() / math.sqrt(4000)
 
 
+@pytest.mark.parametrize("where", ["k", "v"])
+@pytest.mark.parametrize(("mask", "visible"), [(rg.padding([5, 6]), False), (rg.causal, True), (rg.window(2, 0), True)])
+@pytest.mark.parametrize("name", [name for name, mechanism in REGISTRY.items() if mechanism.by_pairs])
+def test_dropout_of_weights_lets_no_masked_number_through(name, mask, visible, where):
+    """The first row's last key is spoiled: padding hides it from all queries, the other masks from all but the last."""
+    attend, outs = Attend(REGISTRY[name], dropout=0.3), []
+    tensors = {"q": torch.randn(2, 4, 6, 8), "k": torch.randn(2, 2, 6, 8), "v": torch.randn(2, 2, 6, 3)}
+    for value in (1.0, math.nan, math.inf):
+        tensors[where][0, :, 5] = value
+        leaves = {name: tensor.clone().requires_grad_() for name, tensor in tensors.items()}
+        torch.manual_seed(3)
+        outs.append(attend(**leaves, mask=mask)[0])
+        outs[-1].nan_to_num().sum().backward()
+        assert all(leaf.grad is None or leaf.grad.isfinite().all() for leaf in leaves.values())
+    plain, *spoiled = outs
+    for out in spoiled:
+        assert torch.equal(out[1], plain[1])
+        assert torch.equal(out[0, :, :5], plain[0, :, :5])
+        assert out[0, :, 5].isnan().all() if visible else torch.equal(out[0, :, 5], plain[0, :, 5])
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -425,6 +446,24 @@ def test_places_count_real_tokens():  # transformers#25420
     assert places(tokens, rg.padding(valid=valid)).tolist() == [[0, 0, 0, 1], [0, 1, 2, 3]]
     assert places(tokens, None).tolist() == [0, 1, 2, 3]
     assert places(tokens, rg.padding([2, 4]))[0, :2].tolist() == [0, 1]
+
+
+@torch.no_grad()
+def test_a_ragged_batch_extends_a_state_as_the_padded_one_does():
+    """With rotary heads, and as many positions as the padded batch has."""
+    layer, x, valid = (
+        rg.MultiHeadAttention(16, 2, rotary=Rotary(length=8)),
+        torch.randn(2, 7, 16),
+        torch.ones(2, 7).bool(),
+    )
+    valid[1, 5:] = False
+    ragged = Ragged(valid)
+    _, state = layer.extend(torch.randn(2, 3, 16), layer.start(batch=2), rg.causal)
+    mask = rg.causal & rg.padding(valid=torch.cat([torch.ones(2, 3).bool(), valid], 1))
+    expected, _ = layer.extend(x, state, mask)
+    found, longer = layer.extend(ragged.pack(x), state, mask, ragged=ragged)
+    torch.testing.assert_close(found, ragged.pack(expected))
+    assert longer.length == 10
 
 
 def test_a_mask_for_another_batch_is_one_error():

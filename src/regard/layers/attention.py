@@ -18,10 +18,11 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from regard.attention import attend, weights
+from regard.call import cleaned, poisoned, taint
 from regard.layers.linear import Linear, projections
 from regard.layers.positions import Rotary, Tables
 from regard.layers.ragged import Ragged
-from regard.mask import Mask, MaskFunction
+from regard.mask import Mask, MaskFunction, as_mask
 from regard.mechanism import Mechanism, named_tensors, replaced
 from regard.mechanisms import Softmax, named
 
@@ -88,6 +89,9 @@ class Attend(nn.Module):
 
     The mechanism's tensors and modules are registered under the names of its fields, as they are, not copied.
 
+    `dropout` drops weights in training. It drops none where a state is extended, and none of mechanisms whose weights
+    are between channels.
+
     >>> import regard as rg, torch
     >>> from regard.layers.attention import Attend
     >>> q = k = v = torch.randn(1, 2, 5, 4)
@@ -135,9 +139,12 @@ class Attend(nn.Module):
         if state is not None:
             return mechanism.extend(q, k, v, state, mask, bias=bias)
         if self.training and self.dropout > 0 and mechanism.by_pairs:
-            # Dropping weights needs the weights: the plain form, in training only.
-            kept = F.dropout(weights(q, k, mechanism, mask, bias=bias), self.dropout)
-            return mechanism.mix(kept, v).to(q.dtype), None
+            # Dropping weights needs the weights: the plain form, in training only. A weight of 0 does not hide a NaN.
+            mask = as_mask(mask)
+            tainted = None if mask is None else taint(k, v)
+            kept = F.dropout(weights(q, cleaned(k, tainted), mechanism, mask, bias=bias), self.dropout)
+            out = mechanism.mix(kept, cleaned(v, tainted)).to(q.dtype)
+            return poisoned(out, mask, tainted), None
         return attend(q, k, v, mechanism, mask, bias=bias), None
 
     def extra_repr(self) -> str:
@@ -175,7 +182,8 @@ class MultiHeadAttention(nn.Module):
     ) -> None:
         """`bias` is that of all projections, `output_bias` of W_o if it differs. `key_dim` and `value_dim` are the
         widths of the inputs that keys and values are made of, the queries' if not given. The tensors of `mechanism` are
-        registered as they are: layers made with the same one share them."""
+        registered as they are: layers made with the same one share them. `dropout` drops weights in training; none in
+        `extend`, and none of mechanisms whose weights are between channels."""
         super().__init__()
         groups = num_heads if num_kv_heads is None else num_kv_heads
         lengths = {"qk_length": qk_length, "value_length": value_length, "key_dim": key_dim, "value_dim": value_dim}
@@ -306,7 +314,8 @@ class MultiHeadAttention(nn.Module):
         if not hasattr(state, "length"):
             raise ValueError(f"state: expected one from start(…), got {type(state).__name__}")
         if positions is None:
-            positions = state.length + torch.arange(x.shape[1], device=x.device)
+            count = x.shape[1] if ragged is None else ragged.valid.shape[1]
+            positions = state.length + torch.arange(count, device=x.device)
         # The state keeps the layer's dtype, also where autocast makes the projections another.
         q, k, v = self.project(x, positions, ragged)
         if q.dtype != (own := self.dtype):
