@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -232,11 +233,40 @@ def test_an_interrupt_while_data_is_read_leaves_nothing(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_killed_before_it_began_may_begin_again(regard, tmp_path):
-    (tmp_path / "run/data").mkdir(parents=True)
-    (tmp_path / "run/data/tokenizer.json").write_text("half of one")
-    done = regard("train", "translate", *TINY, "--steps", "1", "--out", "run", cwd=tmp_path)
+def test_a_run_killed_before_it_began_may_begin_again(regard, tmp_path, monkeypatch):
+    def copied(*arguments, train=translate.train_bpe):
+        """What is on disk now is what a kill would leave."""
+        shutil.copytree(tmp_path / "whole", tmp_path / "killed")
+        (tmp_path / "killed/data/tokenizer.json").write_text("half of one")
+        return train(*arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(translate, "train_bpe", copied)
+        done = regard("train", "translate", *TINY, "--steps", "1", "--out", "whole", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+    done = regard("train", "translate", *TINY, "--steps", "1", "--out", "killed", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
+    assert set(os.listdir(tmp_path / "killed")) == set(os.listdir(tmp_path / "whole"))
+
+
+@pytest.mark.parametrize(
+    "names", [("data/mine.txt",), ("environment.json",), ("data/mine.txt", "environment.json"), ("out",)]
+)
+def test_a_run_deletes_nothing_that_it_did_not_write(tmp_path, names):
+    target = tmp_path / "run"
+    for name in names:
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        (target / name).write_text("mine")
+    options, settings = translate.Options(count=50, held_out=5), Settings(steps=1, batch_size=8)
+    place = Place(0, 1, torch.device("cpu"))
+    folders = [target, target / "out"] if names == ("out",) else [target]
+    for folder in folders:
+        with pytest.raises(
+            ValueError, match=r"out: expected a new folder or an empty one, got .*, which (holds|is a file)"
+        ):
+            begin("translate", options, settings, folder, place)
+    assert {str(path.relative_to(target)) for path in target.rglob("*") if path.is_file()} == set(names)
+    assert all((target / name).read_text() == "mine" for name in names)
 
 
 def test_other_data_cannot_go_on_with_a_run(regard, tmp_path):

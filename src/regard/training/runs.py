@@ -27,7 +27,9 @@ from regard.training.settings import Settings
 from regard.training.task import Task
 
 VERSION = 1
-BEFORE = {"data", "environment.json"}
+UNFINISHED = ".unfinished"
+"""Stands in a run's folder until run.json does: what is beside it is ours to delete, should the run be killed."""
+BEFORE = {"data", "environment.json", UNFINISHED}
 """What a run's folder holds before run.json, with which it begins."""
 SAMPLED = 16
 """Examples that a fingerprint looks at whole; of the others it knows the size."""
@@ -53,8 +55,10 @@ def begin(name: str, options: Any, settings: Settings, folder: str | Path, place
     missing = [folder for folder in (target, *target.parents) if not folder.exists()]
     if place.first:
         _check_new(target)
+        target.mkdir(parents=True, exist_ok=True)
+        (target / UNFINISHED).touch()
         shutil.rmtree(target / "data", ignore_errors=True)
-        (target / "data").mkdir(parents=True, exist_ok=True)
+        (target / "data").mkdir(exist_ok=True)
     place.wait()
     try:
         task = _built(name, options, settings, target, place)
@@ -73,6 +77,7 @@ def begin(name: str, options: Any, settings: Settings, folder: str | Path, place
         }
         write_text(target / "environment.json", json.dumps(environment(place), indent=1) + "\n")
         write_text(target / "run.json", json.dumps(values, indent=1, ensure_ascii=False) + "\n")
+        (target / UNFINISHED).unlink()
     place.wait()
     return task
 
@@ -80,6 +85,7 @@ def begin(name: str, options: Any, settings: Settings, folder: str | Path, place
 def _remove(target: Path, made: Sequence[Path]) -> None:
     """Take back a run that did not begin, so that its name is free again: its data, and the folders made for it."""
     shutil.rmtree(target / "data", ignore_errors=True)
+    (target / UNFINISHED).unlink(missing_ok=True)
     for folder in made:
         with suppress(OSError):  # somebody else has put something there
             folder.rmdir()
@@ -87,9 +93,15 @@ def _remove(target: Path, made: Sequence[Path]) -> None:
 
 def _check_new(target: Path) -> None:
     """Raise ValueError for a folder that something stands in. A run that was killed before it began may begin again."""
-    if target.exists() and (not target.is_dir() or {one.name for one in target.iterdir()} - BEFORE):
-        again = f"; to go on with it: regard train resume {target}" if (target / "run.json").exists() else ""
-        raise ValueError(f"out: expected a new folder, got {target}, which is there already{again}")
+    if not target.exists():
+        return
+    wanted = f"out: expected a new folder or an empty one, got {target}, which"
+    if not target.is_dir():
+        raise ValueError(f"{wanted} is a file")
+    names = {path.name for path in target.iterdir()}
+    if names and not (UNFINISHED in names and names <= BEFORE):
+        again = f"; to go on with it: regard train resume {target}" if "run.json" in names else ""
+        raise ValueError(f"{wanted} holds {', '.join(sorted(names)[:3])}{', …' if len(names) > 3 else ''}{again}")
 
 
 def reopen(folder: str | Path, place: Place, steps: int | None = None) -> tuple[Task, Settings]:
