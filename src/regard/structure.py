@@ -24,6 +24,8 @@ def _together(paddings: tuple[Padding, ...]) -> tuple[Span, ...] | None:
     known = [one.rows for one in paddings if one.rows is not None]
     if len(known) < len(paddings):
         return None
+    if len(known) == 1:
+        return known[0]
     return tuple((max(a for a, _ in spans), min(b for _, b in spans)) for spans in zip(*known, strict=True))
 
 
@@ -88,13 +90,13 @@ def structure(mask: Mask | None, queries: int, keys: int) -> Structure:
         before = None
     if after is not None and after >= queries - 1 and queries <= keys:
         after = None
-    if paddings and all(one.rows is not None for one in paddings):
-        found = Structure(paddings=tuple(paddings))
-        if found.rows is not None and all(a == 0 and b >= keys for a, b in found.rows):
-            paddings = []
-    if before is None and after in (None, 0) and not paddings and rest is None:
+    if paddings:
+        known = Structure(before, after, tuple(paddings), rest)
+        if known.rows is None or any(a > 0 or b < keys for a, b in known.rows):
+            return known
+    if before is None and after in (None, 0) and rest is None:
         return EVERYTHING if after is None else CAUSAL
-    return Structure(before, after, tuple(paddings), rest)
+    return Structure(before, after, (), rest)
 
 
 def both(first: Padding | None, second: Padding | None, keys: int) -> Padding | None:
