@@ -299,3 +299,26 @@ def test_an_empty_sequence_and_an_empty_batch_have_empty_logits():
     model = made(FORMS["llama"])
     assert model(torch.zeros(2, 0, dtype=torch.long)).shape == (2, 0, 61)
     assert model(torch.zeros(0, 5, dtype=torch.long)).shape == (0, 5, 61)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_padding_of_another_batch_is_refused(streamed):
+    model = rg.Decoder(rg.DecoderConfig(vocabulary_size=11, embedding_dim=8, num_layers=1, num_heads=2))
+    tokens, mask = torch.zeros(2, 9, dtype=torch.long), rg.padding([9, 2, 3])
+    with pytest.raises(ValueError, match=r"mask: expected padding for 2 sequences \(the batch\), got 3"):
+        model.extend(tokens, model.start(batch=2), mask=mask) if streamed else model(tokens, mask=mask)
+
+
+def test_a_model_runs_on_meta_tensors_and_under_transforms():
+    model = rg.Decoder(rg.DecoderConfig(vocabulary_size=11, embedding_dim=8, num_layers=1, num_heads=2))
+    tokens = torch.randint(11, (3, 5))
+
+    def loss(parameters, row):
+        return torch.func.functional_call(model, parameters, (row[None],)).square().sum()
+
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    each = torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, tokens)
+    model(tokens).square().sum().backward()
+    for name, parameter in model.named_parameters():
+        assert torch.allclose(each[name].sum(0), parameter.grad, atol=1e-4), name
+    assert model.to("meta")(tokens.to("meta")).shape == (3, 5, 11)

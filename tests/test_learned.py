@@ -299,3 +299,28 @@ def test_a_stream_of_plain_tokens_derives_what_is_learned(learns):
     torch.testing.assert_close(
         *(torch.autograd.grad(out.square().sum(), parameter)[0] for out in (streamed, whole)), rtol=1e-8, atol=1e-8
     )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Shifted(rg.Mechanism):
+    """A similarity with a learned number, or one for each head."""
+
+    shift: nn.Parameter
+
+    def similarity(self, q, k):
+        return torch.sigmoid(q @ k.transpose(-1, -2) + self.shift)
+
+
+def test_a_learned_number_is_saved_and_loaded(tmp_path):
+    sizes = {"vocabulary_size": 11, "embedding_dim": 8, "num_layers": 1, "num_heads": 2}
+    model = rg.Decoder(rg.DecoderConfig(**sizes, mechanism=Shifted(shift=nn.Parameter(torch.tensor(0.3)))))
+    rg.save(model, tmp_path / "saved")
+    again = rg.load(tmp_path / "saved", mechanism=Shifted(shift=nn.Parameter(torch.tensor(0.0))))
+    tokens = torch.tensor([[1, 2, 3]])
+    assert torch.equal(again(tokens), model(tokens))
+
+
+def test_a_parameter_for_each_head_serves_in_a_layer():
+    layer = rg.MultiHeadAttention(8, 4, mechanism=Shifted(shift=nn.Parameter(torch.randn(4, 1, 1))))
+    layer(torch.randn(2, 5, 8), mask=rg.causal).sum().backward()
+    assert layer.attend.shift.grad.shape == (4, 1, 1)

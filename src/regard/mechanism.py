@@ -103,8 +103,10 @@ class Mechanism:
             return []
         listed = {id(tensor) for tensor in self.parameters()}
         x = probe(self, (1, 1, 1, qk_length))
+        # A similarity may have a part for each head, which one head's weights would not fit.
+        stated = type(self).similarity is not Mechanism.similarity
         with torch.enable_grad(), made_on(x.device):
-            weights = self.weigh(x, x, None)
+            weights = self.similarity(x, x) if stated else self.weigh(x, x, None)
         return [leaf for leaf in _leaves(weights) if id(leaf) not in listed]
 
     def learns(self, qk_length: int) -> bool:

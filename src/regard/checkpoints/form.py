@@ -28,6 +28,8 @@ class Link:
     def split(self, tensor: Tensor, shapes: Shapes) -> dict[str, Tensor]:
         """Ours from theirs."""
         tensor = tensor.T if self.transposed else tensor
+        if len(self.ours) == 1:  # of any rank, a learned number too
+            return {self.ours[0]: tensor}
         parts = tensor.split([shapes[name][0] for name in self.ours])
         return dict(zip(self.ours, parts, strict=True))
 
@@ -40,7 +42,7 @@ class Link:
     def shape(self, shapes: Shapes) -> tuple[int, ...]:
         """The shape theirs must have."""
         first = shapes[self.ours[0]]
-        whole = (sum(shapes[name][0] for name in self.ours), *first[1:])
+        whole = first if len(self.ours) == 1 else (sum(shapes[name][0] for name in self.ours), *first[1:])
         return whole[::-1] if self.transposed else whole
 
 

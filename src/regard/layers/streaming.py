@@ -117,6 +117,8 @@ def places(tokens: Int[Tensor, "B T"], mask: Mask | None, state: ModelState | No
     before = None if state is None else state.padding
     if fresh is None and before is None:
         return torch.arange(past, past + count, device=tokens.device)
+    if fresh is not None and fresh.batch != len(tokens):
+        raise ValueError(f"mask: expected padding for {len(tokens)} sequences (the batch), got {fresh.batch}")
     ones = torch.ones_like(tokens, dtype=torch.bool)
     valid = ones if fresh is None else fresh.valid(count, tokens.device)
     real = [past] * tokens.shape[0] if before is None else before.counts()

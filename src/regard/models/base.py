@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
+from regard.eager import readable
 from regard.layers.attention import without_mechanisms
 from regard.layers.streaming import ModelState
 from regard.models.config import Config
@@ -50,7 +51,7 @@ def check_tokens(name: str, tokens: Int[Tensor, "B T"], vocabulary_size: int) ->
     if not isinstance(tokens, Tensor) or tokens.ndim != 2 or tokens.dtype not in (torch.int64, torch.int32):
         given = f"{tokens.dtype} {tuple(tokens.shape)}" if isinstance(tokens, Tensor) else type(tokens).__name__
         raise ValueError(f"{name}: expected whole numbers of shape (B, T), got {given}")
-    if torch.compiler.is_compiling() or not tokens.numel():
+    if not readable(tokens) or not tokens.numel():
         return
     low, high = (int(one) for one in torch.aminmax(tokens))
     if low < 0 or high >= vocabulary_size:
