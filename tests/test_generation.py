@@ -14,16 +14,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors
 import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 import peers
 import regard as rg
 from memory import Allocations
 from regard.checkpoints import Tokenizer
-from regard.generation.prompt import with_room
+from regard.generation.prompt import KEY, with_room
 from regard.generation.sampling import Sampling
 from regard.generation.text import Writer
 from regard.mechanisms import REGISTRY
@@ -263,6 +265,20 @@ def test_a_prompt_goes_on_with_its_model_reloaded(name, tmp_path):
     rg.generate(model, state=pieces.prompt_so_far(), max_new_tokens=2)
     with pytest.raises(ValueError, match="expected a prompt that this model read"):
         rg.generate(made("gqa"), state=pieces.prompt_so_far(), max_new_tokens=2)
+
+
+@pytest.mark.parametrize("rows", [[0.0, 1.0], [False, True], ["0", "1"], [[0], [1]]])
+@torch.no_grad()
+def test_a_prompts_file_numbers_its_rows_by_whole_numbers(rows, tmp_path):
+    model = made("gqa")
+    path = rg.prefill(model, [[7, 8], [9, 10]]).save(tmp_path / "prompt.safetensors")
+    with safetensors.safe_open(path, "pt") as file:
+        plan = json.loads(file.metadata()[KEY])
+    assert plan["layers"][0]["runs"][0]["rows"] == [0, 1]
+    plan["layers"][0]["runs"][0]["rows"] = rows
+    save_file(load_file(path), tmp_path / "changed", metadata={KEY: json.dumps(plan)})
+    with pytest.raises(rg.CheckpointError, match=r"expected a saved prompt of this model, got .*a run of rows"):
+        rg.Prompt.load(tmp_path / "changed", model)
 
 
 NUMBERS = (0, -1, 1, 2, 5, 64, 128, 159, 160, 161, 2**31, 2**62, 10**30, 1.5, True, None, "9", [], {}, [[1]], [2**31])

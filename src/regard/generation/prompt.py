@@ -29,7 +29,7 @@ PARTS = ("keys", "values", "key_scales", "value_scales")
 UNREAD = ("dropout", "attention_dropout", "end_tokens", "padding_token")
 """Fields of a config that a model's state does not depend on."""
 SAMPLE = 1024
-"""Numbers of each weight that tell a model from another."""
+"""About how many numbers of each weight tell a model from another."""
 CHUNK = 512
 """Tokens of a prompt that are read at once: memory is bounded by it, not by the prompt."""
 ROOM = 256
@@ -100,9 +100,10 @@ class Prompt:
 
 
 def fingerprint(model: Decoder | Transformer) -> str:
-    """What tells a model from others: its kind, and checksums of its config and of up to 1,024 numbers of each weight.
+    """What tells a model from others: its kind, and checksums of its config and of some numbers of each weight.
 
-    Reading all of them would take longer than some of the tokens.
+    A weight gives fewer than 2,048, all of them if it has no more. Reading every number of a model would take longer
+    than some of the tokens.
 
     >>> import regard as rg
     >>> from regard.generation.prompt import fingerprint
@@ -280,6 +281,8 @@ def _unflatten(source: Source, plan: dict[str, Any], model: Decoder | Transforme
 
     def run(name: str, made: dict[str, Any], like: Buffer, count: int, real: Padding | None) -> Run:
         rows, begin, waiting = tuple(made["rows"]), made["begin"], made["waiting"]
+        if not all(type(row) is int for row in rows):
+            raise ValueError(f"a run of rows {rows!r:.40}")
         if type(begin) is not int or not 0 <= begin <= count or type(waiting) is not bool or list(rows) != sorted(rows):
             raise ValueError(f"a run that begins at {begin!r} of {count} tokens")
         if (begin and (real is None or real.valid(count)[list(rows), :begin].any())) or (waiting and begin < count):

@@ -13,8 +13,6 @@ Compiled once for each new set of sizes, in some 0.1 s (see machine_code.py).
 import math
 from typing import Any
 
-from llvmlite import ir
-
 from regard.paths.machine_code import F32, F64, I64, POINTER, Code
 
 BLOCK = 128
@@ -26,7 +24,6 @@ FIELDS = (
 """What the code is told, 8 bytes each: a counter that all threads draw their tasks from, sizes, addresses, strides in
 elements, and the scale times log2(e) as a double. A task is a part of one key/value head's tokens."""
 
-_STORED = {"float32": F32, "float16": ir.HalfType(), "bfloat16": ir.IntType(16)}
 _LOWEST = -3.4028234663852886e38
 """The largest score before any is known: the lowest that is finite, since from -inf nothing can be taken off."""
 
