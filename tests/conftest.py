@@ -17,13 +17,16 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 WITHOUT_NUMBERS = ("regard.cli", "regard.data", "regard.training", "test_cli", "hostile")
 """Commands, texts, runs and broken files: their numbers are those of layers and models, which have their own tests."""
+ELSEWHERE = ("test_compile", "test_transforms", "test_kernels")
+"""Tests of what torch traces, of code that torch.compile makes, and of Triton's interpreter."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
     """Tests are `numeric`, and run once more on other instruction sets, unless their module is about something else."""
     for item in items:
         names = list(vars(item.module).values())
-        if torch in names and not any(_home(one).startswith(WITHOUT_NUMBERS) for one in names):
+        traced = item.module.__name__ in ELSEWHERE
+        if torch in names and not traced and not any(_home(one).startswith(WITHOUT_NUMBERS) for one in names):
             item.add_marker("numeric")
 
 
