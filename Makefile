@@ -6,7 +6,7 @@ AS_AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTI
 
 .PHONY: demo test lint bench pictures check fuzz chaos clean
 
-demo: $(READY) ## train two translators in under two minutes; runs and pictures go to demo/
+demo: $(READY) ## train two translators in about two minutes; runs and pictures go to demo/
 	rm -rf demo
 	$(BIN)/regard demo --out demo
 

@@ -1,4 +1,4 @@
-"""The main job in under two minutes: two small translators, one with softmax attention and one with quadratic, trained
+"""The main job in about two minutes: two small translators, one with softmax attention and one with quadratic, trained
 side by side on the phrase-book; what they learned, where they look, what they cost, and a proof.
 
 Each step is a function that gives back what it has to say, its numbers and its pictures. `run` prints them and leaves a

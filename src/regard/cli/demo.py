@@ -18,7 +18,7 @@ def demo(
     steps: Annotated[int, typer.Option(metavar="N", min=1, help="Steps of each training.")] = 900,
     seed: Annotated[int, typer.Option(metavar="N", help="Seed of weights and order.")] = 0,
 ) -> None:
-    """Train two small translators in under two minutes, one with softmax attention and one with quadratic; translate,
+    """Train two small translators in about two minutes, one with softmax attention and one with quadratic; translate,
     look where they look, compare, count, prove."""
     out.mkdir(parents=True, exist_ok=True)  # before the seconds that drawing takes to load
     from regard.demo import run
