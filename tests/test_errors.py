@@ -259,6 +259,9 @@ STATES: dict[str, Mistake] = {
     "start with half a row": (lambda: start(rg.Elu(), batch=0.5), "batch", "whole number", "0.5"),
     "start in integers": (lambda: start(rg.Elu(), dtype=torch.int32), "dtype", "floating-point", "torch.int32"),
     "start in a word": (lambda: start(rg.Softmax(), dtype="float32"), "dtype", "floating-point", "float32"),
+    "start on a device of no kind": (lambda: start(rg.Softmax(), device="foo"), "device", "PyTorch", "'foo'"),
+    "start on a device that is not here": (lambda: start(rg.Elu(), device="cuda:99"), "device", "PyTorch", "cuda:99"),
+    "start on a number": (lambda: start(rg.Softmax(), device=1.5), "device", "PyTorch", "1.5"),
     "start Channel": (lambda: start(rg.Channel()), "mechanism", "", ""),
     "other batch": (
         lambda: extend(q=query(1, H, T, K), k=key(1, G, T, K), v=value(1, G, T, V)),

@@ -265,6 +265,37 @@ def test_second_derivatives_of_merged_parts_are_refused():
         torch.autograd.grad(first.square().sum(), q)
 
 
+SECOND = {
+    "sdpa": (None, True),
+    "sdpa causal": (rg.causal, True),
+    "sdpa padded": (rg.padding([3]), True),
+    "blocks": (rg.window(before=1), True),
+    "grouped": (None, True),
+    "products": (None, False),
+    "reference": (rg.causal, False),
+}
+
+
+@pytest.mark.parametrize("name", SECOND)
+@pytest.mark.parametrize("of", [0, 1, 2], ids=["q", "k", "v"])
+def test_second_derivatives_of_softmax_are_the_plain_formulas_or_refused(name, of):
+    """PyTorch's kernels have none, and the error says what has. A gradient that is not derived again is no error."""
+    tensors, (mask, refused) = make_tensors(5), SECOND[name]
+
+    def first(path):
+        out = rg.attend(*tensors, mask=mask, path=path)
+        return torch.autograd.grad(out.square().sum(), tensors, create_graph=True)[of]
+
+    found, expected = first(name.split()[0]), first("reference")
+    assert torch.allclose(found, expected, rtol=1e-10, atol=1e-12)
+    if refused:
+        with pytest.raises(NotImplementedError, match=r"^sdpa: second derivatives .* path='reference'$"):
+            torch.autograd.grad(found.square().sum(), tensors)
+        return
+    second, exact = (torch.autograd.grad(grad.square().sum(), tensors) for grad in (found, expected))
+    assert all(torch.allclose(one, other, rtol=1e-9, atol=1e-11) for one, other in zip(second, exact, strict=True))
+
+
 def test_third_derivatives_of_sums_are_refused():
     q, k, v = make_tensors(5)
     (first,) = torch.autograd.grad(rg.attend(q, k, v, rg.Elu(), path="chunked").sum(), q, create_graph=True)
@@ -301,7 +332,7 @@ def test_a_stream_of_plain_tokens_derives_what_is_learned(learns):
     )
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True)
 class Shifted(rg.Mechanism):
     """A similarity with a learned number, or one for each head."""
 
@@ -324,3 +355,30 @@ def test_a_parameter_for_each_head_serves_in_a_layer():
     layer = rg.MultiHeadAttention(8, 4, mechanism=Shifted(shift=nn.Parameter(torch.randn(4, 1, 1))))
     layer(torch.randn(2, 5, 8), mask=rg.causal).sum().backward()
     assert layer.attend.shift.grad.shape == (4, 1, 1)
+
+
+def test_a_formula_that_does_not_fit_grouped_heads_is_told_their_shapes():
+    q, k = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 7, 8)
+    with pytest.raises(ValueError, match=r"^similarity: expected .* \(2, 2, 10, 8\) and .* \(2, 2, 7, 8\), .*Shifted"):
+        rg.attend(q, k, k, Shifted(shift=nn.Parameter(torch.randn(4, 1, 1))))
+    rg.attend(q, k, k, Shifted(shift=nn.Parameter(torch.randn(2, 1, 1))))  # one for each key/value head
+
+
+@pytest.mark.parametrize("make", [*LEARNED.values(), small_kernel, rg.Quadratic], ids=[*LEARNED, "small", "none"])
+def test_mechanisms_are_equal_by_the_very_same_tensors(make):
+    mechanism, other = make(), make()
+    again = copy.copy(mechanism)
+    assert again == mechanism
+    assert hash(again) == hash(mechanism)
+    assert {mechanism: 1}[again] == 1
+    assert (mechanism == other) == (not mechanism.tensors())
+    assert mechanism != rg.Softmax()
+    assert mechanism != "quadratic"
+    config = rg.DecoderConfig(**SIZES, mechanism=mechanism)
+    assert config == copy.copy(config)
+    assert (config == rg.DecoderConfig(**SIZES, mechanism=other)) == (mechanism == other)
+
+
+def test_a_number_is_no_tensor_where_mechanisms_are_compared():
+    one, many = Shifted(shift=0.5), Shifted(shift=torch.ones(3))
+    assert (one == many, many == one, one == Shifted(shift=0.5)) == (False, False, True)

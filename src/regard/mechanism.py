@@ -62,11 +62,16 @@ class Mechanism:
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        cls.__repr__ = cls.__repr__  # type: ignore[method-assign] # its own, so that dataclass makes no other
+        # Its own, so that dataclass makes no others.
+        cls.__repr__, cls.__eq__ = cls.__repr__, cls.__eq__  # type: ignore[method-assign]
 
     def __repr__(self) -> str:
         shown = (f"{entry.name}={_brief(getattr(self, entry.name))}" for entry in fields(self) if entry.repr)
         return f"{type(self).__name__}({', '.join(shown)})"
+
+    def __eq__(self, other: object) -> bool:
+        """Whether all fields are equal; tensors are compared as they are hashed, by identity."""
+        return same(other, self) if isinstance(other, Mechanism) else NotImplemented
 
     by_pairs: ClassVar[bool] = True
     """Whether the weights are between queries and keys, (B, H, T, S)."""
@@ -149,7 +154,16 @@ class Mechanism:
         groups, kind = k.shape[1], self.precision(q.dtype)
         tiled = rearrange(q, "b (g r) t k -> b g (r t) k", g=groups)
         own = self.formula_dtype(kind)
-        similar = compare(tiled.to(own), k.to(own))
+        try:
+            similar = compare(tiled.to(own), k.to(own))
+        except RuntimeError as error:
+            if groups == q.shape[1] or isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise ValueError(
+                f"similarity: expected a formula for queries (B, G, H / G · T, K) = {tuple(tiled.shape)} and keys "
+                f"(B, G, S, K) = {tuple(k.shape)}, the {q.shape[1] // groups} query heads of a key/value head as rows "
+                f"of one, got {type(self).__name__}, which raises {str(error).splitlines()[0]}"
+            ) from error
         expected = (*tiled.shape[:3], k.shape[2])
         if not isinstance(similar, Tensor) or similar.shape != expected:
             shape = tuple(similar.shape) if isinstance(similar, Tensor) else type(similar).__name__
@@ -210,7 +224,7 @@ class Mechanism:
         >>> rg.Softmax().start(**sizes, capacity=16).nbytes, rg.Elu().start(**sizes).nbytes
         (1024, 8480)
         """
-        check_start(self, batch, num_kv_heads, qk_length, value_length, capacity, dtype)
+        check_start(self, batch, num_kv_heads, qk_length, value_length, capacity, dtype, device)
         if storage not in (None, torch.int8):
             raise ValueError(f"storage: expected torch.int8 or None, got {storage!r}")
         none = KeyValueState.empty(batch, num_kv_heads, qk_length, value_length, 0, dtype, device, storage)
@@ -289,7 +303,9 @@ def same(owner: object, mechanism: Mechanism) -> bool:
     if type(owner) is not type(mechanism):
         return False
     pairs = [(getattr(owner, entry.name), getattr(mechanism, entry.name)) for entry in fields(mechanism)]
-    return all(old is new or (not isinstance(old, Tensor) and old == new) for old, new in pairs)
+    return all(
+        old is new or (not isinstance(old, Tensor) and not isinstance(new, Tensor) and old == new) for old, new in pairs
+    )
 
 
 def replaced(mechanism: M, tensors: dict[str, Any]) -> M:
@@ -415,6 +431,7 @@ def check_start(
     value_length: int,
     capacity: int,
     dtype: torch.dtype,
+    device: torch.device | str,
 ) -> None:
     """Raise ValueError for a state that cannot be."""
     sizes = {"batch": batch, "num_kv_heads": num_kv_heads, "qk_length": qk_length}
@@ -424,6 +441,10 @@ def check_start(
             raise ValueError(f"{name}: expected a whole number of at least {least}, got {size!r}")
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ValueError(f"dtype: expected a floating-point dtype, got {dtype!r}")
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, TypeError) as error:
+        raise ValueError(f"device: expected one that PyTorch has here, got {device!r}: {error!s:.80}") from None
     if (reason := mechanism.streams(qk_length)) is not None:
         raise ValueError(reason)
 
