@@ -7,7 +7,7 @@ from torch import Tensor
 import regard as rg
 from regard import cpu
 from regard.laws.case import exact_output, plain_output, within_budget
-from regard.paths import parts
+from regard.paths import parts, sdpa
 
 B, H, G = 2, 4, 2
 HISTORY = 4096
@@ -57,6 +57,23 @@ def test_parts_are_the_whole_with_gradients(queries, keys, groups, lengths, dtyp
             within_budget(name, one, good, rough, gradient=name != "o")
         with torch.no_grad():
             within_budget("without gradients", rg.attend(*tensors, mechanism, rule), exact[0], plain[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("learns", [(True, True), (False, False)], ids=["with gradients", "without"])
+def test_half_precision_is_widened_for_its_gradients_alone(dtype, learns):
+    """PyTorch's CPU kernel is right forward in half precision, which takes half the memory."""
+    recorded, required = learns
+    for enabled, requires in ((True, required), (recorded, True)):
+        q, k, v = (t.requires_grad_(requires) for t in inputs(5, 5, dtype))
+        with torch.set_grad_enabled(enabled):
+            *tensors, _ = sdpa.fitted(q, k, v, 0.25, 16)
+            out = sdpa.plain(q, k, v, scale=0.25, is_causal=True)
+        assert {t.dtype for t in tensors} == {torch.float32 if enabled and requires else dtype}
+        assert out.dtype == dtype
+        within_budget(
+            "the output", out, *(form(rg.Softmax(), q, k, v, rg.causal) for form in (exact_output, plain_output))
+        )
 
 
 @pytest.mark.skipif(cpu.missing() is not None, reason=str(cpu.missing()))

@@ -121,8 +121,28 @@ def plain(q: Tensor, k: Tensor, v: Tensor, *, scale: float, **options: Any) -> T
     out = unplanned(q, k, v, scale=scale, **options) if fresh and not torch.compiler.is_compiling() else None
     if out is None:
         out = F.scaled_dot_product_attention(q, k, v, scale=scale, **options)
+    refuse_second_derivatives(out)
     out = out if size == longest else out[..., :size]
     return out if out.dtype == kind else out.to(kind)
+
+
+def refuse_second_derivatives(out: Tensor) -> None:
+    """Let the gradients of PyTorch's fused kernels say where second derivatives are: the kernels have none."""
+    node = None if torch.compiler.is_compiling() else out.grad_fn
+    if node is not None and type(node).__name__.startswith("ScaledDotProduct"):
+        node.register_hook(lambda grads, _: _Once.apply(*grads) if torch.is_grad_enabled() else None)  # type: ignore[no-untyped-call]
+
+
+class _Once(torch.autograd.Function):
+    """Gradients as they are, which raise where they would be derived."""
+
+    @staticmethod
+    def forward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return grads
+
+    @staticmethod
+    def backward(ctx: Any, *directions: Tensor) -> tuple[Tensor | None, ...]:
+        raise NotImplementedError("sdpa: second derivatives are not implemented; compute with path='reference'")
 
 
 def unplanned(
