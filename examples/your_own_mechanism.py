@@ -1,16 +1,21 @@
 """A mechanism of your own, in one class of a few lines, and everything that follows from it.
 
     python examples/your_own_mechanism.py
+    regard check examples/your_own_mechanism.py:Cauchy
+    regard cost --own examples/your_own_mechanism.py:Cauchy
+    regard train lm --mechanism examples/your_own_mechanism.py:Learned --out runs/learned
+    regard generate runs/learned "def" --mechanism examples/your_own_mechanism.py:Learned
 
 Cauchy attention: a key counts for less the further it is from the query,
 
     w_ts = sim(q_t, k_s) / sum over visible s' of sim(q_t, k_s'),        sim(q, k) = 1 / (1 + |q - k|² / width²)
 """
 
-from dataclasses import dataclass
+import tempfile
+from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import regard as rg
 
@@ -28,8 +33,18 @@ class Cauchy(rg.Mechanism):
         return 1 / (1 + distance.clamp(min=0) / self.width**2)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Learned(Cauchy):
+    """The same, with a factor of the width that is learned: each layer of a model has one of its own."""
+
+    factor: nn.Parameter = field(default_factory=lambda: nn.Parameter(torch.ones(1)))
+
+    def similarity(self, q: Tensor, k: Tensor) -> Tensor:
+        return super().similarity(q / self.factor, k / self.factor)
+
+
 def main() -> None:
-    """Compute, stream, see, count and prove it."""
+    """Compute, stream, see, count, prove, save and load it."""
     torch.manual_seed(0)
     mechanism = Cauchy()
     q, k, v = torch.randn(2, 8, 100, 16), torch.randn(2, 2, 100, 16), torch.randn(2, 2, 100, 16)
@@ -52,6 +67,15 @@ def main() -> None:
     print(rg.cost(mechanism, rg.Work(query_length=4096, key_length=4096, mask=rg.causal)))
     print()
     print(rg.check(mechanism, masks=["causal", "padding left"], dtypes=["float32"]))
+
+    config = rg.DecoderConfig(
+        vocabulary_size=50, embedding_dim=32, num_layers=2, num_heads=4, mechanism=Learned(width=3.0)
+    )
+    model = rg.Decoder(config)
+    with tempfile.TemporaryDirectory() as folder:
+        # A checkpoint has the class's name, its fields and its tensors, and no code: who loads it passes the class.
+        loaded = rg.load(rg.save(model, f"{folder}/model"), mechanisms=[Learned])
+    print(f"\nsaved and loaded: {loaded.config.mechanism}, {loaded.summary(100).parameters:,} parameters")
 
 
 if __name__ == "__main__":

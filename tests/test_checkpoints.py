@@ -139,10 +139,13 @@ def test_a_mechanism_of_ones_own_is_passed_to_load_since_a_file_imports_no_code(
     mechanism = rg.Kernel(feature_map=torch.relu)
     model = rg.Decoder(rg.DecoderConfig(**SIZES, mechanism=mechanism)).eval()
     folder = rg.save(model, tmp_path / "model")
-    with pytest.raises(rg.CheckpointError, match=r"expected a shipped one, got Kernel; pass it: load\(…, mechanism="):
-        rg.load(folder)
+    for mechanisms in ([], [rg.Softmax, rg.Elu()]):
+        with pytest.raises(rg.CheckpointError, match=r"mechanism: expected mechanisms=\[Kernel\(feature_map=…\)\]"):
+            rg.load(folder, mechanisms=mechanisms)
+    with pytest.raises(rg.CheckpointError, match=r"mechanisms: expected a value Kernel\(feature_map=…\), .* the class"):
+        rg.load(folder, mechanisms=[rg.Kernel])
     tokens = torch.tensor([[1, 2, 3]])
-    assert torch.equal(rg.load(folder, mechanism=mechanism)(tokens), model(tokens))
+    assert torch.equal(rg.load(folder, mechanisms=[rg.Elu, mechanism])(tokens), model(tokens))
 
 
 def test_a_form_hugging_face_has_not_is_refused_before_anything_is_written(tmp_path):

@@ -113,7 +113,7 @@ def test_version_is_the_package_version(inside: Inside) -> None:
         (["check", "--own", "mine.py:Sized"], "size"),
         (["check", "--own", "mine.py:projected"], "qk_length: expected one that Kernel takes, got 4"),
         (["check", "--own", "mine.py:torch"], "regard.Mechanism"),
-        (["check", "--own", "mine"], "module:name"),
+        (["check", "--own", "mine"], "FILE.py:NAME, MODULE:NAME, got 'mine'"),
         (["check", "--own", "broken.py:Any"], "nothing_of_this_name"),
         (["check", "--own", "absent.py:Any"], "absent.py"),
         (["cost", "--dtype", "int8"], "bfloat16"),

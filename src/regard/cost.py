@@ -162,7 +162,13 @@ def cost(mechanism: "Mechanism", work: Work) -> Cost:
     if isinstance(mechanism, type) or not hasattr(mechanism, "cost"):
         raise ValueError(f"mechanism: expected a mechanism like rg.Softmax(), got {mechanism!r}")
     parameters = sum(tensor.numel() for tensor in mechanism.parameters())
-    return replace(mechanism.cost(_checked(work)), parameters=parameters)
+    try:
+        return replace(mechanism.cost(_checked(work)), parameters=parameters)
+    except (RuntimeError, IndexError, TypeError) as error:  # a user's formula, which is run to be counted
+        raise ValueError(
+            f"qk_length: expected one that {type(mechanism).__name__} takes, got {work.qk_length}, with which it "
+            f"raises {type(error).__name__}: {str(error).partition(chr(10))[0]:.200}"
+        ) from error
 
 
 def _checked(work: Work) -> Work:

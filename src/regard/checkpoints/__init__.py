@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 from uuid import uuid4
@@ -16,11 +17,13 @@ from regard.checkpoints.names import NAMES, resolve
 from regard.checkpoints.sources import read_json
 from regard.checkpoints.tokenizer import Tokenizer
 from regard.mechanism import Mechanism
+from regard.mechanisms.text import made
 from regard.models.base import Model
 from regard.models.encoder import EncoderConfig
 from regard.models.registry import MODELS
+from regard.models.stored import Known, check_known, is_own
 
-__all__ = ["NAMES", "CheckpointError", "Tokenizer", "check_target", "load", "resolve", "save"]
+__all__ = ["NAMES", "CheckpointError", "Tokenizer", "check_target", "load", "load_with", "resolve", "save"]
 
 FILES = (
     *("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"),
@@ -35,37 +38,49 @@ def load(
     name_or_path: str | Path,
     *,
     mechanism: Mechanism | str | None = None,
+    mechanisms: Sequence[Known] = (),
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
 ) -> Model:
     """A model with its tokenizer, in eval mode: a name of `regard models`, a folder (a checkpoint's, a training run's),
     or a .gguf file.
 
-    `mechanism` swaps the attention; a model saved with a mechanism of a user's own asks for it, and what it has learned
-    is read from the file. All weights get one `dtype`: if not given, float32 for GGUF, otherwise the one that
+    A checkpoint imports no code: one whose mechanism is a user's own asks for `mechanisms`, classes (or values, where a
+    field is a function or a module). The one that the file names is taken, with the file's fields and tensors.
+    `mechanism` is another attention in place of the file's, with the tensors that it has.
+
+    All weights get one `dtype`: if not given, float32 for GGUF, otherwise the one that
     most of the file's numbers have, but float32 for a float16 file that keeps some in more (transformers' T5). Tokens
     that start and end texts are those of config.json and generation_config.json; how to sample is said to `generate`
     alone. Whatever is wrong with a checkpoint is one CheckpointError, and no model.
 
-    >>> import regard as rg, tempfile
-    >>> model = rg.Decoder(rg.DecoderConfig(vocabulary_size=9, embedding_dim=8, num_layers=1, num_heads=2))
+    >>> import regard as rg, tempfile, torch
+    >>> from dataclasses import dataclass
+    >>> @dataclass(frozen=True, kw_only=True)
+    ... class Mine(rg.Mechanism):
+    ...     scale: torch.nn.Parameter
+    ...     def similarity(self, q, k):
+    ...         return torch.sigmoid(self.scale * (q @ k.transpose(-1, -2)))
+    >>> sizes = {"vocabulary_size": 9, "embedding_dim": 8, "num_layers": 1, "num_heads": 2}
+    >>> mine = Mine(scale=torch.nn.Parameter(torch.tensor(0.5)))
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     rg.load(rg.save(model, folder + "/model")).config == model.config
-    True
+    ...     saved = rg.save(rg.Decoder(rg.DecoderConfig(**sizes, mechanism=mine)), folder + "/model")
+    ...     model = rg.load(saved, mechanisms=[Mine])
+    >>> model.stack.blocks[0].attention.mechanism.scale
+    Parameter containing:
+    tensor(0.5000, requires_grad=True)
     """
     _check_place(dtype, device)
+    check_known(mechanisms)
     path = resolve(name_or_path)
     options: dict[str, Any] = {"mechanism": mechanism, "dtype": dtype, "device": device}
     if path.is_file():
         return gguf.load(path, **options)
-    if (path / RUN).is_file():
-        path = path / "model"
-        if not path.is_dir():
-            raise CheckpointError(f"{path}: expected the model of a run, got none yet: evaluations write it")
+    path = _of_run(path)
     folder = sentences.weights_folder(path)
     values = read_json(folder / "config.json")
     if "regard" in values:
-        model = native.load(folder, values, **options)
+        model = native.load(folder, values, mechanisms=mechanisms, **options)
     else:
         model = huggingface.load(folder, values, root=path, **options)
     known = NAMES.get(str(name_or_path))
@@ -74,6 +89,40 @@ def load(
         tokenizer = tokenizer.lowercased()
     model.tokenizer = tokenizer
     return model
+
+
+def load_with(
+    name_or_path: str | Path,
+    mechanism: Known | None,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+) -> Model:
+    """`load` with the one mechanism that a command names: it is the file's own if the file says its class, with what it
+    has learned, and otherwise takes the place of the file's."""
+    if mechanism is None:
+        return load(name_or_path, dtype=dtype, device=device)
+    if _own_class(resolve(name_or_path)) == (mechanism if isinstance(mechanism, type) else type(mechanism)).__name__:
+        return load(name_or_path, mechanisms=[mechanism], dtype=dtype, device=device)
+    return load(name_or_path, mechanism=made(mechanism), dtype=dtype, device=device)
+
+
+def _of_run(path: Path) -> Path:
+    """The folder of a run's model, or the folder itself."""
+    if not (path / RUN).is_file():
+        return path
+    if not (path / "model").is_dir():
+        raise CheckpointError(f"{path / 'model'}: expected the model of a run, got none yet: evaluations write it")
+    return path / "model"
+
+
+def _own_class(path: Path) -> str | None:
+    """The class of a user's own mechanism that a checkpoint names; None if it has a shipped one."""
+    config = (
+        None if path.is_file() else read_json(sentences.weights_folder(_of_run(path)) / "config.json").get("config")
+    )
+    mechanism = config.get("mechanism") if isinstance(config, dict) else None
+    return str(mechanism.get("name")) if isinstance(mechanism, dict) and is_own(mechanism) else None
 
 
 def save(model: Model, folder: str | Path, *, layout: Literal["regard", "huggingface"] = "regard") -> Path:

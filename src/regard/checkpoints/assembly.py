@@ -31,29 +31,31 @@ def assemble(
     *,
     path: object,
     ignored: str = r"$^",
+    swapped: bool = False,
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
 ) -> Model:
     """Build a model and fill it. `shapes` and `read` are the file's names, shapes and tensors; without `links` the
-    file's names are ours. A file of several dtypes gives a model of one: `common_dtype`."""
+    file's names are ours, and the tensors of the mechanism too, unless it is `swapped` for another. A file of several
+    dtypes gives a model of one: `common_dtype`."""
     _check_layers(config, len(shapes), path)
     model = _empty(build, config, path)
-    # What a mechanism brought stays as it is, unless the file has it too.
-    kept = {name: tensor for name, tensor in _brought(model).items() if links is not None or name not in shapes}
+    brought = _brought(model)
+    kept = brought if links is not None or swapped else {}
+    # The tensors of a user's mechanism may be whole numbers or bools; weights may not.
+    counts = {name: tensor.dtype for name, tensor in brought.items() if not tensor.is_floating_point()}
     wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in kept}
     pairs = [Link(name, (name,)) for name in wanted] if links is None else list(links(config))
     _compare(pairs, wanted, shapes, ignored, path)
     state: dict[str, Tensor] = {}
     for pair in pairs:
         for name, part in pair.split(read(pair.theirs), wanted).items():
-            if not part.is_floating_point():
+            if name not in counts and not part.is_floating_point():
                 raise CheckpointError(f"{path}: expected {pair.theirs} to hold real numbers, got {part.dtype}")
-            state[name] = part.to(device=device, dtype=dtype or part.dtype).contiguous()
-    wanted_dtype = common_dtype(state.values())
-    for name, tensor in state.items():
-        state[name] = tensor.to(wanted_dtype)
-    for name, tensor in kept.items():
-        state[name] = tensor.to(device=device, dtype=wanted_dtype if tensor.is_floating_point() else tensor.dtype)
+            state[name] = part.to(device=device, dtype=counts.get(name) or dtype or part.dtype).contiguous()
+    wanted_dtype = common_dtype(tensor for name, tensor in state.items() if name not in counts)
+    for name, tensor in {**state, **kept}.items():
+        state[name] = tensor.to(device=device, dtype=counts.get(name, wanted_dtype))
     model.load_state_dict(state, assign=True)
     for module in model.modules():
         if isinstance(module, MultiHeadAttention):  # so that a token's queries, keys and values can be one product

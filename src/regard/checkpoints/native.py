@@ -1,9 +1,11 @@
 """Our own folders: config.json says the model and its config, model.safetensors holds its tensors by our names."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from regard.checkpoints.assembly import assemble
 from regard.checkpoints.errors import CheckpointError
@@ -11,6 +13,7 @@ from regard.checkpoints.sources import open_folder
 from regard.mechanism import Mechanism
 from regard.models.base import Model
 from regard.models.registry import MODELS
+from regard.models.stored import Known, is_own, own_from_json
 
 VERSION = 1
 
@@ -20,6 +23,7 @@ def load(
     values: dict[str, Any],
     *,
     mechanism: Mechanism | str | None = None,
+    mechanisms: Sequence[Known] = (),
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
 ) -> Model:
@@ -33,15 +37,23 @@ def load(
             f"got regard = {values.get('regard')!r:.40}, model = {name!r:.80}"
         )
     build, config_class = MODELS[str(name)]
+    source = open_folder(folder)
+
+    def first_of(field: str) -> Tensor | None:
+        """The first layer's tensor of a field of the mechanism."""
+        names = (name for name in source.shapes if name.endswith(f".attend.{field}"))
+        return next((source.read(name).clone() for name in names), None)
+
     if mechanism is not None:
         own = {field: value for field, value in own.items() if field != "mechanism"}
     try:
+        if is_own(own.get("mechanism")):
+            own = {**own, "mechanism": own_from_json(own["mechanism"], mechanisms, first_of)}
         config = config_class.from_json(own)
     except (ValueError, TypeError) as error:
-        raise CheckpointError(f"{path}: expected the config of a {name}, got {error!s:.200}") from None
+        raise CheckpointError(f"{path}: expected the config of a {name}, got {error!s:.300}") from None
     if mechanism is not None:
         config = config.with_mechanism(mechanism)
-    source = open_folder(folder)
     return assemble(
         build,
         config,
@@ -50,6 +62,7 @@ def load(
         lambda one: source.read(one).clone(),
         path=folder,
         ignored=r"$^" if mechanism is None else r".*\.attend\..*",  # what the other mechanism had learned
+        swapped=mechanism is not None,
         dtype=dtype,
         device=device,
     )

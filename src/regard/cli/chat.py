@@ -8,7 +8,6 @@ import typer
 
 from regard.cli.generate import (
     Dtype,
-    MechanismName,
     MinP,
     RepetitionPenalty,
     Seed,
@@ -21,6 +20,7 @@ from regard.cli.generate import (
     Weights,
     plan,
 )
+from regard.cli.models import MechanismName
 from regard.generation.conversation import ContextError, Conversation
 
 

@@ -1,11 +1,7 @@
 """`regard check`: the laws, on shipped mechanisms and on those of the user's files."""
 
-import importlib
-import importlib.util
 import math
-import sys
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -13,21 +9,20 @@ import regard as rg
 from regard.cli.common import one_thread, print_json, progress
 from regard.laws import LAWS
 from regard.laws.case import DTYPES, HEADS, MASKS
-from regard.mechanisms import REGISTRY, named
+from regard.mechanisms import REGISTRY
+from regard.mechanisms.text import CHOICES, from_text
 
 
 def check(
     mechanisms: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[MECHANISM]…", help=f"Of {', '.join(REGISTRY)}. Default: all.", show_default=False),
+        typer.Argument(
+            metavar="[MECHANISM]…", help=f"Of {CHOICES}. Default: all that are shipped.", show_default=False
+        ),
     ] = None,
     own: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="PLACE",
-            help="A mechanism of your own, as module:name or file.py:Name. May repeat.",
-            show_default=False,
-        ),
+        typer.Option(metavar="FILE.py:NAME", help="A mechanism of your own, as above. May repeat.", show_default=False),
     ] = None,
     law: Annotated[
         list[str] | None,
@@ -55,7 +50,7 @@ def check(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object with every cell.")] = False,
 ) -> None:
     """Run the laws on mechanisms: every law, mask, grouping of heads and dtype is a cell. Exit 1 if one is broken."""
-    chosen = [named(name) for name in mechanisms or ([] if own else REGISTRY)] + [_own(place) for place in own or []]
+    chosen = [from_text(text) for text in [*(mechanisms or ()), *(own or ())] or REGISTRY]
     picked = {
         "laws": law or list(LAWS),
         "masks": mask or list(MASKS),
@@ -78,43 +73,3 @@ def check(
         print(f"{len(outcomes):,} cells: {spelled}")
     if counts["broken"]:
         raise typer.Exit(1)
-
-
-def _own(place: str) -> rg.Mechanism:
-    """The mechanism at `module:name` or `file.py:Name`; a class or function is called for one."""
-    where, _, name = place.rpartition(":")
-    if not where or not name:
-        raise ValueError(f"own: expected module:name or file.py:Name, got {place!r}")
-    module = _module(where)
-    if not hasattr(module, name):
-        raise ValueError(f"own: expected {where} to have {name!r}, got nothing of that name")
-    found = getattr(module, name)
-    if callable(found) and not isinstance(found, rg.Mechanism):
-        try:
-            found = found()
-        except TypeError as error:
-            raise ValueError(f"own: expected {name} to need no arguments, got {error}") from error
-    if not isinstance(found, rg.Mechanism):
-        raise ValueError(f"own: expected {name} to be a regard.Mechanism, got {type(found).__name__}")
-    return found
-
-
-def _module(where: str) -> Any:
-    sys.path.insert(0, str(Path.cwd()))  # as `python -m` finds modules
-    try:
-        if not where.endswith(".py"):
-            return importlib.import_module(where)
-        if not Path(where).is_file():
-            raise ValueError(f"own: expected a file, got {where!r}, which is none")
-        name = Path(where).stem
-        spec = importlib.util.spec_from_file_location(name, where)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module  # where dataclasses look their module up
-        spec.loader.exec_module(module)
-        return module
-    except ValueError:
-        raise
-    except Exception as error:  # whatever a user's file raises is theirs to put right
-        raise ValueError(f"own: {where} cannot be imported: {type(error).__name__}: {error}") from error

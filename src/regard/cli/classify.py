@@ -34,15 +34,19 @@ def classify(
     file: Annotated[
         Path | None, typer.Option(metavar="FILE", help="A file with a text on each line; - for standard input.")
     ] = None,
+    mechanism: Annotated[
+        str | None, typer.Option(metavar="FILE.py:NAME", help="The model's attention, if it is your own.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object a line, for each text.")] = False,
 ) -> None:
     """The class of each text and how likely it is; of a single text, how likely every class is."""
     lines = _lines(texts, file)
     with waiting(f"loading {source}"):
-        from regard.checkpoints import load
+        from regard.checkpoints import load_with
+        from regard.mechanisms.text import lookup
         from regard.models.encoder import Encoder
 
-        model = load(source)
+        model = load_with(source, None if mechanism is None else lookup(mechanism))
     if not isinstance(model, Encoder) or not model.config.num_classes or model.tokenizer is None:
         raise ValueError(
             f"model: expected an encoder with classes and a tokenizer, as `regard train classify` makes, got {source}"

@@ -21,17 +21,32 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "demo": ("demo", ("regard demo --out tour",)),
     "check": (
         "check",
-        ("regard check quadratic --law streamed --mask causal", "regard check --own mine.py:Cauchy --json"),
+        ("regard check quadratic --law streamed --mask causal", "regard check my_file.py:Mine --qk-length 64 --json"),
     ),
     "cost": (
         "cost",
-        ("regard cost --length 1024,16384 --kv-heads 8 --plot cost.png", "regard cost --measure"),
+        (
+            "regard cost --length 1024,16384 --kv-heads 8 --plot cost.png",
+            "regard cost --own my_file.py:Mine",
+            "regard cost --measure",
+        ),
     ),
     "bench": ("bench", ("regard bench --list", "regard bench --only padded --only append --json")),
-    "models": ("models", ("regard models", "regard models smollm2 --length 2048")),
+    "models": (
+        "models",
+        (
+            "regard models",
+            "regard models smollm2 --length 2048",
+            "regard models runs/lm --mechanism my_file.py:Mine",
+        ),
+    ),
     "convert": (
         "models",
-        ("regard convert smollm2 smollm2-hf", "regard convert minilm minilm-elu --to regard --mechanism elu"),
+        (
+            "regard convert smollm2 smollm2-hf",
+            "regard convert minilm minilm-elu --to regard --mechanism elu",
+            "regard convert runs/lm own --to regard --mechanism my_file.py:Mine",
+        ),
     ),
     "generate": (
         "generate",
@@ -39,20 +54,35 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...]]] = {
             'regard generate smollm2 "The capital of France is" --max-new-tokens 16',
             'regard generate smollm2 "Write a haiku." --chat --temperature 0.8 --seed 1 --show-cost',
             "regard generate smollm2 --file prompts.txt --n 2 --temperature 1 --json",
+            'regard generate runs/lm "def" --mechanism my_file.py:Mine',
         ),
     ),
-    "chat": ("chat", ("regard chat smollm2", 'regard chat smollm2 --system "Answer briefly."')),
-    "train": ("train", ("regard train translate --mechanism quadratic",)),
+    "chat": (
+        "chat",
+        (
+            "regard chat smollm2",
+            'regard chat smollm2 --system "Answer briefly."',
+            "regard chat my_chat_model --mechanism my_file.py:Mine",
+        ),
+    ),
+    "train": (
+        "train",
+        ("regard train translate --mechanism quadratic", "regard train lm --mechanism my_file.py:Mine"),
+    ),
     "translate": (
         "translate",
         (
             'regard translate "La voiture rouge est rapide."',
             "regard translate --model runs/translate --file sentences.txt",
+            'regard translate --model runs/own --mechanism my_file.py:Mine "Le chat dort."',
         ),
     ),
     "classify": (
         "classify",
-        ('regard classify runs/classify "Return a list of the names in the archive."',),
+        (
+            'regard classify runs/classify "Return a list of the names in the archive."',
+            'regard classify runs/own --mechanism my_file.py:Mine "Return a list."',
+        ),
     ),
 }
 """Of each command the module that has a function of its name, and the examples that its help ends with."""

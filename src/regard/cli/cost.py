@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,7 +12,7 @@ import typer
 import regard as rg
 from regard.cli.common import digits, one_of, one_thread, print_json, print_table, progress
 from regard.cost import LONGEST, MODES, PRICES, heads_label, human, mode_crossover, mode_work
-from regard.mechanisms import REGISTRY, named
+from regard.mechanisms.text import CHOICES, from_text
 
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 WIDEST = 1 << 16
@@ -23,8 +24,14 @@ def cost(
     mechanism: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="NAME",
-            help=f"Of {', '.join(REGISTRY)}. May repeat. Default: softmax, quadratic.",
+            metavar="NAME", help=f"Of {CHOICES}. May repeat. Default: softmax, quadratic.", show_default=False
+        ),
+    ] = None,
+    own: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FILE.py:NAME",
+            help="A mechanism of your own beside those, counted on its own formula. May repeat.",
             show_default=False,
         ),
     ] = None,
@@ -73,7 +80,7 @@ def cost(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object with raw numbers.")] = False,
 ) -> None:
     """What attention costs: FLOPs, bytes, state and activation memory over length, and where mechanisms cross."""
-    chosen = {name: named(name) for name in mechanism or ["softmax", "quadratic"]}
+    chosen = _chosen([*(mechanism or ["softmax", "quadratic"]), *(own or ())])
     num_heads = heads or (4 if measure else 32)
     mask = rg.causal if is_causal else None
     if window is not None:
@@ -110,6 +117,13 @@ def cost(
         _print_measured(found["measured"])
     if plot is not None:
         print(f"-> {plot}")
+
+
+def _chosen(texts: Sequence[str]) -> dict[str, rg.Mechanism]:
+    """Mechanisms by what a table calls them: their name, without the file unless two files have it."""
+    places = {text: text.rpartition(":")[2] for text in dict.fromkeys(texts)}
+    names = list(places.values())
+    return {text if names.count(name) > 1 else name: from_text(text) for text, name in places.items()}
 
 
 def _lengths(texts: Sequence[str] | None) -> list[int]:
@@ -157,6 +171,7 @@ def _cost_rows(
                         "intensity": found.intensity,
                         "state_bytes": found.state_bytes,
                         "activation_bytes": found.activation_bytes,
+                        "parameters": found.parameters,
                         "form": found.form,
                         "note": found.note,
                     }
@@ -177,30 +192,27 @@ def _cost_rows(
 def _crossovers(
     mechanisms: dict[str, rg.Mechanism], work: rg.Work, groupings: Sequence[int], modes: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """From which length one of the first two mechanisms is cheaper than the other, for good."""
-    if len(mechanisms) < 2:
-        return []
-    (first, one), (second, two) = list(mechanisms.items())[:2]
+    """From which length the first mechanism or another is the cheaper of the two, for good."""
+    (first, one), *others = mechanisms.items()
     found = []
-    for mode in modes:
-        for kv in groupings:
-            for by in ("flops",) if mode == "prefill" else ("bytes", "flops"):
-                at = replace(work, num_kv_heads=kv)
-                second_from = mode_crossover(one, two, at, mode, PRICES[by])
-                first_from = mode_crossover(two, one, at, mode, PRICES[by]) if second_from is None else None
-                found.append(
-                    {
-                        "first": first,
-                        "second": second,
-                        "heads": heads_label(work.num_heads, kv),
-                        "num_heads": work.num_heads,
-                        "num_kv_heads": kv,
-                        "mode": mode,
-                        "by": by,
-                        "cheaper": second if second_from else first if first_from else None,
-                        "from": second_from or first_from,
-                    }
-                )
+    for mode, kv, (second, two) in product(modes, groupings, others):
+        for by in ("flops",) if mode == "prefill" else ("bytes", "flops"):
+            at = replace(work, num_kv_heads=kv)
+            second_from = mode_crossover(one, two, at, mode, PRICES[by])
+            first_from = mode_crossover(two, one, at, mode, PRICES[by]) if second_from is None else None
+            found.append(
+                {
+                    "first": first,
+                    "second": second,
+                    "heads": heads_label(work.num_heads, kv),
+                    "num_heads": work.num_heads,
+                    "num_kv_heads": kv,
+                    "mode": mode,
+                    "by": by,
+                    "cheaper": second if second_from else first if first_from else None,
+                    "from": second_from or first_from,
+                }
+            )
     return found
 
 
@@ -289,14 +301,16 @@ def _print_cost(rows: Sequence[dict[str, Any]]) -> None:
             "FLOPs/byte": digits(row["intensity"]),
             "state": human(row["state_bytes"], "B"),
             "activation": human(row["activation_bytes"], "B"),
+            "parameters": human(row["parameters"]),
             "form": row["form"],
             "note": f"({notes.index(row['note']) + 1})" if row["note"] else "",
         }
         if "layer" in row:
             cells |= {"layer FLOPs": human(row["layer"]["flops"]), "bottleneck": row["layer"]["bottleneck"]}
         shown.append(cells)
-    numbers = ("length", "FLOPs", "bytes", "FLOPs/byte", "state", "activation", "layer FLOPs")
-    print_table(shown, right=numbers, section=("heads", "mode"), drop=() if notes else ("note",))
+    numbers = ("length", "FLOPs", "bytes", "FLOPs/byte", "state", "activation", "parameters", "layer FLOPs")
+    empty = {"note": not notes, "parameters": not any(row["parameters"] for row in rows)}
+    print_table(shown, right=numbers, section=("heads", "mode"), drop=[name for name in empty if empty[name]])
     for number, note in enumerate(notes, start=1):
         print(f"({number}) {note}")
     if notes:

@@ -16,17 +16,18 @@ import typer
 from rich.text import Text
 
 import regard as rg
-from regard.checkpoints import resolve
+from regard.checkpoints import load_with, resolve
 from regard.cli.common import digits, one_of, output, print_table, read_text, waiting
-from regard.cli.models import ANY_SOURCE, FILE_DTYPES
+from regard.cli.models import ANY_SOURCE, FILE_DTYPES, MechanismName
 from regard.cost import accumulator, human
 from regard.generation.engine import Growth, Row
 from regard.generation.request import begin, check_counts, limits_of, seeds_of, speaking
 from regard.generation.sampling import Sampling
-from regard.mechanisms import REGISTRY, named
+from regard.mechanisms.text import lookup
 
 if TYPE_CHECKING:
     from regard.models.base import Model
+    from regard.models.stored import Known
 
 TOGETHER = 16
 """Sequences that grow as one batch: more would take more memory, and gain little on a CPU."""
@@ -53,9 +54,6 @@ StopToken = Annotated[
 Seed = Annotated[int | None, typer.Option(metavar="N", help="The same seed draws the same.")]
 Weights = Annotated[str | None, typer.Option(metavar="NAME", help="int8: fewer bytes to read, less exact.")]
 StateStorage = Annotated[str | None, typer.Option("--state", metavar="NAME", help="int8: a smaller state, less exact.")]
-MechanismName = Annotated[
-    str | None, typer.Option(metavar="NAME", help=f"Another attention, of {', '.join(REGISTRY)}. Default: the model's.")
-]
 Dtype = Annotated[
     str | None,
     typer.Option(metavar="NAME", help=f"Of {', '.join(FILE_DTYPES)}. Default: the file's, float32 for .gguf files."),
@@ -70,12 +68,12 @@ class Plan:
     stream: dict[str, Any]
     """Options of `rg.stream`."""
     quantized: bool
-    mechanism: rg.Mechanism | None
+    mechanism: "Known | None"
     dtype: torch.dtype | None
 
     def load(self) -> "Model":
         with waiting(f"loading {self.source}"):
-            model = rg.load(self.source, mechanism=self.mechanism, dtype=self.dtype)
+            model = load_with(self.source, self.mechanism, dtype=self.dtype)
             return rg.quantized(model) if self.quantized else model
 
 
@@ -109,7 +107,7 @@ def plan(
         source=source,
         stream={**sampling, "stop": stops, "storage": storage, **more},
         quantized=weights is not None,
-        mechanism=None if mechanism is None else named(mechanism),
+        mechanism=None if mechanism is None else lookup(mechanism),
         dtype=wanted,
     )
     resolve(source)

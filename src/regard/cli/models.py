@@ -8,14 +8,21 @@ import torch
 import typer
 
 import regard as rg
-from regard.checkpoints import NAMES, check_target, resolve
+from regard.checkpoints import NAMES, check_target, load_with, resolve
 from regard.cli.common import one_of, print_json, print_table, waiting
 from regard.cost import human
-from regard.mechanisms import REGISTRY, named
+from regard.mechanisms.text import CHOICES, lookup
 
 LAYOUTS = ("huggingface", "regard")
 FILE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ANY_SOURCE = f"Of {', '.join(NAMES)}; or a checkpoint folder; or a .gguf file."
+MechanismName = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME", help=f"Another attention, of {CHOICES}. Default: the model's; if that is your own, name it."
+    ),
+]
+"""A checkpoint imports no code, so one that has a user's own mechanism is told where that is."""
 
 
 def models(
@@ -27,19 +34,22 @@ def models(
         int | None,
         typer.Option(min=1, metavar="N", help="Count at this length. Default: the model's context, at most 4,096."),
     ] = None,
+    mechanism: MechanismName = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the list as JSON; of models, one JSON object a line.")
     ] = False,
 ) -> None:
     """The models that install by name; or, of each model given, its layers, heads, parameters, state and FLOPs."""
     if not sources:
-        if length is not None:
-            raise ValueError("length: expected a model to count at that length, got none")
+        for name, value in (("length", length), ("mechanism", mechanism)):
+            if value is not None:
+                raise ValueError(f"{name}: expected a model beside it, got none")
         _list_names(as_json)
         return
+    chosen = None if mechanism is None else lookup(mechanism)
     for source in sources:
         with waiting(f"loading {source}"):
-            summary = rg.load(source).summary(length)
+            summary = load_with(source, chosen).summary(length)
         if as_json:
             print(json.dumps(summary.to_json(), ensure_ascii=False))
         elif len(sources) == 1:
@@ -64,16 +74,13 @@ def convert(
             metavar="NAME", help=f"Of {', '.join(FILE_DTYPES)}. Default: the source's, float32 for .gguf files."
         ),
     ] = None,
-    mechanism: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help=f"Another attention, of {', '.join(REGISTRY)}. Default: the source's."),
-    ] = None,
+    mechanism: MechanismName = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Write any model that loads as a checkpoint folder: weights, config and tokenizer."""
     # All that can be wrong without the model comes first: loading takes seconds.
     one_of("to", to, {name: name for name in LAYOUTS})
-    chosen = None if mechanism is None else named(mechanism)
+    chosen = None if mechanism is None else lookup(mechanism)
     if to == "huggingface" and chosen not in (None, rg.Softmax()):
         raise ValueError(f"mechanism: expected --to regard, whose folders can hold {mechanism}, got --to huggingface")
     wanted = None if dtype is None else one_of("dtype", dtype, FILE_DTYPES)
@@ -81,7 +88,7 @@ def convert(
     if resolve(source).resolve().is_relative_to(folder.resolve()):
         raise ValueError(f"folder: expected another than the source's, which would be lost, got {folder}")
     with waiting(f"converting {source}"):
-        model = rg.load(source, mechanism=chosen, dtype=wanted)
+        model = load_with(source, chosen, dtype=wanted)
         rg.save(model, folder, layout=to)  # type: ignore[arg-type]
     sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
     parameters = sum(one.numel() for one in model.parameters())

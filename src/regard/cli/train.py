@@ -180,7 +180,8 @@ def _load(name: str) -> Any:
     """The command of a recipe, or `resume`."""
     if name == "resume":
         return command(resume, name, ("regard train resume runs/translate",))
-    return command(_command(name), name, (f"regard train {name} --mechanism quadratic --out runs/{name}-quadratic",))
+    shipped, own = f"--mechanism quadratic --out runs/{name}-quadratic", "--mechanism my_file.py:Mine"
+    return command(_command(name), name, (f"regard train {name} {shipped}", f"regard train {name} {own}"))
 
 
 def _listed(name: str) -> str:

@@ -33,17 +33,24 @@ def translate(
     show: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw where each word of the translation looks.")
     ] = None,
+    mechanism: Annotated[
+        str | None, typer.Option(metavar="FILE.py:NAME", help="The model's attention, if it is your own.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object a line, for each sentence.")] = False,
 ) -> None:
     """Translate sentences, French to English unless another model is given. Empty lines stay empty."""
     lines = _lines(texts, file)
     if show is not None and len(lines) != 1:
         raise ValueError(f"show: expected one sentence to draw, got {len(lines)}")
+    if mechanism is not None and model is None:
+        raise ValueError(f"mechanism: expected --model beside it, got {mechanism!r} alone")
     with waiting("loading the translator"):
-        from regard.checkpoints import load
+        from regard.checkpoints import load_with
+        from regard.mechanisms.text import lookup
         from regard.training.recipes import translate as recipe
 
-        found = recipe.shipped() if model is None else load(model)
+        chosen = None if mechanism is None else lookup(mechanism)
+        found = recipe.shipped() if model is None else load_with(model, chosen)
     with progress(-(-len(lines) // AT_ONCE), "translating") as advance:
         for start in range(0, len(lines), AT_ONCE):
             advance(f"line {start + 1:,}")

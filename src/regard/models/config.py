@@ -8,10 +8,8 @@ from regard.layers.attention import as_mechanism
 from regard.layers.block import BlockConfig
 from regard.layers.positions import RotaryScaling
 from regard.mechanism import Mechanism
-from regard.mechanisms import REGISTRY, Softmax
-
-MECHANISMS: dict[str, type[Mechanism]] = {type(one).__name__: type(one) for one in REGISTRY.values()}
-"""The shipped mechanisms by class, for files."""
+from regard.mechanisms import Softmax
+from regard.models import stored
 
 C = TypeVar("C", bound="Config")
 
@@ -67,7 +65,7 @@ class Config:
             raise ValueError(f"config: expected fields of {cls.__name__}, got {', '.join(unknown)} too")
         given = {name: _tuples(value) for name, value in values.items()}
         if isinstance(given.get("mechanism"), dict):
-            given["mechanism"] = _mechanism(given["mechanism"])
+            given["mechanism"] = stored.from_json(given["mechanism"])
         if isinstance(given.get("rotary_scaling"), dict):
             given["rotary_scaling"] = RotaryScaling(**given["rotary_scaling"])
         try:
@@ -116,11 +114,7 @@ def _fits(value: Any, hint: Any) -> bool:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, Mechanism):
-        if type(value) is not MECHANISMS.get(type(value).__name__):
-            # A file imports no code: who loads it passes such a mechanism, whose tensors the file fills.
-            return {"name": type(value).__name__, "shipped": False}
-        own = {one.name: getattr(value, one.name) for one in fields(value) if one.init}
-        return {"name": type(value).__name__, **{k: "inf" if v == float("inf") else v for k, v in own.items()}}
+        return stored.to_json(value)
     if is_dataclass(value) and not isinstance(value, type):
         return {one.name: _plain(getattr(value, one.name)) for one in fields(value)}
     return [_plain(one) for one in value] if isinstance(value, tuple) else value
@@ -128,16 +122,3 @@ def _plain(value: Any) -> Any:
 
 def _tuples(value: Any) -> Any:
     return tuple(_tuples(one) for one in value) if isinstance(value, list) else value
-
-
-def _mechanism(values: dict[str, Any]) -> Mechanism:
-    own = {k: float("inf") if v == "inf" else v for k, v in values.items() if k != "name"}
-    name = values.get("name")
-    if values.get("shipped") is False:
-        raise ValueError(f"mechanism: expected a shipped one, got {name}; pass it: load(…, mechanism={name}(…))")
-    if name not in MECHANISMS:
-        raise ValueError(f"mechanism: expected one of {', '.join(MECHANISMS)}, got {name!r}")
-    try:
-        return MECHANISMS[name](**own)
-    except TypeError as error:
-        raise ValueError(f"mechanism: expected the fields of {name}, got {error}") from None

@@ -15,6 +15,7 @@ import torch
 
 from regard.checkpoints import save
 from regard.files import save_figure, write_text
+from regard.models.stored import is_shipped
 from regard.training.metrics import read_metrics
 from regard.training.parallel import Objective, Place
 from regard.training.settings import Settings
@@ -97,6 +98,9 @@ def write_card(task: Task, settings: Settings, folder: Path, report: "Report") -
     model = task.model
     rows = "\n".join(f"| {name} | {value:.4g} |" for name, value in report.results.items())
     numbers = sum(one.numel() for one in model.parameters())
+    kind = type(model.config.mechanism).__name__
+    known = "" if is_shipped(model.config.mechanism) else f", mechanisms=[{kind}]"
+    code = f"import regard as rg\n\nmodel = rg.load({json.dumps(str(folder))}{known})"
     parts = [
         f"# {task.name}: a {type(model).__name__.lower()} of {numbers:,} parameters",
         f"Mechanism: `{model.config.mechanism!r}`. Trained for {report.step:,} of {settings.steps:,} steps"
@@ -104,7 +108,7 @@ def write_card(task: Task, settings: Settings, folder: Path, report: "Report") -
         "## Data\n" + card.data,
         "## Results on held-out examples, of the best evaluation\n| | |\n|---|---|\n" + rows,
         "![curves](curves.png)",
-        f"## Use\n{card.use}\n\n```python\nimport regard as rg\n\nmodel = rg.load({json.dumps(str(folder))})\n```",
+        f"## Use\n{card.use}\n\n```python\n{code}\n```",
         "## Settings\n```json\n" + json.dumps(settings.to_json(), indent=1) + "\n```",
         "Options are in run.json, the machine and the versions in environment.json, every step in metrics.jsonl.",
     ]

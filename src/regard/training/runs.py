@@ -19,6 +19,7 @@ from typing import Any
 
 from regard.checkpoints.errors import CheckpointError
 from regard.files import write_text
+from regard.mechanisms.text import absolute
 from regard.training.batches import check_sizes
 from regard.training.parallel import Place
 from regard.training.recipes import recipe
@@ -71,7 +72,7 @@ def begin(name: str, options: Any, settings: Settings, folder: str | Path, place
         values = {
             "regard": VERSION,
             "recipe": name,
-            "options": asdict(options),
+            "options": _remembered(options),
             "settings": settings.to_json(),
             "data": fingerprint(task),
         }
@@ -80,6 +81,13 @@ def begin(name: str, options: Any, settings: Settings, folder: str | Path, place
         (target / UNFINISHED).unlink()
     place.wait()
     return task
+
+
+def _remembered(options: Any) -> dict[str, Any]:
+    """The options as JSON has them; a mechanism's file by its whole path, so that the run goes on from any folder."""
+    values = asdict(options)
+    mechanism = values.get("mechanism")
+    return values if mechanism is None else {**values, "mechanism": absolute(mechanism)}
 
 
 def _remove(target: Path, made: Sequence[Path]) -> None:
@@ -118,7 +126,7 @@ def reopen(folder: str | Path, place: Place, steps: int | None = None) -> tuple[
         lists = {key: tuple(one) if isinstance(one, list) else one for key, one in given.items() if key in known}
         options = recipe(name).Options(**lists)
     except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path}: expected what `regard train` wrote, got {error!s:.200}") from None
+        raise CheckpointError(f"{path}: expected what `regard train` wrote, got {error!s:.400}") from None
     if steps is not None:
         settings = replace(settings, steps=steps)
     task = _built(name, options, settings, target, place)

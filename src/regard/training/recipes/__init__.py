@@ -4,8 +4,8 @@ the task."""
 import importlib
 from types import ModuleType
 
-from regard.mechanisms import named
 from regard.mechanisms.kernel import FeatureMechanism
+from regard.mechanisms.text import from_text
 
 NAMES = ("translate", "lm", "bert", "classify", "vision")
 
@@ -28,7 +28,7 @@ def check_causal(mechanism: str, window: int | None) -> None:
     >>> from regard.training.recipes import check_causal
     >>> check_causal("softmax", window=16)
     """
-    found = named(mechanism)
+    found = from_text(mechanism)
     if not found.by_pairs:
         raise ValueError(f"mechanism: expected one that can be causal, got {mechanism}")
     if window is not None and isinstance(found, FeatureMechanism):

@@ -22,7 +22,7 @@ from regard.data.prose import is_held_out, prose
 from regard.data.sentence_pairs import Corpus, Integers, Pairs, Rows, tokenized
 from regard.data.vocabulary import train_wordpiece
 from regard.mask import padding
-from regard.mechanisms import REGISTRY
+from regard.mechanisms.text import CHOICES, from_text
 from regard.models.base import Model
 from regard.models.encoder import Encoder, EncoderConfig
 from regard.training.settings import Settings, option
@@ -55,7 +55,7 @@ class Options:
     length: int = option(64, "Tokens of a pair of passages, at most.")
     dropout: float = option(0.1, "Share of what each sub-layer adds that is dropped in training.")
     inverted: bool = option(False, "Learn to tell inverted sentences, too.")
-    mechanism: str = option("softmax", f"Attention, one of {', '.join(REGISTRY)}.")
+    mechanism: str = option("softmax", f"Attention, one of {CHOICES}.")
     kv_heads: int | None = option(None, "Key/value heads; as many as heads if not given, 1 is MQA.")
     window: int | None = option(None, "Tokens that each sees before it and after it; all if not given.")
 
@@ -77,7 +77,7 @@ class Options:
             context_length=self.length,
             dropout=self.dropout,
             inverted_sentence=self.inverted,
-            mechanism=self.mechanism,
+            mechanism=from_text(self.mechanism),
             padding_token=0,
         )
 

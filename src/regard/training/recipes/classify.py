@@ -15,12 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.checkpoints import load
+from regard.checkpoints import load_with
 from regard.checkpoints.tokenizer import Tokenizer
 from regard.data.labels import Integers, LabelledTokens, labelled, split_labelled
 from regard.data.vocabulary import train_wordpiece
 from regard.mask import padding
-from regard.mechanisms import REGISTRY, named
+from regard.mechanisms.text import CHOICES, from_text, lookup
 from regard.models.base import Model
 from regard.models.encoder import Encoder, EncoderConfig
 from regard.training.settings import Settings, option
@@ -48,7 +48,7 @@ class Options:
     start: str | None = option(None, "A run, a checkpoint or a name of `regard models` to begin with; scratch if none.")
     length: int = option(128, "Tokens of a text; of longer ones the beginning counts.")
     dropout: float = option(0.1, "Share of what each sub-layer adds that is dropped in training.")
-    mechanism: str | None = option(None, f"Attention, one of {', '.join(REGISTRY)}; softmax, or the start's.")
+    mechanism: str | None = option(None, f"Attention, one of {CHOICES}. Softmax, or the start's, if not given.")
     window: int | None = option(None, "Tokens that each sees before it and after it; all, or the start's.")
     vocabulary: int | None = option(None, f"From scratch: word pieces, at most; {SIZES['vocabulary']} if not given.")
     width: int | None = option(None, f"From scratch: numbers of a token; {SIZES['width']} if not given.")
@@ -64,7 +64,7 @@ class Options:
         if self.length < 8:
             raise ValueError(f"length: expected at least 8, got {self.length}")
         if self.mechanism is not None:
-            named(self.mechanism)
+            lookup(self.mechanism)
         if self.start is None:
             self.config(self.size("vocabulary"))
 
@@ -83,7 +83,7 @@ class Options:
             num_kv_heads=self.kv_heads,
             window=self.window,
             context_length=self.length,
-            mechanism=self.mechanism or "softmax",
+            mechanism=from_text(self.mechanism or "softmax"),
             padding_token=0,
         )
 
@@ -106,6 +106,7 @@ def build(options: Options, folder: Path, seed: int) -> "Classification":
     >>> task.model.config.class_names
     ('even', 'odd')
     """
+    torch.manual_seed(seed)  # a mechanism of a user's own may draw numbers when it is made
     source = None if options.start is None else _started(options)
     tokenizer = Tokenizer.from_folder(folder)
     paths = [folder / "train.npz", folder / "held-out.npz"]
@@ -121,8 +122,8 @@ def build(options: Options, folder: Path, seed: int) -> "Classification":
         for part, path in zip(parts, paths, strict=True):
             LabelledTokens.of(part, names, tokenizer, length).save(path)
     train, held_out = (LabelledTokens.load(path) for path in paths)
-    config = options.config(tokenizer.vocabulary_size) if source is None else source.config
     torch.manual_seed(seed)
+    config = options.config(tokenizer.vocabulary_size) if source is None else source.config
     model = Encoder(
         replace(
             config,
@@ -147,7 +148,8 @@ def build(options: Options, folder: Path, seed: int) -> "Classification":
 
 def _started(options: Options) -> Encoder:
     """The encoder to start from, with the options' attention."""
-    source = load(str(options.start), mechanism=options.mechanism, dtype=torch.float32)
+    mechanism = None if options.mechanism is None else lookup(options.mechanism)
+    source = load_with(str(options.start), mechanism, dtype=torch.float32)
     if not isinstance(source, Encoder):
         raise ValueError(f"from: expected an encoder, got {options.start}, which is a {type(source).__name__}")
     if source.tokenizer is None or source.tokenizer.classification is None:

@@ -37,7 +37,7 @@ from regard.data.text import SUFFIXES, Document, Tokens, chance, documents, plai
 from regard.data.vocabulary import train_bpe
 from regard.generation import generate
 from regard.mask import padding, segments
-from regard.mechanisms import REGISTRY
+from regard.mechanisms.text import CHOICES, from_text
 from regard.models.base import Model
 from regard.models.decoder import Decoder, DecoderConfig
 from regard.training.recipes import check_causal
@@ -73,7 +73,7 @@ class Options:
     heads: int = option(6, "Heads of an attention.")
     form: str = option("llama", "llama (rotary positions, RMSNorm, SwiGLU) or gpt2 (learned ones, LayerNorm, GELU).")
     dropout: float = option(0.0, "Share of what each sub-layer adds that is dropped in training.")
-    mechanism: str = option("softmax", f"Attention, one of {', '.join(REGISTRY)}.")
+    mechanism: str = option("softmax", f"Attention, one of {CHOICES}.")
     kv_heads: int | None = option(None, "Key/value heads; as many as heads if not given, 1 is MQA.")
     window: int | None = option(None, "Tokens that each one sees, itself among them; all before it if not given.")
     packed: bool = option(True, "Rows with pieces of several documents, kept apart; if not, one document a row.")
@@ -100,7 +100,7 @@ class Options:
             "context_length": self.context,
             "window": self.window,
             "dropout": self.dropout,
-            "mechanism": self.mechanism,
+            "mechanism": from_text(self.mechanism),
             "start_token": START,
             "end_tokens": (END,),
             "padding_token": PAD,

@@ -25,7 +25,7 @@ from regard.data.phrasebook import Swap, phrasebook
 from regard.data.vocabulary import train_bpe
 from regard.generation import Generated, generate
 from regard.mask import padding
-from regard.mechanisms import REGISTRY
+from regard.mechanisms.text import CHOICES, from_text
 from regard.models.base import Model
 from regard.models.transformer import Transformer, TransformerConfig
 from regard.trace import trace
@@ -66,7 +66,7 @@ class Options:
     dropout: float = option(0.0, "Share of what each sub-layer adds that is dropped in training.")
     pre_norm: bool = option(True, "Norms before sub-layers; after them, as in the original, if not.")
     label_smoothing: float = option(0.1, "Share of the probability that targets give to all tokens alike.")
-    mechanism: str = option("softmax", f"Attention, one of {', '.join(REGISTRY)}.")
+    mechanism: str = option("softmax", f"Attention, one of {CHOICES}.")
     kv_heads: int | None = option(None, "Key/value heads; as many as heads if not given, 1 is MQA.")
     window: int | None = option(None, "Tokens that source and target tokens see of their own text; all if not given.")
     beams: int = option(1, "Beams of the translations that are evaluated.")
@@ -91,7 +91,7 @@ class Options:
             hidden_dim=self.hidden,
             dropout=self.dropout,
             pre_norm=self.pre_norm,
-            mechanism=self.mechanism,
+            mechanism=from_text(self.mechanism),
             window=self.window,
             context_length=2 * LONGEST,
             start_token=START,

@@ -19,11 +19,11 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int64, UInt8
 from torch import Tensor, nn
 
-from regard.checkpoints import load
+from regard.checkpoints import load_with
 from regard.data.draws import draws
 from regard.data.glyphs import CHARACTERS, glyphs
 from regard.data.images import Images, pixels, read_images
-from regard.mechanisms import REGISTRY, named
+from regard.mechanisms.text import CHOICES, from_text, lookup
 from regard.models.base import Model
 from regard.models.davit import DaViT, DaViTConfig
 from regard.models.vision import VisionConfig, VisionTransformer
@@ -73,7 +73,7 @@ class Options:
     window: int | None = option(
         None, "ViT: patches see those so many patches away, and the class token all. DaViT: its windows' side, 7."
     )
-    mechanism: str | None = option(None, f"Attention, one of {', '.join(REGISTRY)}; softmax if not given.")
+    mechanism: str | None = option(None, f"Attention, one of {CHOICES}. Softmax if not given.")
     dropout: float = option(0.0, "Share of what each sub-layer adds that is dropped in training.")
     label_smoothing: float = option(0.1, "Share of the probability that targets give to all classes alike.")
     shift: int = option(1, "Pixels that images are shifted by at most, down and across.")
@@ -97,7 +97,7 @@ class Options:
         if self.shift < 0:
             raise ValueError(f"shift: expected at least 0, got {self.shift}")
         if self.mechanism is not None:
-            named(self.mechanism)
+            lookup(self.mechanism)
         if self.data is not None and self.size is not None:
             raise ValueError(f"size: expected none with data, whose images have their own, got {self.size}")
         if self.size is not None and self.size < 8:
@@ -139,7 +139,7 @@ class Options:
             "num_channels": images.train.images.shape[1],
             "num_classes": len(images.class_names),
             "class_names": images.class_names,
-            "mechanism": self.mechanism or "softmax",
+            "mechanism": from_text(self.mechanism or "softmax"),
             "dropout": self.dropout,
         }
         if self.model != "davit":
@@ -343,7 +343,8 @@ def _rendered(options: Options, seed: int) -> Images:
 def _model(options: Options, images: Images) -> VisionTransformer | DaViT:
     if options.start is None:
         return _built(options.config(images))
-    found = load(options.start, mechanism=options.mechanism, dtype=torch.float32)
+    mechanism = None if options.mechanism is None else lookup(options.mechanism)
+    found = load_with(options.start, mechanism, dtype=torch.float32)
     if not isinstance(found, VisionTransformer | DaViT):
         raise ValueError(f"from: expected a model of images at {options.start}, got a {type(found).__name__}")
     channels = images.train.images.shape[1]

@@ -1,0 +1,184 @@
+"""A mechanism as JSON, for a model's config.
+
+A shipped one is its class and fields. Of a user's own, which may hold anything, JSON has the name of the class and what
+it can hold of the fields; tensors are in the weights' file. A file imports no code: whoever loads it passes the class,
+or a value where a field is a function or a module that the class has no default for.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, fields
+from typing import Any, NoReturn, TypeAlias
+
+from torch import Tensor, nn
+
+from regard.mechanism import Mechanism
+from regard.mechanisms import REGISTRY
+
+SHIPPED: dict[str, type[Mechanism]] = {type(one).__name__: type(one) for one in REGISTRY.values()}
+"""The shipped mechanisms by class: those that a file needs no code of a user's for."""
+
+Known: TypeAlias = Mechanism | type[Mechanism]
+"""A mechanism that may be loaded, or a class of them."""
+
+
+def is_shipped(mechanism: object) -> bool:
+    """Whether a file can name the mechanism by itself.
+
+    >>> import regard as rg, torch
+    >>> is_shipped(rg.Elu()), is_shipped(rg.Kernel(feature_map=torch.relu))
+    (True, False)
+    """
+    return SHIPPED.get(type(mechanism).__name__) is type(mechanism)
+
+
+def to_json(mechanism: Mechanism) -> dict[str, Any]:
+    """The mechanism as JSON has it.
+
+    >>> import regard as rg, torch
+    >>> to_json(rg.Argmax())
+    {'name': 'Softmax', 'beta': 'inf', 'softcap': None}
+    >>> to_json(rg.Kernel(feature_map=torch.nn.Linear(4, 6)))
+    {'name': 'Kernel', 'shipped': False, 'fields': {'feature_map': {'object': 'Linear'}}}
+    """
+    name, values = type(mechanism).__name__, {one.name: getattr(mechanism, one.name) for one in _arguments(mechanism)}
+    if is_shipped(mechanism):
+        return {"name": name, **{key: "inf" if value == math.inf else value for key, value in values.items()}}
+    return {"name": name, "shipped": False, "fields": {key: _encoded(value) for key, value in values.items()}}
+
+
+def from_json(values: dict[str, Any]) -> Mechanism:
+    """The shipped mechanism of what `to_json` gave."""
+    if is_own(values):
+        _refuse_unknown(values)
+    given = {key: math.inf if value == "inf" else value for key, value in values.items() if key != "name"}
+    name = values.get("name")
+    if name not in SHIPPED:
+        raise ValueError(f"mechanism: expected one of {', '.join(SHIPPED)}, got {name!r}")
+    try:
+        return SHIPPED[name](**given)
+    except TypeError as error:
+        raise ValueError(f"mechanism: expected the fields of {name}, got {error}") from None
+
+
+def is_own(values: object) -> bool:
+    """Whether JSON is that of a user's own mechanism."""
+    return isinstance(values, dict) and values.get("shipped") is False
+
+
+def own_from_json(
+    values: dict[str, Any], mechanisms: Sequence[Known], read: Callable[[str], Tensor | None]
+) -> Mechanism:
+    """A user's mechanism of what `to_json` gave: the value among `mechanisms` with the same class name and fields, or
+    the class of that name, made with those fields. `read` gives the tensor of a field, which a model's layers replace
+    by their own.
+
+    >>> import regard as rg
+    >>> from dataclasses import dataclass
+    >>> @dataclass(frozen=True, kw_only=True)
+    ... class Near(rg.Mechanism):
+    ...     width: float = 2.0
+    >>> own_from_json(to_json(Near(width=3.0)), [Near], read=lambda field: None)
+    Near(width=3.0)
+    """
+    stored = values.get("fields", {})
+    if not isinstance(stored, dict):
+        raise ValueError(f"mechanism: expected its fields by name, got {stored!r:.80}")
+    named = [one for one in mechanisms if _class(one).__name__ == values.get("name")]
+    if not named:
+        _refuse_unknown(values)
+    for one in named:
+        if isinstance(one, Mechanism) and all(_agrees(one, field, value) for field, value in stored.items()):
+            return one
+    for one in named:
+        if isinstance(one, type):
+            return _made(one, stored, read)
+    plain = ", ".join(f"{field}={_decoded(value)!r}" for field, value in stored.items() if not _apart(value))
+    raise ValueError(f"mechanisms: expected {values['name']}({plain:.80}), as the file has it, got {named[0]!r:.80}")
+
+
+def check_known(mechanisms: Sequence[Known]) -> None:
+    """Raise ValueError for what is no list of mechanisms and classes of them.
+
+    >>> import regard as rg
+    >>> check_known([rg.Softmax, rg.Elu()])
+    """
+    if isinstance(mechanisms, Mechanism | type | str):
+        raise ValueError(f"mechanisms: expected a list like [Mine], got {mechanisms!r}")
+    for one in mechanisms:
+        if not issubclass(_class(one), Mechanism):
+            raise ValueError(f"mechanisms: expected classes like Mine or values like Mine(…), got {one!r}")
+
+
+def _class(known: Known) -> type[Mechanism]:
+    return known if isinstance(known, type) else type(known)
+
+
+def _arguments(mechanism: Known) -> list[Any]:
+    return [one for one in fields(mechanism) if one.init]
+
+
+def _encoded(value: Any) -> Any:
+    """A field as JSON has it: what JSON cannot hold is an object that says what it was."""
+    if isinstance(value, Tensor):
+        return {"tensor": list(value.shape), "parameter": isinstance(value, nn.Parameter)}
+    if type(value) is float and not math.isfinite(value):
+        return {"float": str(value)}
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, list | tuple):
+        parts = [_encoded(part) for part in value]
+        if not any(_apart(part) for part in parts):
+            return parts
+    return {"object": type(value).__name__}
+
+
+def _decoded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return float(value["float"]) if value.get("float") in ("inf", "-inf", "nan") else None
+    return tuple(_decoded(part) for part in value) if isinstance(value, list) else value
+
+
+def _apart(value: Any) -> bool:
+    """Whether JSON does not hold a field's value itself."""
+    return isinstance(value, dict) and "float" not in value
+
+
+def _agrees(mechanism: Mechanism, field: str, value: Any) -> bool:
+    mine = _encoded(getattr(mechanism, field, None))
+    return _apart(mine) == _apart(value) and (_apart(value) or mine == value)
+
+
+def _made(kind: type[Mechanism], stored: dict[str, Any], read: Callable[[str], Tensor | None]) -> Mechanism:
+    """A mechanism of a class with the stored fields; the class's default for what a file does not hold."""
+    defaults = {
+        one.name for one in _arguments(kind) if one.default is not MISSING or one.default_factory is not MISSING
+    }
+    given: dict[str, Any] = {}
+    for field, value in stored.items():
+        if not _apart(value):
+            given[field] = _decoded(value)
+        elif "tensor" in value and (tensor := read(field)) is not None:
+            given[field] = nn.Parameter(tensor) if value.get("parameter") is True else tensor
+        elif field not in defaults:
+            raise ValueError(
+                f"mechanisms: expected a value {kind.__name__}({field}=…), since a file does not hold a "
+                f"{value.get('object', 'tensor')!s:.40}, got the class"
+            )
+    try:
+        return kind(**given)
+    except TypeError as error:
+        raise ValueError(f"mechanisms: expected the fields of {kind.__name__}, got {error}") from None
+
+
+def _refuse_unknown(values: dict[str, Any]) -> NoReturn:
+    name, stored = values.get("name"), values.get("fields")
+    if not isinstance(name, str) or not name.isidentifier():
+        raise ValueError(f"mechanism: expected the name of a class, got {name!r:.80}")
+    entries = stored.items() if isinstance(stored, dict) else ()
+    objects = [field for field, value in entries if isinstance(value, dict) and "object" in value]
+    call = f"{name:.60}({', '.join(f'{field}=…' for field in objects)})" if objects else f"{name:.60}"
+    raise ValueError(
+        f"mechanism: expected mechanisms=[{call:.90}], as a file imports no code, got none of that class; "
+        f"in a command: --mechanism FILE.py:{name:.40}"
+    )
