@@ -57,7 +57,7 @@ def lookup(text: str) -> Mechanism | type[Mechanism]:
     if not _is_mechanism(thing):
         kind = f"the class {thing.__name__}" if isinstance(thing, type) else f"a {type(thing).__name__}"
         raise ValueError(f"mechanism: expected a regard.Mechanism, got {text!r}, which is {kind}")
-    return thing  # type: ignore[no-any-return]
+    return thing
 
 
 def made(thing: Mechanism | type[Mechanism], text: str | None = None) -> Mechanism:
@@ -142,7 +142,8 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, SyntaxError) and error.filename:
         return f"{type(error).__name__} in {Path(error.filename).name}, line {error.lineno}: {error.msg}"
     frames = traceback.extract_tb(error.__traceback__)
-    theirs = [frame for frame in frames if frame.filename != __file__ and not frame.filename.startswith("<")]
+    ours = (__file__, importlib.__file__)
+    theirs = [frame for frame in frames if frame.filename not in ours and not frame.filename.startswith("<")]
     theirs = [frame for frame in theirs if frame.filename == theirs[0].filename and frame.lineno]
     where = f" in {Path(theirs[-1].filename).name}, line {theirs[-1].lineno}" if theirs else ""
     return f"{type(error).__name__}{where}{words}"
