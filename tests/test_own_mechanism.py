@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import regard as rg
+from regard.bench.rates import Rates
 from regard.mechanisms.text import absolute, from_text, lookup
 from regard.models import stored
 from regard.training import Report, Settings, recipes
@@ -207,8 +208,18 @@ def test_the_path_of_a_file_is_whole_and_a_modules_name_stays(here):
 # Runs
 
 
+USES = {
+    "translate": ["translate", "--model", "saved", "It is"],
+    "lm": ["generate", "saved", "It is", "--max-new-tokens", "3"],
+    "bert": ["models", "saved"],
+    "classify": ["classify", "saved", "It is"],
+    "vision": ["models", "saved"],
+}
+"""What opens a model of each recipe."""
+
+
 @pytest.mark.parametrize("recipe", recipes.NAMES)
-def test_every_recipe_trains_it_and_goes_on_with_it(here, monkeypatch, recipe):
+def test_every_recipe_trains_it_and_goes_on_with_it(here, regard, monkeypatch, recipe):
     module, place = recipes.recipe(recipe), Place(0, 1, torch.device("cpu"))
     values = {name: str(here / value) if name == "data" else value for name, value in SMALL[recipe].items()}
     if recipe == "translate":
@@ -220,6 +231,10 @@ def test_every_recipe_trains_it_and_goes_on_with_it(here, monkeypatch, recipe):
     sum(task.totals(task.model, task.batch([0, 1, 2], 0)).values()).backward()
     assert all(one.grad.abs().sum() > 0 for one in learned)
     assert json.loads((here / "run/run.json").read_text())["options"]["mechanism"] == f"{here}/mine.py:Mine"
+    rg.save(task.model, here / "saved")
+    assert "--mechanism FILE.py:Mine" in regard(*USES[recipe]).stderr
+    done = regard(*USES[recipe], "--mechanism", "mine.py:Mine")
+    assert (done.returncode, done.stderr) == (0, "")
     monkeypatch.chdir("/")
     again, _ = reopen(here / "run", place)
     assert all(torch.equal(*pair) for pair in zip(task.model.parameters(), again.model.parameters(), strict=True))
@@ -266,6 +281,20 @@ def test_a_run_is_trained_resumed_saved_loaded_and_generates(here, regard):
     assert done.returncode == 0, done.stderr
     copied = rg.load(here / "out", mechanisms=[kind])
     assert all(torch.equal(one, copied.state_dict()[name]) for name, one in model.state_dict().items())
+
+
+def test_it_takes_the_place_of_another_attention(here, regard):
+    model = rg.load(small_model(here / "model"))
+    done = regard("convert", "model", "out", "--to", "regard", "--mechanism", "mine.py:wide")
+    assert done.returncode == 0, done.stderr
+    loaded = rg.load(here / "out", mechanisms=[lookup("mine.py:Mine")])
+    assert loaded.config.mechanism.width == 8.0
+    assert all(torch.equal(one, loaded.state_dict()[name]) for name, one in model.state_dict().items())
+    # Under another name than the file's it is another attention: what the file's had learned stays there.
+    (here / "other.py").write_text(SOURCE.replace("class Mine", "class Other").replace("Mine(", "Other("))
+    kind = lookup("other.py:Other")
+    swapped = rg.load(here / "out", mechanism=kind(scale=nn.Parameter(torch.tensor([7.0]))))
+    assert swapped.stack.blocks[0].attention.mechanism.scale.item() == 7.0
 
 
 @pytest.mark.parametrize("recipe", ["classify", "vision"])
@@ -499,3 +528,17 @@ def test_check_takes_it_where_it_takes_a_name(here, regard):
     assert re.search(
         r"^Elu\(\): every law holds[^$]*^Fixed\(W=Parameter\(16, 16\)\): every law holds", done.stdout, re.M
     )
+
+
+def test_rates_are_those_of_a_mechanism_that_has_no_hash():
+    @dataclass(frozen=True, kw_only=True)
+    class Listed(rg.Mechanism):
+        factors: list
+
+        def similarity(self, q, k):
+            return torch.sigmoid(self.factors[0] * (q @ k.transpose(-1, -2)))
+
+    mechanism, work = Listed(factors=[2.0]), rg.Work(query_length=64, key_length=64)
+    rates = Rates(((rg.Softmax(), ((64, 1e9),)), (mechanism, ((64, 2e9),))))
+    assert rates.seconds(mechanism, work) == rg.cost(mechanism, work).flops / 2e9
+    assert rates.table["Listed(factors=[2.0])"] == {"flops_per_second": 2e9}

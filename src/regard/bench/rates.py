@@ -19,12 +19,12 @@ from regard.mechanism import Mechanism
 class Rates:
     """FLOPs a second that mechanisms reach on this machine, at some lengths."""
 
-    points: dict[Mechanism, tuple[tuple[int, float], ...]]
-    """(length, FLOPs a second), by length."""
+    points: tuple[tuple[Mechanism, tuple[tuple[int, float], ...]], ...]
+    """Of each mechanism (length, FLOPs a second), by length. No dict: a user's mechanism may hold a list."""
 
     def seconds(self, mechanism: Mechanism, work: Work) -> float:
         """The time some work should take: its FLOPs over the rate, read between the measured lengths."""
-        points = self.points[mechanism]
+        points = next(points for known, points in self.points if known is mechanism)
         at = math.log(max(1, work.key_length))
         rate = points[0][1] if at <= math.log(points[0][0]) else points[-1][1]
         for (low, slow), (high, fast) in pairwise(points):
@@ -35,7 +35,7 @@ class Rates:
     @property
     def table(self) -> dict[str, dict[str, float]]:
         """For each mechanism, the best rate measured."""
-        return {repr(m): {"flops_per_second": max(rate for _, rate in pts)} for m, pts in self.points.items()}
+        return {repr(m): {"flops_per_second": max(rate for _, rate in pts)} for m, pts in self.points}
 
 
 LENGTHS = (512, 1024, 2048, 4096, 8192)
@@ -81,7 +81,7 @@ def crossing(
         if predicted is None or around[0] <= predicted <= around[-1]:
             break
         near = predicted
-    gains = [(length, times[first, length] / times[second, length]) for length in around]
+    gains = [(length, times[0, length] / times[1, length]) for length in around]
     return Crossing(rates, predicted, overtaken(gains))
 
 
@@ -108,19 +108,20 @@ def _timed(
     lengths: Sequence[int],
     rounds: int,
     begin_round: Callable[[str], None] | None,
-) -> dict[tuple[Mechanism, int], float]:
-    """Seconds of each mechanism at each length, timed in turn."""
-    cells = [(mechanism, length) for length in lengths for mechanism in mechanisms]
+) -> dict[tuple[int, int], float]:
+    """Seconds of each mechanism, by its place in the list, at each length, timed in turn."""
+    cells = [(place, length) for length in lengths for place in range(len(mechanisms))]
     with torch.no_grad():
-        calls = [_attending(mechanism, with_length(work, length)) for mechanism, length in cells]
+        calls = [_attending(mechanisms[place], with_length(work, length)) for place, length in cells]
         return dict(zip(cells, interleaved(calls, rounds, begin_round), strict=True))
 
 
-def _rates(mechanisms: Sequence[Mechanism], work: Work, times: dict[tuple[Mechanism, int], float]) -> Rates:
-    def rate(mechanism: Mechanism, length: int) -> float:
-        return cost(mechanism, with_length(work, length)).flops / times[mechanism, length]
+def _rates(mechanisms: Sequence[Mechanism], work: Work, times: dict[tuple[int, int], float]) -> Rates:
+    def rate(place: int, length: int) -> float:
+        return cost(mechanisms[place], with_length(work, length)).flops / times[place, length]
 
-    return Rates({one: tuple((length, rate(one, length)) for length in LENGTHS) for one in mechanisms})
+    points = (tuple((length, rate(place, length)) for length in LENGTHS) for place in range(len(mechanisms)))
+    return Rates(tuple(zip(mechanisms, points, strict=True)))
 
 
 def _attending(mechanism: Mechanism, work: Work) -> Callable[[], Tensor]:
