@@ -110,7 +110,7 @@ def _imported(place: str, text: str) -> ModuleType:
     try:
         # Numbers that a module draws when it is imported are the same in all processes of a training run.
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
+            torch.default_generator.manual_seed(0)  # the CPU's alone: a GPU's would not be put back
             return _run(_file(place)) if is_file else importlib.import_module(place)
     except (Exception, SystemExit) as error:
         raise ValueError(f"mechanism: expected {text!r} to be importable, got {_reason(error)}") from error
