@@ -384,23 +384,26 @@ def test_a_turn_reads_only_what_is_new(smollm2: rg.Decoder, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "storage"),
     [
-        {},
-        {"end_tokens": (30,)},
-        {"mechanism": "elu"},
-        {"mechanism": "quadratic"},
-        {"window": 6},
-        {"positions": "learned"},
+        ({}, None),
+        ({}, torch.int8),
+        ({"end_tokens": (30,)}, None),
+        ({"mechanism": "elu"}, None),
+        ({"mechanism": "quadratic"}, None),
+        ({"window": 6}, None),
+        ({"window": 6}, torch.int8),
+        ({"positions": "learned"}, None),
     ],
 )
-def test_a_conversation_is_what_reading_it_anew_gives(changes: dict[str, Any]) -> None:
+def test_a_conversation_is_what_reading_it_anew_gives(changes: dict[str, Any], storage: torch.dtype | None) -> None:
     model = tiny(**changes).double()
-    conversation = Conversation(model, temperature=0.9, seed=2, max_new_tokens=20, chunk=7)
+    options: dict[str, Any] = {"temperature": 0.9, "max_new_tokens": 20, "storage": storage}
+    conversation = Conversation(model, seed=2, chunk=7, **options)
     said: list[str] = []
     for turn, text in enumerate(["hello!", "whoareyou?", "ah.", "x" * 150, "good."]):
         said.append(text)
-        expected = rg.generate(model, rendered(model, *said), temperature=0.9, seed=2 + turn, max_new_tokens=20)[0]
+        expected = rg.generate(model, rendered(model, *said), seed=2 + turn, **options)[0]
         said.append("".join(conversation.say(text)))
         assert said[-1] == expected
     assert [one["content"] for one in conversation.messages] == said

@@ -200,6 +200,17 @@ def test_what_cannot_be_stored_in_int8_is_refused():
         rg.generate(made("t5"), [[1]], storage=torch.int16)
 
 
+@pytest.mark.parametrize("options", [{}, {"beams": 2}], ids=str)
+def test_a_state_has_its_storage(options):
+    model = made("gqa")
+    prompt = rg.prefill(model, [[1, 2]])
+    message = "storage: expected none beside a state, whose storage is prefill's choice, got torch.int8"
+    with pytest.raises(ValueError, match=message):
+        rg.generate(model, state=prompt, storage=torch.int8, **options)
+    with pytest.raises(ValueError, match=message):
+        rg.stream(model, state=prompt, storage=torch.int8)
+
+
 def stepped(model: rg.Decoder) -> rg.Decoder:
     """A model after one step of training."""
     with torch.enable_grad():
@@ -549,6 +560,48 @@ def test_stop_strings_may_name_special_tokens():
         assert "".join(pieces) == "".join(text) == pieces.text
 
 
+@pytest.mark.parametrize("ends", ["the model", "stop"])
+@torch.no_grad()
+def test_a_stop_string_may_have_the_token_that_ends_the_text(ends):
+    """Whatever ends the sequence with the string's last token, the string says where the text ends."""
+    model = made("mha")
+    tokens = rg.generate(model, [PROMPTS[0]], max_new_tokens=8)[0].tokens
+    end = tokens[3]
+    assert end not in tokens[:3]
+    model.tokenizer = lettered([end])
+    first, second, third, name = model.tokenizer.tokens(tokens[:4])
+    if ends == "the model":
+        model.config = replace(model.config, end_tokens=(end,))
+    for stop, text, reason in (
+        (name, first + second + third, "stop"),
+        (third + name, first + second, "stop"),
+        (name[:4], first + second + third, "stop"),
+        (second + name, first + second + third, "end"),
+        (name + "x", first + second + third, "end"),
+    ):
+        options = {"max_new_tokens": 8, "stop": [stop] if ends == "the model" else [stop, end]}
+        found = rg.generate(model, [PROMPTS[0]], **options)[0]
+        assert (found, found.tokens) == (text, tokens[:4])
+        assert found.reason == (reason if ends == "the model" else "stop")
+        pieces = rg.stream(model, PROMPTS[0], **options)
+        assert "".join(pieces) == text == pieces.text
+
+
+@torch.no_grad()
+def test_a_stop_string_may_have_the_token_that_ends_a_beam():
+    model, options = made("mha"), {"max_new_tokens": 4, "beams": 8, "n": 8}
+    end = rg.generate(model, [PROMPTS[0]], **options)[0].tokens[2]
+    model.tokenizer, model.config = lettered([end]), replace(model.config, end_tokens=(end,))
+    plain = rg.generate(model, [PROMPTS[0]], **options)
+    ended = [one for one in plain if one.reason == "end" and len(one.tokens) > 2]
+    letter = model.tokenizer.tokens(ended[0].tokens)[-2]
+    found = rg.generate(model, [PROMPTS[0]], stop=f"{letter}<|unk|>", **options)
+    assert [one.tokens for one in found] == [one.tokens for one in plain]
+    for one, other in zip(found, plain, strict=True):
+        stopped = other.reason == "end" and other.endswith(letter)
+        assert (one, one.reason) == ((other[:-1], "stop") if stopped else (other, other.reason))
+
+
 @settings(max_examples=150, deadline=None, derandomize=True, database=None)
 @given(
     tokens=st.lists(st.integers(0, 5), max_size=12),
@@ -617,6 +670,24 @@ def test_writing_takes_as_many_steps_as_there_are_tokens(stop):
         writer.finish()
         assert writer.text == inner.decode(tokens)
         assert counting.decoded <= 6 * len(tokens)
+
+
+@torch.no_grad()
+def test_beams_look_for_stop_strings_in_what_is_new():
+    model, inner, decoded = made("mha"), lettered([0]), []
+
+    class Counting:
+        eos = None
+
+        def decode(self, ids, special=False):
+            decoded.append(len(ids))
+            return inner.decode(ids, special)
+
+    plain, model.tokenizer = rg.generate(model, [[5]], max_new_tokens=30, beams=2)[0].tokens, Counting()
+    found = rg.generate(model, [[5]], max_new_tokens=30, beams=2, stop="no such letters")[0]
+    assert (found.tokens, found) == (plain, inner.decode(plain))
+    candidates = 4  # two for each beam
+    assert sum(decoded) <= 6 * candidates * len(plain)
 
 
 VALUES = {
@@ -842,6 +913,9 @@ def test_only_what_can_speak_is_asked_to():
         rg.generate(rg.Encoder(rg.EncoderConfig(vocabulary_size=9, embedding_dim=8, num_layers=1, num_heads=1)), [[1]])
     with pytest.raises(ValueError, match="model: expected one in eval mode"):
         rg.generate(rg.Decoder(rg.DecoderConfig(**SIZES, dropout=0.1)), [[1]])
+    for several in ([[1, 2], [3]], ["a", "b"], torch.tensor([[1, 2]]), [torch.tensor([1])], ([1], 2)):
+        with pytest.raises(ValueError, match=r"prompt: expected one text or one list of tokens, got a list of \d prom"):
+            rg.stream(made("mha"), several)
     with pytest.raises(ValueError, match="state: expected one prompt to stream from, got 5"):
         rg.stream(made("mha"), state=rg.prefill(made("mha"), PROMPTS))
 

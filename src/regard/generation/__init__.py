@@ -13,6 +13,7 @@ from regard.generation.request import (
     begin,
     check_counts,
     check_reading,
+    check_single,
     given_tokens,
     limits_of,
     read_prompts,
@@ -61,7 +62,8 @@ def generate(
 
     A sequence ends with a token that the model's config or tokenizer names as an end, a token or text of `stop` (None:
     no more), after `max_new_tokens`, or where the context ends. A text of `stop` is cut off, and may have special
-    tokens in it, which the texts given back have not. Logits that are not finite are a ValueError.
+    tokens in it, the one that ends the sequence too: its reason is then `stop`. The texts given back have no special
+    tokens. Logits that are not finite are a ValueError. `storage` is that of the prompts' state, and a `state` has one.
 
     >>> import regard as rg
     >>> model = rg.Decoder(rg.DecoderConfig(vocabulary_size=11, embedding_dim=8, num_layers=2, num_heads=2))
@@ -76,7 +78,7 @@ def generate(
     limits = limits_of(own, max_new_tokens, stop)
     check_counts(n, beams, length_penalty, sampling)
     check_reading(chunk)
-    given = given_tokens(own, prompts, state)
+    given = given_tokens(own, prompts, state, storage)
     seeds = seeds_of(seed, len(given), n)
     if beams > 1:
         rooms = [room_for(own, tokens) for tokens in given]
@@ -137,7 +139,8 @@ def stream(
     )
     own = speaking(model)
     limits = limits_of(own, max_new_tokens, stop)
-    given = given_tokens(own, None if prompt is None else cast(Any, [prompt]), state)
+    check_single(prompt)
+    given = given_tokens(own, None if prompt is None else cast(Any, [prompt]), state, storage)
     if len(given) != 1:
         raise ValueError(f"state: expected one prompt to stream from, got {len(given)}")
     room_for(own, given[0])

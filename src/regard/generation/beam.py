@@ -9,6 +9,7 @@ search is exhaustive.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,8 +20,20 @@ from regard.generation.text import Writer
 from regard.models.decoder import Decoder
 from regard.models.transformer import Transformer
 
-Beam = tuple[float, list[int], list[float]]
-"""The sum of its log-probabilities, its tokens, and the log-probability of each."""
+
+class Beam(NamedTuple):
+    """A sequence among the likeliest, or one that has ended."""
+
+    total: float
+    """The sum of its log-probabilities."""
+    tokens: list[int]
+    log_probabilities: list[float]
+    writer: Writer | None
+    """Its text, in which stop strings are looked for; None if there are none."""
+    reason: str | None = None
+    """Why it has ended."""
+
+
 Candidate = tuple[float, int, int, float]
 """A beam with one more token: the sum, which beam, the token, its log-probability."""
 
@@ -57,10 +70,10 @@ def search(
             start += count
         active = [one for one in active if one.alive]
         if not active:
-            return [one.ended[:results] for one in searches]
-        left = max(one.most - len(one.alive[0][1]) for one in active)
+            return [one.results() for one in searches]
+        left = max(one.most - len(one.alive[0].tokens) for one in active)
         state = with_room(state.reorder(torch.tensor(rows, device=logits.device)), 1, left)
-        newest = torch.tensor([[tokens[-1]] for one in active for _, tokens, _ in one.alive], device=logits.device)
+        newest = torch.tensor([[beam.tokens[-1]] for one in active for beam in one.alive], device=logits.device)
         hidden, state = model.advance(newest, state)
         logits = model.predict(hidden)[:, 0]
 
@@ -78,38 +91,70 @@ class _Search:
     """New tokens the context has room for."""
     beams: int
     length_penalty: float
-    results: int
-    alive: list[Beam] = field(default_factory=lambda: [(0.0, [], [])])
+    wanted: int
+    """Texts to give back."""
+    alive: list[Beam] = field(init=False)
     """Beams that go on; none once the search is over."""
-    ended: list[Generated] = field(default_factory=list)
+    ended: list[Beam] = field(default_factory=list)
+    """The best of those that do not, best first."""
+
+    def __post_init__(self) -> None:
+        stop = self.limits.stop_strings
+        self.alive = [Beam(0.0, [], [], Writer(self.model.tokenizer, stop) if stop else None)]
 
     def grow(self, grown: Sequence[Candidate]) -> list[int]:
         """Go on with the best candidates; gives which beam each of those that now live was."""
-        step, most = len(self.alive[0][1]) + 1, self.most
+        step, most = len(self.alive[0].tokens) + 1, self.most
         if math.isnan(grown[0][0]):  # the largest sum: NaN if any logit is NaN, or the largest one is infinite
             raise not_finite(math.nan, step - 1, self.place)
         rows: list[int] = []
         following: list[Beam] = []
-        for total, row, token, one in grown:
-            tokens, each = [*self.alive[row][1], token], [*self.alive[row][2], one]
-            reason = _reason(self.model, tokens, self.limits)
-            if reason is None and step == most:
-                reason = "length" if self.limits.max_new_tokens <= self.room else "context"
-            if reason is not None:
-                text = _text(self.model, tokens, self.limits)
-                score = self._score(total, step)
-                self.ended.append(Generated(text, tokens=tokens, reason=reason, log_probabilities=each, score=score))
+        for total, row, token, log_probability in grown:
+            beam = self._longer(self.alive[row], total, token, log_probability)
+            if beam.reason is not None:
+                self.ended.append(beam)
             elif len(following) < self.beams:
-                following.append((total, tokens, each))
+                following.append(beam)
                 rows.append(row)
-        wanted = max(self.beams, self.results)
-        self.ended = sorted(self.ended, key=lambda one: -(one.score or 0.0))[:wanted]
+        kept = max(self.beams, self.wanted)
+        self.ended = sorted(self.ended, key=lambda beam: -self._score(beam.total, len(beam.tokens)))[:kept]
         # The best any living beam can still become: log-probabilities only fall, so it is its sum over some length.
-        ahead = (max(self._score(total, step + 1), self._score(total, most)) for total, _, _ in following)
+        ahead = (max(self._score(beam.total, step + 1), self._score(beam.total, most)) for beam in following)
         reach = max(ahead, default=None)
-        over = reach is None or (len(self.ended) >= wanted and (self.ended[-1].score or 0.0) >= reach)
+        least = self._score(self.ended[-1].total, len(self.ended[-1].tokens)) if len(self.ended) >= kept else -math.inf
+        over = reach is None or least >= reach
         self.alive = [] if over else following
         return [] if over else rows
+
+    def results(self) -> list[Generated]:
+        """The best texts."""
+        return [self._generated(beam) for beam in self.ended[: self.wanted]]
+
+    def _longer(self, beam: Beam, total: float, token: int, log_probability: float) -> Beam:
+        """A beam with one more token."""
+        writer = None if beam.writer is None else beam.writer.fork()
+        reason = self.limits.ending(token) if writer is None else self.limits.taken(token, writer)[1]
+        tokens = [*beam.tokens, token]
+        if reason is None and len(tokens) == self.most:
+            reason = "length" if self.limits.max_new_tokens <= self.room else "context"
+        return Beam(total, tokens, [*beam.log_probabilities, log_probability], writer, reason)
+
+    def _generated(self, beam: Beam) -> Generated:
+        """What an ended beam has become; without stop strings nobody has written its text yet."""
+        writer = beam.writer
+        if writer is None:
+            writer = Writer(self.model.tokenizer)
+            for token in beam.tokens:
+                self.limits.taken(token, writer)
+        writer.finish()
+        assert beam.reason is not None
+        return Generated(
+            writer.text,
+            tokens=beam.tokens,
+            reason=beam.reason,
+            log_probabilities=beam.log_probabilities,
+            score=self._score(beam.total, len(beam.tokens)),
+        )
 
     def _score(self, total: float, length: int) -> float:
         return total / length**self.length_penalty
@@ -123,7 +168,7 @@ def _candidates(searches: Sequence[Sequence[Beam]], logits: Tensor, most: int) -
     each = logits.new_zeros(len(searches), widest, size, dtype=torch.float64)
     each[which, place] = logits.double().log_softmax(-1)
     sums = each.new_full((len(searches), widest, 1), -torch.inf)
-    totals = [[total] for alive in searches for total, _, _ in alive]
+    totals = [[beam.total] for alive in searches for beam in alive]
     sums[which, place] = torch.tensor(totals, dtype=torch.float64, device=logits.device)
     best, index = (sums + each).flatten(1).topk(min(most, widest * size))
     own = each.flatten(1).gather(1, index)
@@ -135,24 +180,3 @@ def _candidates(searches: Sequence[Sequence[Beam]], logits: Tensor, most: int) -
         ]
         for alive, totals, places, ones in zip(searches, best.tolist(), index.tolist(), own.tolist(), strict=True)
     ]
-
-
-def _reason(model: Decoder | Transformer, tokens: list[int], limits: Limits) -> str | None:
-    if tokens[-1] in limits.ends:
-        return "end"
-    if tokens[-1] in limits.stop_tokens or (limits.stop_strings and _written(model, tokens, limits).stopped):
-        return "stop"
-    return None
-
-
-def _text(model: Decoder | Transformer, tokens: list[int], limits: Limits) -> str:
-    last = tokens[-1] in limits.ends or tokens[-1] in limits.stop_tokens
-    return _written(model, tokens[:-1] if last else tokens, limits).text
-
-
-def _written(model: Decoder | Transformer, tokens: list[int], limits: Limits) -> Writer:
-    writer = Writer(model.tokenizer, limits.stop_strings)
-    for token in tokens:
-        writer.add(token)
-    writer.finish()
-    return writer

@@ -133,9 +133,10 @@ class Conversation:
         self._last = None
 
     def _answer(self, tokens: tuple[int, ...]) -> Stream:
-        options = self.options
+        # The state that `_read` gives has its storage already.
+        options = {name: value for name, value in self.options.items() if name != "storage"}
         if options.get("seed") is not None:
-            options = {**options, "seed": (options["seed"] + self._turns) % 2**63}
+            options["seed"] = (options["seed"] + self._turns) % 2**63
         return stream(self.model, state=self._read(tokens), **options)
 
     @torch.inference_mode()

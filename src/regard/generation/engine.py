@@ -35,7 +35,8 @@ class Generated(str):
     tokens: list[int]
     """The new tokens, the one that ended it included."""
     reason: str
-    """Why it ended: `end` (a token that ends), `stop` (a stop string or token), `length`, or `context`."""
+    """Why it ended: `stop` (a stop string, also one that has the end token in it, or a stop token), `end` (a token that
+    ends), `length`, or `context`."""
     log_probabilities: list[float] | None
     """Of each token, as the model gave it, before any cut or temperature; None if they were not asked for."""
     score: float | None
@@ -70,6 +71,19 @@ class Limits:
     stop_tokens: frozenset[int] = frozenset()
     stop_strings: tuple[str, ...] = ()
 
+    def ending(self, token: int) -> str | None:
+        """Why a sequence ends with this token, whatever its text; None if it may go on."""
+        return "end" if token in self.ends else "stop" if token in self.stop_tokens else None
+
+    def taken(self, token: int, writer: Writer) -> tuple[str, str | None]:
+        """Give a sequence's next token to its writer: the text that is certain now, and why the sequence ends.
+
+        A stop string that the token completes counts before the token: only the string says where the text ends.
+        """
+        ending = self.ending(token)
+        piece = writer.add(token) if ending is None else writer.end(token)
+        return piece, "stop" if writer.stopped else ending
+
 
 @dataclass(eq=False)
 class Row:
@@ -89,15 +103,8 @@ class Row:
 
     def take(self, token: int, limits: Limits) -> None:
         """Append a token, and see whether it was the last."""
-        ends = "end" if token in limits.ends else "stop" if token in limits.stop_tokens else None
-        if ends is not None:
-            self.writer.tokens.append(token)  # it ends the text and is no part of it
-            self.reason, self.piece = ends, self.writer.finish()
-            return
-        self.piece = self.writer.add(token)
-        if self.writer.stopped:
-            self.reason = "stop"
-        elif not self.left(limits):
+        self.piece, self.reason = limits.taken(token, self.writer)
+        if self.reason is None and not self.left(limits):
             self.reason = "length" if limits.max_new_tokens <= self.room else "context"
             self.piece += self.writer.finish()
 

@@ -59,7 +59,9 @@ def speaking(model: Model) -> Decoder | Transformer:
     return model
 
 
-def given_tokens(model: Decoder | Transformer, prompts: Any, state: Prompt | None) -> list[tuple[int, ...]]:
+def given_tokens(
+    model: Decoder | Transformer, prompts: Any, state: Prompt | None, storage: torch.dtype | None = None
+) -> list[tuple[int, ...]]:
     """The prompts' tokens, checked."""
     if (prompts is None) == (state is None):
         raise ValueError(f"prompts: expected either prompts or a state, got {'none' if prompts is None else 'both'}")
@@ -68,6 +70,8 @@ def given_tokens(model: Decoder | Transformer, prompts: Any, state: Prompt | Non
             raise ValueError(f"state: expected what prefill gives, got {type(state).__name__}")
         if reason := unlike(state.reader, model):
             raise ValueError(f"state: expected a prompt that this model read, got {reason}")
+        if storage is not None:
+            raise ValueError(f"storage: expected none beside a state, whose storage is prefill's choice, got {storage}")
         return list(state.tokens)
     prompts = _plain(prompts)
     if isinstance(prompts, str) or (isinstance(prompts, list | tuple) and prompts and type(prompts[0]) is int):
@@ -94,6 +98,16 @@ def prompt_tokens(model: Decoder | Transformer, prompt: Any, at: int) -> tuple[i
     if not all(type(token) is int and 0 <= token < most for token in prompt):
         raise ValueError(f"prompts: expected tokens from 0 to {most - 1}, got others at place {at}")
     return tuple(prompt)
+
+
+def check_single(prompt: Any) -> None:
+    """Raise ValueError for several prompts where one is wanted."""
+    listed = _plain(prompt)
+    if isinstance(listed, list | tuple) and any(isinstance(_plain(part), str | list | tuple) for part in listed):
+        raise ValueError(
+            f"prompt: expected one text or one list of tokens, got a list of {len(listed)} prompts; "
+            "generate takes several"
+        )
 
 
 def _plain(values: Any) -> Any:

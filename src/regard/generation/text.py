@@ -1,9 +1,10 @@
 """Tokens to text as they come: no character in two halves, and nothing of a stop string shown before it is known.
 
-Special tokens are no part of the text, but a stop string may name them: it is looked for in the text with them written
-out, and in the text as it is given.
+Special tokens, and the token that ends the text, are no part of the text, but a stop string may name them: it is looked
+for in the text with them written out, and in the text as it is given.
 """
 
+import copy
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -49,19 +50,44 @@ class Writer:
         if self.stopped:
             return ""
         if self.tokenizer is None:
-            return self._give(f" {token}" if len(self.tokens) > 1 else f"{token}", text=True)
-        written = "" if self.tokenizer.decode([token]) else self.tokenizer.decode([token], special=True)
+            return self._give(self._written(token), text=True)
+        written = "" if self.tokenizer.decode([token]) else self._written(token)
         if written:
             return self._give(written, text=False)
         self._plain.append(token)
         return self._give(self._fresh(last=False), text=True)
 
+    def end(self, token: int) -> str:
+        """Take a token that ends the text and is no part of it, but may be part of a stop string; give the rest."""
+        self.tokens.append(token)
+        piece = self._complete()
+        if self.stop and not self.stopped:
+            piece += self._give(self._written(token), text=False)
+        return piece + self.finish()
+
     def finish(self) -> str:
         """Give what was held back: there is no more to come."""
-        if self.stopped:
-            return ""
-        piece = "" if self.tokenizer is None else self._give(self._fresh(last=True), text=True)
+        piece = self._complete()
         return piece if self.stopped else piece + self._release(len(self._pending))
+
+    def fork(self) -> "Writer":
+        """The same text so far, which goes on by itself."""
+        other = copy.copy(self)
+        other.tokens, other._plain = [*self.tokens], [*self._plain]
+        other._pieces, other._pending = [*self._pieces], [*self._pending]
+        return other
+
+    def _complete(self) -> str:
+        """Give the characters that tokens have only begun, as they are."""
+        if self.tokenizer is None or self.stopped:
+            return ""
+        return self._give(self._fresh(last=True), text=True)
+
+    def _written(self, token: int) -> str:
+        """The newest token as a stop string has it."""
+        if self.tokenizer is None:
+            return f" {token}" if len(self.tokens) > 1 else f"{token}"
+        return self.tokenizer.decode([token], special=True)
 
     def _fresh(self, last: bool) -> str:
         """The characters that the newest tokens complete."""
