@@ -251,6 +251,7 @@ def test_whole_numbers_are_no_weights(folder):
         ({"config.rotary_base": 0}, "base: expected a number above 0"),
         ({"config.tied": "no"}, "tied: expected bool, got 'no'"),
         ({"config.end_tokens": 5}, r"end_tokens: expected tuple\[int, \.\.\.\], got 5"),
+        ({"config.end_tokens": [1, 23]}, r"end_tokens: expected tokens from 0 to 22, got \(1, 23\)"),
         ({"config.start_token": 1.5}, "start_token: expected int | None, got 1.5"),
         ({"config.num_heads": [2, 2]}, "num_heads: expected int, got"),
         ({"config.window_layers": [2]}, "window_layers: expected layers below 2, got"),
@@ -287,6 +288,8 @@ def test_a_config_that_is_none_is_one_error(folder, values, message):
         ({"rope_parameters": 7}, "expected a llama config"),
         ({"num_key_value_heads": 3}, "num_kv_heads: expected a divisor"),
         ({"eos_token_id": "</s>"}, "expected whole numbers for end_tokens"),
+        ({"eos_token_id": 97}, "expected eos_token_id from 0 to 96, or null for none, got 97"),
+        ({"eos_token_id": [2, -1]}, r"expected eos_token_id from 0 to 96, or null for none, got \[2, -1\]"),
     ],
 )
 def test_a_hugging_face_config_that_is_none_is_one_error(tmp_path, values, message):
@@ -404,7 +407,7 @@ def hugging_face_models(draw):
     elif kind == "GPT2":
         name, sizes = (
             "GPT2LMHeadModel",
-            {"n_embd": heads * length, "n_head": heads, "n_layer": 2, "vocab_size": 19} | tied,
+            {"n_embd": heads * length, "n_head": heads, "n_layer": 2, "vocab_size": 19, "eos_token_id": None} | tied,
         )
     elif kind == "T5":
         name, sizes = "T5ForConditionalGeneration", {"d_model": 6, "d_kv": length, "num_heads": heads, "vocab_size": 19}
@@ -604,6 +607,7 @@ def test_end_tokens_are_those_of_either_file_and_outlive_saving(name, named, tmp
     [
         ('{"eos_token_id": "</s>"}', "expected whole numbers for end_tokens, got"),
         ('{"eos_token_id": [1, true]}', "expected whole numbers for end_tokens, got"),
+        ('{"eos_token_id": 50256}', "expected eos_token_id from 0 to 96, or null for none, got 50256"),
         ('{"decoder_start_token_id": 1.5}', "expected whole numbers for start_token, got 1.5"),
         ("[1]", "generation_config.json: expected a JSON object, got list"),
         ("{", "generation_config.json: expected"),

@@ -1,7 +1,7 @@
 """Decoders agree with transformers, and with themselves: streamed, padded, batched, exported."""
 
 import copy
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 import peers
 import regard as rg
 from regard.mechanisms import REGISTRY
+from regard.models.registry import MODELS
 
 FORMS = {
     "llama": rg.DecoderConfig(
@@ -278,6 +279,28 @@ def test_a_config_that_cannot_be_is_one_error(change, message):
     sizes = {"vocabulary_size": 9, "embedding_dim": 16, "num_layers": 1, "num_heads": 4}
     with pytest.raises(ValueError, match=message):
         rg.Decoder(rg.DecoderConfig(**{**sizes, **change}))
+
+
+@pytest.mark.parametrize("config", [kind for _, kind in MODELS.values() if hasattr(kind, "num_kv_heads")])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_heads": 3}, "num_heads: expected a divisor of embedding_dim = 16"),
+        ({"num_kv_heads": 3}, "num_kv_heads: expected a divisor of num_heads = 4, got 3"),
+        ({"num_kv_heads": 8}, "num_kv_heads: expected a divisor of num_heads = 4, got 8"),
+        ({"end_tokens": (2, 9)}, r"end_tokens: expected tokens from 0 to 8, got \(2, 9\)"),
+        ({"target_vocabulary_size": 5, "end_tokens": (5,)}, r"end_tokens: expected tokens from 0 to 4, got \(5,\)"),
+    ],
+)
+def test_heads_and_end_tokens_that_cannot_be_are_refused_when_a_config_is_made(config, change, message):
+    names = {entry.name for entry in fields(config)}
+    sizes = {"vocabulary_size": 9, "image_size": 8, "patch_size": 4, "embedding_dim": 16}
+    sizes = {name: size for name, size in {**sizes, "num_layers": 1, "num_heads": 4}.items() if name in names}
+    config(**sizes, **{"num_kv_heads": 2} | ({"end_tokens": (8,)} if "vocabulary_size" in names else {}))
+    if not change.keys() <= names or ("end_tokens" in change and "vocabulary_size" not in names):
+        return
+    with pytest.raises(ValueError, match=message):
+        config(**{**sizes, **change})
 
 
 @pytest.mark.parametrize(

@@ -175,7 +175,8 @@ def test_minilm_embeds_sentences_as_transformers_does():
     likeness = found @ found.T
     assert likeness[0, 1] > 0.6 > 0.2 > likeness[0, 2].abs()
     assert ours.embed([]).shape == (0, 384)
-    for wrong in ("one text", ["a", 3]):
+    assert torch.equal(ours.embed(text for text in SENTENCES), found)
+    for wrong in ("one text", ["a", 3], None, 3):
         with pytest.raises(ValueError, match="texts: expected a list of texts"):
             ours.embed(wrong)
     with pytest.raises(ValueError, match="batch_size: expected a whole number"):
@@ -213,7 +214,7 @@ def sentence_folder(root, theirs, *, inside="", modules=("Pooling",), pooling=No
     rows = [{"idx": i, "path": path, "type": SENTENCE_TYPES + kind} for i, (kind, path) in enumerate(folders)]
     write_json(root / "modules.json", rows)
     if "Pooling" in modules:
-        write_json(root / "1_Pooling" / "config.json", pooling or {})
+        write_json(root / "1_Pooling" / "config.json", {"pooling_mode": "mean"} if pooling is None else pooling)
     if limits is not None:
         write_json(weights / "sentence_bert_config.json", limits)
     if prompts is not None:
@@ -288,6 +289,10 @@ def test_a_sentence_transformers_folder_says_how_texts_become_vectors(layout, ki
         ({"pooling": {"pooling_mode": ["mean", 3]}}, "expected a pooling of"),
         ({"pooling": {"pooling_mode": []}}, "expected a pooling of"),
         ({"pooling": {"pooling_mode_attention": True}}, "got .*pooling_mode_attention"),
+        ({"pooling": {"pooling_mode_mean_tokens": "yes"}}, "got .*pooling_mode_mean_tokens"),
+        ({"pooling": {}}, "expected a pooling of cls, .*, got none, which"),
+        ({"pooling": {"word_embedding_dimension": 32}}, "expected a pooling of cls, .*, got none, which"),
+        ({"pooling": {f"pooling_mode_{switch}": False for switch in SWITCHES}}, "expected a pooling of .*, got none"),
         ({"pooling": {"word_embedding_dimension": 33}}, "expected the model's width, 32, got 33"),
         ({"limits": {"max_seq_length": "long"}}, "expected max_seq_length to be a whole number"),
         ({"limits": {"max_seq_length": 0}}, "expected max_seq_length to be a whole number"),

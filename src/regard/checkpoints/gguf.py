@@ -35,13 +35,13 @@ def load(
     file = open_gguf(path)
     try:
         config = read_config(file)
+        tokenizer = Tokenizer.from_gguf(file.metadata)
+        ends = () if tokenizer.eos is None else (tokenizer.eos,)
+        config = replace(config, start_token=tokenizer.bos, end_tokens=ends, padding_token=tokenizer.pad)
     except CheckpointError:
         raise
     except (ValueError, TypeError, KeyError, OverflowError, ZeroDivisionError) as error:
         raise CheckpointError(f"{path}: expected the metadata of a llama, got {error!r:.200}") from None
-    tokenizer = Tokenizer.from_gguf(file.metadata)
-    ends = () if tokenizer.eos is None else (tokenizer.eos,)
-    config = replace(config, start_token=tokenizer.bos, end_tokens=ends, padding_token=tokenizer.pad)
     if mechanism is not None:
         config = config.with_mechanism(mechanism)
 

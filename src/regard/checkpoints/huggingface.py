@@ -127,7 +127,7 @@ def _tokens(folder: Path, values: dict[str, Any]) -> dict[str, Any]:
     later = {name: value for name, value in (read_json(path) if path.exists() else {}).items() if value is not None}
     both = {**values, **later}
     ends, start = both.get("eos_token_id"), both.get("decoder_start_token_id")
-    tokens = {
+    tokens: dict[str, Any] = {
         "start_token": both.get("bos_token_id") if start is None else start,
         "end_tokens": tuple(ends) if isinstance(ends, list) else () if ends is None else (ends,),
         "padding_token": both.get("pad_token_id"),
@@ -135,6 +135,9 @@ def _tokens(folder: Path, values: dict[str, Any]) -> dict[str, Any]:
     for name, value in tokens.items():
         if any(one is not None and type(one) is not int for one in (value if isinstance(value, tuple) else (value,))):
             raise CheckpointError(f"{folder}: expected whole numbers for {name}, got {value!r:.80}")
+    size = values.get("vocab_size")
+    if type(size) is int and not all(0 <= token < size for token in tokens["end_tokens"]):
+        raise CheckpointError(f"{folder}: expected eos_token_id from 0 to {size - 1}, or null for none, got {ends}")
     if "eos_token_id" not in both:
         del tokens["end_tokens"]
     return {name: value for name, value in tokens.items() if value is not None}

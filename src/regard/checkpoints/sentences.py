@@ -134,14 +134,13 @@ def _modules(folder: Path) -> list[tuple[str, str]]:
 
 def _pooling(path: Path, values: dict[str, Any]) -> tuple[str, ...]:
     modes = values.get("pooling_mode")
+    switches = {key: value for key, value in values.items() if key.startswith("pooling_mode_") and value is not False}
     if modes is None:
-        modes = [mode for switch, mode in SWITCHES.items() if values.get(switch) is True] or ["mean"]
+        modes = [mode for switch, mode in SWITCHES.items() if switch in switches]
     modes = [modes] if isinstance(modes, str) else modes
-    unknown = [
-        key for key, value in values.items() if key.startswith("pooling_mode_") and value and key not in SWITCHES
-    ]
+    unknown = [key for key, value in switches.items() if value is not True or key not in SWITCHES]
     if unknown or not isinstance(modes, list) or not modes or any(mode not in MODES for mode in map(str, modes)):
-        _refuse(path, f"a pooling of {', '.join(MODES)}", f"{unknown or modes!r:.80}")
+        _refuse(path, f"a pooling of {', '.join(MODES)}", f"{unknown or modes or 'none'!s:.80}")
     return tuple(MODES[mode] for mode in modes)
 
 

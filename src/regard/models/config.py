@@ -52,6 +52,22 @@ class Config:
                 raise ValueError(f"{name}: expected {kind or hints[name]}, got {value!r}")
             if name.endswith("dropout") and not 0 <= value < 1:
                 raise ValueError(f"{name}: expected at least 0 and below 1, got {value}")
+        self._check_heads()
+        size = getattr(self, "target_size", getattr(self, "vocabulary_size", None))
+        if size is not None and not all(0 <= token < size for token in self.end_tokens):
+            raise ValueError(f"end_tokens: expected tokens from 0 to {size - 1}, got {self.end_tokens}")
+
+    def _check_heads(self) -> None:
+        """Raise ValueError for heads that do not divide a layer's width, or key/value heads that do not divide them."""
+        width, heads = getattr(self, "embedding_dim", None), getattr(self, "num_heads", None)
+        if not isinstance(width, int) or not isinstance(heads, int):  # none, or some for each of several stages
+            return
+        if getattr(self, "qk_length", None) is None and width % heads:
+            given = " (or qk_length given)" if hasattr(self, "qk_length") else ""
+            raise ValueError(f"num_heads: expected a divisor of embedding_dim = {width}{given}, got {heads}")
+        groups = getattr(self, "num_kv_heads", None)
+        if groups is not None and heads % groups:
+            raise ValueError(f"num_kv_heads: expected a divisor of num_heads = {heads}, got {groups}")
 
     def to_json(self) -> dict[str, Any]:
         """The config as JSON has it."""

@@ -72,11 +72,6 @@ class DecoderConfig(Config):
             raise ValueError(f"window: expected at least 1 token, got {self.window!r}")
         if any(not 0 <= index < self.num_layers for index in self.window_layers or ()):
             raise ValueError(f"window_layers: expected layers below {self.num_layers}, got {self.window_layers}")
-        if self.qk_length is None and self.embedding_dim % self.num_heads:
-            raise ValueError(
-                f"num_heads: expected a divisor of embedding_dim = {self.embedding_dim} (or qk_length given), "
-                f"got {self.num_heads}"
-            )
         if self.positions == "rotary" and self.head_length % 2:
             raise ValueError(f"qk_length: expected an even number, rotations turn pairs, got {self.head_length}")
 

@@ -8,7 +8,7 @@ one inverted, classes of a sequence; and a sentence's embedding, pooled from its
 its real tokens.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,14 +97,6 @@ class EncoderConfig(Config):
         if self.text_length is not None and self.text_length > self.context_length:
             raise ValueError(
                 f"text_length: expected at most context_length = {self.context_length}, got {self.text_length}"
-            )
-        if self.embedding_dim % self.num_heads:
-            raise ValueError(
-                f"num_heads: expected a divisor of embedding_dim = {self.embedding_dim}, got {self.num_heads}"
-            )
-        if self.num_kv_heads is not None and self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_kv_heads: expected a divisor of num_heads = {self.num_heads}, got {self.num_kv_heads}"
             )
         if self.window is not None and self.window < 1:
             raise ValueError(f"window: expected at least 1 token, got {self.window}")
@@ -263,7 +255,10 @@ class Encoder(Model):
         """What a head makes of each text behind a prefix; with `length`, of so many tokens."""
         if self.tokenizer is None:
             raise ValueError("model: expected one with a tokenizer to read texts, got none")
-        if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
+        if isinstance(texts, str) or not isinstance(texts, Iterable):
+            raise ValueError(f"texts: expected a list of texts, got {texts!r:.80}")
+        texts = list(texts)
+        if not all(isinstance(text, str) for text in texts):
             raise ValueError(f"texts: expected a list of texts, got {texts!r:.80}")
         if type(batch_size) is not int or batch_size < 1:
             raise ValueError(f"batch_size: expected a whole number of at least 1, got {batch_size!r}")
