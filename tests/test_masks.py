@@ -1,6 +1,7 @@
 """Masks against brute-force definitions over positions: pair by pair, in plain Python."""
 
 import math
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -15,7 +16,7 @@ from PIL import Image
 
 import regard as rg
 from regard.call import Call
-from regard.mask import Band, Mask, as_mask
+from regard.mask import Band, Mask, Padding, as_mask
 from regard.paths import masked
 from regard.structure import blocks, count_pairs, positions, reached, structure
 
@@ -523,8 +524,13 @@ def test_numpy_tables_are_masks() -> None:
         rg.dense(table) & rg.padding(valid=valid),
         table & rg.padding(valid=valid),
         rg.padding(valid=valid) & table,
+        both.flip(3).numpy()[..., ::-1],
+        rg.dense(np.asfortranarray(table)) & rg.padding(valid=valid[::-1].copy()[::-1]),
     ):
         assert torch.equal(rg.attend(q, k, v, mask=mask), expected)
+    lengths, ids = np.array([2, 5]), np.array([[0, 0, 1, 1, 1]])
+    assert repr(rg.padding(lengths[::-1])) == repr(rg.padding([5, 2]))
+    assert torch.equal(seen(rg.segments(ids[:, ::-1]), 5, 5), seen(rg.segments(ids[:, ::-1].tolist()), 5, 5))
     rows = np.array([4, -2])
     assert torch.equal(rg.weights(q, k, mask=table, rows=rows), rg.weights(q, k, mask=table)[:, :, rows])
 
@@ -541,6 +547,7 @@ def test_numpy_tables_are_masks() -> None:
         (lambda: rg.padding(valid=np.array([[1]])), "valid"),
         (lambda: as_mask(np.zeros((2, 2))), "mask"),
         (lambda: as_mask(np.array([[object()]])), "mask"),
+        (lambda: rg.padding(np.array([1], dtype=">i8" if sys.byteorder == "little" else "<i8")), "lengths"),
         (lambda: rg.window(np.float32(1)), "before"),
         (lambda: rg.window(torch.tensor(True)), "before"),
         (lambda: rg.segments(np.array([0.5])), "ids"),
@@ -549,3 +556,22 @@ def test_numpy_tables_are_masks() -> None:
 def test_bad_numpy_arguments(own_errors: None, make: Callable[[], object], argument: str) -> None:
     with pytest.raises(ValueError, match=rf"(?s)^{argument}: expected .*got "):
         make()
+
+
+@pytest.mark.parametrize("rows", [(0,), (2, 1), (0, 1, 2, 3)], ids=str)
+@pytest.mark.parametrize("begin", [0, 3, 7])
+@pytest.mark.parametrize("form", ["intervals", "a table", "lengths of a trace"])
+def test_a_part_of_padding_is_that_part_of_its_table(form: str, begin: int, rows: tuple[int, ...]) -> None:
+    lengths, keys = [7, 4, 0, 5], 7
+    padding = {
+        "intervals": Padding(tuple((0, length) for length in lengths)),
+        "a table": Padding(None, torch.arange(keys) < torch.tensor(lengths)[:, None]),
+        "lengths of a trace": Padding(None, ends=torch.tensor(lengths)),
+    }[form]
+    expected = padding.valid(keys)[list(rows), begin:]
+    part = padding.part(rows, begin, keys)
+    if part is None:
+        assert expected.all()
+        return
+    assert part.batch == len(rows)
+    assert torch.equal(part.valid(keys - begin), expected)

@@ -15,6 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -727,8 +728,8 @@ def _from_numpy(name: str, value: Any) -> Any:
     if isinstance(value, Tensor) or not hasattr(value, "__array__"):
         return value
     try:
-        return torch.tensor(value)
-    except TypeError:
+        return torch.from_numpy(np.array(value, order="C"))  # PyTorch takes no negative strides
+    except (TypeError, ValueError):
         raise ValueError(f"{name}: expected an array of bools or whole numbers, got {value!r}") from None
 
 

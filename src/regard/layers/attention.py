@@ -252,7 +252,7 @@ class MultiHeadAttention(nn.Module):
         self, x: Tensor, positions: Tensor | Tables | None = None, ragged: Ragged | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of self-attention, in heads and turned to their positions."""
-        _check_input("query", x, self.embedding_dim, 3 if ragged is None else 2)
+        self._check_input("query", x, self.embedding_dim, 3 if ragged is None else 2)
         if self.W_k.in_features != self.embedding_dim or self.W_v.in_features != self.embedding_dim:
             raise ValueError(f"key: expected an input of width {self.W_k.in_features} (key_dim), got None")
         q, k, v = projections(x, self.W_q, self.W_k, self.W_v)
@@ -274,8 +274,8 @@ class MultiHeadAttention(nn.Module):
     def remember(self, key: Tensor, value: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The keys and values of cross-attention, in heads: computed once, used at every step."""
         value = key if value is None else value
-        _check_input("key", key, self.W_k.in_features)
-        _check_input("value", value, self.W_v.in_features)
+        self._check_input("key", key, self.W_k.in_features)
+        self._check_input("value", value, self.W_v.in_features)
         k, v = self.W_k(key), self.W_v(value)
         return self.split_heads(k, self.qk_length), self.split_heads(v, self.value_length)
 
@@ -283,7 +283,7 @@ class MultiHeadAttention(nn.Module):
         self, query: Tensor, k: Tensor, v: Tensor, mask: AnyMask = None, *, bias: Tensor | None = None
     ) -> Float[Tensor, "B T E"]:
         """Attention of `query` to what `remember` gave."""
-        _check_input("query", query, self.embedding_dim)
+        self._check_input("query", query, self.embedding_dim)
         out, _ = self.attend(self.split_heads(self.W_q(query), self.qk_length), k, v, mask, bias, cross=True)
         return self._finish(out, None)
 
@@ -327,11 +327,14 @@ class MultiHeadAttention(nn.Module):
         together = self.combine_heads(out)
         return self.W_o(together if ragged is None else ragged.pack(together))
 
-
-def _check_input(name: str, x: Tensor, width: int, axes: int = 3) -> None:
-    if not isinstance(x, Tensor) or x.ndim != axes or x.shape[-1] != width:
-        given = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-        raise ValueError(f"{name}: expected {'(B, T, ' if axes == 3 else '(N, '}{width}), got {given}")
+    def _check_input(self, name: str, x: Tensor, width: int, axes: int = 3) -> None:
+        if not isinstance(x, Tensor) or x.ndim != axes or x.shape[-1] != width:
+            given = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"{name}: expected {'(B, T, ' if axes == 3 else '(N, '}{width}), got {given}")
+        # Autocast makes any floating-point input the projections' dtype.
+        cast = x.is_floating_point() and not x.is_meta and torch.is_autocast_enabled(x.device.type)
+        if x.dtype != self.dtype and not cast:
+            raise ValueError(f"{name}: expected the layer's dtype {self.dtype}, got {x.dtype}")
 
 
 def _check_heads(embedding_dim: int, num_heads: int, groups: int, dropout: float, **lengths: int | None) -> None:
