@@ -169,6 +169,11 @@ class Layer(torch.nn.Module):
             "lengths": lambda: rg.causal & rg.padding(real.sum(-1)),
             "valid": lambda: rg.causal & rg.padding(valid=real),
             "padding": lambda: rg.padding(valid=real),
+            "window": lambda: rg.causal & rg.window(before=3) & rg.padding(valid=real),
+            "wide window": lambda: rg.window(before=20, after=30) & rg.padding(real.sum(-1)),
+            "global": lambda: (rg.window(before=2, after=5) | rg.global_tokens(1)) & rg.padding(valid=real),
+            "table": lambda: rg.dense(real[:, None, None] & (real.sum(-1)[:, None, None, None] > 0)),
+            "function": lambda: rg.causal & (lambda b, h, q, k: real[b, k]),
         }
         return rg.attend(q, k, v, self.mechanism, masks[self.mask]())
 
@@ -177,7 +182,8 @@ class Layer(torch.nn.Module):
     ("name", "mask"),
     [(name, "lengths") for name in REGISTRY if REGISTRY[name].by_pairs]
     + [("softmax", "causal"), ("softmax", "valid"), ("quadratic", "causal"), ("quadratic", "valid")]
-    + [("channel", "padding"), ("softmax", "padding"), ("elu", "padding")],
+    + [("channel", "padding"), ("softmax", "padding"), ("elu", "padding"), ("elu", "window")]
+    + [("softmax", mask) for mask in ("window", "wide window", "global", "table", "function")],
 )
 def test_export_with_a_dynamic_length(name: str, mask: str) -> None:
     """One program for all lengths, which lets nothing hidden through either."""

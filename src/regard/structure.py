@@ -13,6 +13,7 @@ from operator import and_
 import torch
 from torch import Tensor
 
+from regard.eager import symbolic
 from regard.mask import And, Band, Mask, Padding, Part, Span, padding_of
 
 QUERY_BLOCK = 128
@@ -71,7 +72,7 @@ EVERYTHING, CAUSAL = Structure(), Structure(after=0)
 
 def structure(mask: Mask | None, queries: int, keys: int) -> Structure:
     """Take a mask apart into its band, its padding and the rest, dropping limits that exclude nothing at this shape:
-    `EVERYTHING` itself if none does."""
+    `EVERYTHING` itself if none does. Where a trace holds a length open, all limits stay."""
     if mask is None:
         return EVERYTHING
     before: int | None = None
@@ -86,13 +87,14 @@ def structure(mask: Mask | None, queries: int, keys: int) -> Structure:
             paddings.append(part)
         else:
             rest = part if rest is None else rest & part
-    if before is not None and before >= keys - 1:
+    is_open = symbolic(queries, keys)
+    if before is not None and not is_open and before >= keys - 1:
         before = None
-    if after is not None and after >= queries - 1 and queries <= keys:
+    if after is not None and not is_open and after >= queries - 1 and queries <= keys:
         after = None
     if paddings:
         known = Structure(before, after, tuple(paddings), rest)
-        if known.rows is None or any(a > 0 or b < keys for a, b in known.rows):
+        if known.rows is None or is_open or any(a > 0 or b < keys for a, b in known.rows):
             return known
     if before is None and after in (None, 0) and rest is None:
         return EVERYTHING if after is None else CAUSAL
@@ -225,7 +227,8 @@ def reached(mask: Mask | None, flags: Tensor, heads: int, queries: int) -> Tenso
     wide = flags.repeat_interleave(heads // groups, dim=1)[:, :, None]
     parts = []
     assert mask is not None
-    for start, stop, _ in blocks(None, queries, keys):
+    spans = [(0, queries)] if symbolic(queries, keys) else [(a, b) for a, b, _ in blocks(None, queries, keys)]
+    for start, stop in spans:
         place = torch.arange(start, stop) + keys - queries
         seen = mask.at(batch, heads, place, torch.arange(keys), flags.device)
         parts.append((seen & wide).any(-1).expand(batch, heads, stop - start))

@@ -78,7 +78,8 @@ def by_onednn(x: Tensor, weight: Tensor) -> bool:
 
 
 def _rows(x: Tensor, weight: Tensor) -> int:
-    return x.numel() // max(1, weight.shape[1])
+    """How many rows there are to multiply; 0 in a trace, which may hold their number open and takes torch's product."""
+    return 0 if torch.compiler.is_compiling() else x.numel() // max(1, weight.shape[1])
 
 
 def _plainly(x: Tensor, weight: Tensor) -> bool:
