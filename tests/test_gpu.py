@@ -200,3 +200,88 @@ def test_fused_kernels_in_one_compiled_graph_and_under_autocast(mechanism):
     assert torch.equal(compiled, plainly)
     ours, theirs = (torch.autograd.grad(out.float().square().sum(), tensors) for out in (compiled, plainly))
     assert all(map(torch.equal, ours, theirs))
+
+
+STREAMED = {
+    "quadratic 64": (rg.Quadratic(), 2, 8, 4, 64, 64),
+    "quadratic 32": (rg.Quadratic(), 1, 32, 16, 32, 32),
+    "quadratic 128": (rg.Quadratic(c=0.3), 1, 4, 1, 128, 128),
+    "taylor 40 and 33": (rg.Taylor(), 2, 2, 2, 40, 33),
+    "elu 64": (rg.Elu(), 2, 8, 4, 64, 64),
+    "elu 33 and 20": (rg.Elu(), 2, 32, 1, 33, 20),
+    "given": (rg.Kernel(feature_map=torch.relu), 2, 2, 1, 64, 32),
+}
+PIECES = [700, 1, 1, 60, 1, 1300, 1, 1]
+
+
+def stream_case(name, dtype):
+    mechanism, batch, heads, groups, length, value_length = STREAMED[name]
+    sizes = (heads, length), (groups, length), (groups, value_length)
+    q, k, v = (torch.randn(batch, h, sum(PIECES), size, device="cuda", dtype=dtype) for h, size in sizes)
+    state = mechanism.start(
+        batch=batch, num_kv_heads=groups, qk_length=length, value_length=value_length, dtype=dtype, device="cuda"
+    )
+    return mechanism, (q, k, v), state
+
+
+def stream_all(mechanism, tensors, state, rule=None):
+    outs, low = [], 0
+    for count in PIECES:
+        q, k, v = (t[:, :, low : low + count] for t in tensors)
+        low += count
+        out, state = mechanism.extend(q, k, v, state, mask=rg.causal if rule is None else rg.causal & rule(low))
+        outs.append(out)
+    return torch.cat(outs, 2), state
+
+
+def left_padded(batch):
+    begins = torch.tensor([0, 650])[:batch, None]
+    return lambda length: rg.padding(valid=torch.arange(length) >= begins)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*((name, torch.bfloat16) for name in STREAMED), ("quadratic 64", torch.float32), ("elu 64", torch.float32)],
+    ids=str,
+)
+def test_streams_by_kernels_keep_the_error_budget(name, dtype):
+    mechanism, tensors, state = stream_case(name, dtype)
+    rule = left_padded(len(tensors[0]))
+    with torch.no_grad():
+        out, last = stream_all(mechanism, tensors, state, rule)
+        whole = rg.causal & rule(sum(PIECES))
+        exact, half = (plain(mechanism, *(t.to(kind) for t in tensors), whole) for kind in (torch.float64, dtype))
+    within_budget("output", out, exact, half)
+    real = rule(last.folded).valid(last.folded, "cuda")[:, None, :, None]
+    k, v = (t[:, :, : last.folded].double() for t in tensors[1:])
+    sums = (mechanism.summed_features(k) * real).mT @ v
+    assert (last.sums - sums).norm() <= (1e-2 if dtype == torch.bfloat16 else 1e-5) * sums.norm()
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
+@pytest.mark.parametrize("name", ["quadratic 64", "elu 64"])
+def test_streams_by_kernels_never_wait_for_the_gpu(name):
+    mechanism, tensors, state = stream_case(name, torch.bfloat16)
+    rule = left_padded(2)
+    with torch.no_grad():
+        out, _ = stream_all(mechanism, tensors, state, rule)  # tables that stay are copied, kernels compiled
+        torch.cuda.synchronize()
+        try:
+            torch.cuda.set_sync_debug_mode("error")
+            again, _ = stream_all(mechanism, tensors, state, rule)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(out, again)
+
+
+@pytest.mark.parametrize("name", ["quadratic 64", "elu 64", "given"])
+def test_streams_by_kernels_leak_nothing_hidden_and_hide_nothing_seen(name):
+    mechanism, (q, k, v), state = stream_case(name, torch.bfloat16)
+    rule = left_padded(2)
+    with torch.no_grad():
+        clean, _ = stream_all(mechanism, (q, k, v), state, rule)
+        k[1, :, 30], v[1, :, 640], v[0, :, 761] = torch.nan, torch.inf, torch.nan
+        out, _ = stream_all(mechanism, (q, k, v), state, rule)
+    assert torch.equal(out[1], clean[1])
+    assert torch.equal(out[0, :, :761], clean[0, :, :761])
+    assert out[0, :, 761:].isnan().all()

@@ -10,9 +10,10 @@ import torch
 
 import regard as rg
 from regard.call import Call
-from regard.kernels import feature_attention, square_attention
+from regard.kernels import feature_attention, square_attention, token_attention
 from regard.laws.case import within_budget
-from regard.paths import fused
+from regard.paths import fused, fused_stream, stream
+from regard.structure import padding_between
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -44,13 +45,16 @@ def small_tiles(monkeypatch):
 
     monkeypatch.setattr(square_attention, "tiles", small_square)
     monkeypatch.setattr(feature_attention, "tiles", small_feature)
+    square_attention._work.cache_clear()
+    feature_attention._work.cache_clear()
 
 
-def compare(mechanism, rule, queries=40, heads=2, groups=1, length=16, value_length=16, batch=2, dtype=torch.float32):
+def compare(mechanism, rule, queries=40, keys=40, heads=2, groups=1, length=16, value_length=16, batch=2):
     q, k, v = (
-        torch.randn(batch, h, n, size, dtype=dtype)
-        for h, n, size in ((heads, queries, length), (groups, 40, length), (groups, 40, value_length))
+        torch.randn(batch, h, n, size)
+        for h, n, size in ((heads, queries, length), (groups, keys, length), (groups, keys, value_length))
     )
+    dtype = torch.float32
     leaves = [[t.to(kind).requires_grad_() for t in (q, k, v)] for kind in (dtype, torch.float64, dtype)]
     call = Call(mechanism, *leaves[0], rule)
     assert fused.unfit(call) is None
@@ -87,6 +91,11 @@ def test_coordinates_beyond_one_block_and_sums_along_the_whole_length(monkeypatc
     compare(rg.Quadratic(), rg.causal, queries=24, length=20, heads=1, batch=1)
 
 
+def test_parts_of_the_length_summed_side_by_side(monkeypatch):
+    monkeypatch.setattr(square_attention, "PARTS", 4)  # two programs of two: three chunks are a part and a rest
+    compare(rg.Quadratic(), rg.causal, queries=100, keys=100, heads=1, batch=1)
+
+
 @pytest.mark.parametrize("name", ["quadratic", "elu", "given"])
 def test_what_is_hidden_does_not_leak_and_what_is_seen_shows(name):
     mechanism, rule = MECHANISMS[name], rg.causal & PADDED
@@ -110,6 +119,83 @@ def test_queries_that_see_nothing_give_zero():
     for mechanism in (rg.Quadratic(), rg.Elu()):
         assert not fused.run(Call(mechanism, q, k, v, rg.causal))[:, :, :2].any()
         assert not fused.run(Call(mechanism, q, k, v, rg.padding([0]))).any()
+
+
+@pytest.fixture
+def streams_by_kernels(monkeypatch):
+    """`extend` by our kernels wherever they can compute it, on this CPU too."""
+
+    def cannot(mechanism, q, k, v, sums, causal, padding):
+        return fused_stream.unfit(mechanism, q, v, sums, causal, padding)
+
+    monkeypatch.setattr(fused_stream, "cannot", cannot)
+    monkeypatch.setattr(token_attention, "PROGRAMS", 4)
+    token_attention._work.cache_clear()
+
+
+def streamed(mechanism, q, k, v, pieces, rule=rg.causal):
+    """A stream that keeps 32 recent tokens: the output of all pieces, and the state."""
+    state = mechanism.start(batch=q.shape[0], num_kv_heads=k.shape[1], qk_length=q.shape[3], value_length=v.shape[3])
+    outs = []
+    for tokens in torch.arange(q.shape[2]).split(pieces):
+        total = state.length + len(tokens)
+        real = padding_between(rule, state.folded, total, q.shape[2])
+        out, state = stream.stream(
+            mechanism, q[:, :, tokens], k[:, :, tokens], v[:, :, tokens], state, True, real, None, 32
+        )
+        outs.append(out)
+    return torch.cat(outs, 2), state
+
+
+@pytest.mark.parametrize(
+    ("name", "lengths", "pieces"),
+    [
+        ("taylor", (20, 9), [34, 15, 1]),
+        ("quadratic", (9, 5), [1, 90, 1]),
+        ("elu", (16, 16), [50, 13, 1]),
+        ("elu", (9, 5), [31, 1, 1, 20]),
+        ("given", (8, 16), [30, 1, 1, 1, 40, 1]),
+    ],
+)
+def test_a_stream_by_kernels_is_the_whole(name, lengths, pieces, streams_by_kernels, monkeypatch):
+    mechanism, total = MECHANISMS[name], sum(pieces)
+    if name == "taylor":
+        monkeypatch.setattr(square_attention, "PROGRAMS", 1)  # sums along the whole length
+    q, k, v = (
+        torch.randn(2, heads, total, size) for heads, size in ((2, lengths[0]), (1, lengths[0]), (1, lengths[1]))
+    )
+    rule = rg.causal & rg.padding(valid=torch.arange(total) >= torch.tensor([[0], [19]]))
+    out, state = streamed(mechanism, q, k, v, pieces, rule)
+    exact, plain = (rg.attend(*(t.to(kind) for t in (q, k, v)), mechanism, rule, path="reference") for kind in (
+        torch.float64, torch.float32
+    ))  # fmt: skip
+    within_budget("output", out, exact, plain)
+    monkeypatch.setattr(fused_stream, "cannot", lambda *_: "asked for PyTorch")
+    _, other = streamed(mechanism, q, k, v, pieces, rule)
+    assert state.folded == other.folded > 0
+    torch.testing.assert_close(state.sums, other.sums, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(state.normaliser, other.normaliser, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("heads", "mechanism"), [(3, rg.Quadratic(c=0)), (20, rg.Elu())], ids=str)
+def test_one_token_of_any_number_of_query_heads(heads, mechanism, streams_by_kernels):
+    q, k, v = (torch.randn(1, count, 36, 8) for count in (heads, 1, 1))
+    out, _ = streamed(mechanism, q, k, v, [35, 1])
+    exact = rg.attend(q.double(), k.double(), v.double(), mechanism, rg.causal, path="reference")
+    torch.testing.assert_close(out.double(), exact, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["quadratic", "elu", "given"])
+def test_a_stream_by_kernels_leaks_nothing_hidden_and_hides_nothing_seen(name, streams_by_kernels):
+    mechanism = MECHANISMS[name]
+    q, k, v = (torch.randn(2, 1, 36, 8) for _ in range(3))
+    rule = rg.causal & rg.padding(valid=torch.arange(36) >= torch.tensor([[0], [9]]))
+    clean, _ = streamed(mechanism, q, k, v, [34, 1, 1], rule)
+    k[1, :, 3], v[1, :, 5], v[0, :, 33] = torch.nan, torch.inf, torch.nan
+    out, _ = streamed(mechanism, q, k, v, [34, 1, 1], rule)
+    assert torch.equal(out[1], clean[1])
+    assert torch.equal(out[0, :, :33], clean[0, :, :33])
+    assert out[0, :, 33:].isnan().all()
 
 
 def test_operators_have_shapes_without_data():

@@ -30,13 +30,19 @@ def bad_rows(x, y):
 
 @triton.jit
 def prefix_kernel(
-    SUMS, TOTALS, slots, size, SHARED: tl.constexpr, REVERSE: tl.constexpr, INCLUSIVE: tl.constexpr,
+    SUMS, TOTALS, INITIAL, FINAL, slots, size, SHARED: tl.constexpr, REVERSE: tl.constexpr, INCLUSIVE: tl.constexpr,
     STEPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The sums before each chunk (reversed, after it), over the SHARED heads that belong together; or through it."""
+    """The sums before each chunk (reversed, after it), over the SHARED heads that belong together; or through it.
+
+    From INITIAL, the sums before all of them, or 0; FINAL are those after all.
+    """
     row = tl.program_id(1).to(tl.int64)
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros([BLOCK], tl.float32)
+    if INITIAL is not None:
+        total = tl.load(INITIAL + row * size + place, mask=place < size, other=0.0)
+    else:
+        total = tl.zeros([BLOCK], tl.float32)
     if not INCLUSIVE:  # what is before the next chunk is what is through this one: a difference would spread NaN
         begin = slots - 1 if REVERSE else 0
         tl.store(TOTALS + (row * slots + begin) * size + place, total, mask=place < size)
@@ -58,3 +64,5 @@ def prefix_kernel(
             at = (row * slots + next_slot.to(tl.int64))[:, None] * size + place[None, :]
             keep = (step + 1 < slots)[:, None] & (place < size)[None, :]
         tl.store(TOTALS + at, through, mask=keep)
+    if FINAL is not None:
+        tl.store(FINAL + row * size + place, total, mask=place < size)

@@ -1,6 +1,6 @@
 """Attention with few features on a GPU: what is launched, forward and backward. The kernels are in linear.py."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from regard.kernels.common import prefix_kernel
+from regard.kernels.launch import Launches, Layout, ceil_divide, launch, layout, strides
 from regard.kernels.linear import sum_segments_kernel, walk_kernel, walk_keys_kernel, walk_queries_kernel
 
 
@@ -66,9 +67,9 @@ def tiles(features: int, value_length: int, dtype: torch.dtype) -> Tiles:
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Work:
-    """One call: its sizes, and the tiles they are cut into."""
+    """Calls of one set of sizes and strides, and the tiles they are cut into."""
 
     batch: int
     heads: int
@@ -80,8 +81,7 @@ class Work:
     causal: bool
     feature_map: str
     tiles: Tiles
-    bounds: Tensor | None
-    """The first real key of each batch row and the one after the last, (2, B)."""
+    launches: Launches = field(default_factory=dict)
 
     @property
     def shift(self) -> int:
@@ -97,44 +97,57 @@ class Work:
             COMPUTE=t.compute, PRECISION="tf32x3",
         )  # fmt: skip
 
-    @property
-    def limits(self) -> tuple[Tensor | None, Tensor | None]:
-        return (None, None) if self.bounds is None else (self.bounds[0], self.bounds[1])
 
-
-def work_of(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None, feature_map: str, causal: bool) -> Work:
+def work_of(q: Tensor, k: Tensor, v: Tensor, feature_map: str, causal: bool) -> Work:
     """The sizes of a call."""
-    batch, heads, queries, features = q.shape
-    groups, keys, value_length = k.shape[1], k.shape[2], v.shape[3]
-    chosen = tiles(features, value_length, q.dtype)
-    return Work(batch, heads, groups, queries, keys, features, value_length, causal, feature_map, chosen, bounds)
+    return _work(layout(q), layout(k), layout(v), feature_map, causal)
 
 
-def _strides(tensor: Tensor) -> tuple[int, int, int]:
-    return tensor.stride(0), tensor.stride(1), tensor.stride(2)
+@lru_cache(maxsize=256)
+def _work(q: Layout, k: Layout, v: Layout, feature_map: str, causal: bool) -> Work:
+    batch, heads, queries, features = q[0]
+    groups, keys, value_length = k[0][1], k[0][2], v[0][3]
+    chosen = tiles(features, value_length, q[2])
+    return Work(batch, heads, groups, queries, keys, features, value_length, causal, feature_map, chosen)
 
 
-def _sums(work: Work, x: Tensor, y: Tensor, backward: tuple[Tensor, ...] | None) -> tuple[Tensor, Tensor]:
+def no_sums(work: Work, like: Tensor) -> Tensor:
+    """Room for the sums of a call's keys, (lines, size) with lines = B · G: sum phi(k) vᵀ and sum phi(k)."""
+    return like.new_empty(work.batch * work.groups, work.tiles.size, dtype=torch.float32)
+
+
+def _sums(
+    work: Work,
+    x: Tensor,
+    y: Tensor,
+    bounds: Tensor | None,
+    backward: tuple[Tensor, ...] | None = None,
+    initial: Tensor | None = None,
+    final: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """The sums before each segment (after it, in the backward pass), and which segments hold a NaN or infinity."""
     t, heads, length = work.tiles, x.shape[1], x.shape[2]
     shared = heads // work.groups
-    slots = triton.cdiv(work.keys if work.causal else length, t.segment)
+    slots = ceil_divide(work.keys if work.causal else length, t.segment)
     sums = x.new_empty(work.batch * heads, slots, t.size, dtype=torch.float32)
     bad = x.new_empty(work.batch * heads, slots, dtype=torch.int32)
     grad, out, den, e = (None,) * 4 if backward is None else backward
-    low, high = work.limits
-    sum_segments_kernel[(slots, work.batch * heads)](
-        x, y, grad, out, den, e, sums, bad, low, high,
-        *_strides(x), *_strides(y), *((0, 0, 0) if grad is None else _strides(grad)),
-        length, 0 if backward is None else work.shift, heads, slots, t.size,
-        BOUNDED=low is not None and backward is None, BACKWARD=backward is not None, **work.options, **t.sums.options,
+    low, high = (None, None) if bounds is None or backward is not None else (bounds[0], bounds[1])
+    launch(
+        work.launches, ("sums", backward is None, strides(grad)), sum_segments_kernel, (slots, work.batch * heads, 1),
+        (x, y, grad, out, den, e, sums, bad, low, high),
+        lambda: (*strides(x), *strides(y), *strides(grad), length, 0 if backward is None else work.shift, heads, slots,
+                 t.size),
+        BOUNDED=low is not None, BACKWARD=backward is not None, **work.options, **t.sums.options,
     )  # fmt: skip
     if not work.causal:
         return sums.view(work.batch * work.groups, shared * slots, t.size).sum(1), bad
     before = sums.new_empty(work.batch * work.groups, slots, t.size)
-    prefix_kernel[(triton.cdiv(t.size, 128), work.batch * work.groups)](
-        sums, before, slots, t.size, SHARED=shared, REVERSE=backward is not None, INCLUSIVE=False, STEPS=32, BLOCK=128,
-        num_warps=4,
+    launch(
+        work.launches, ("prefix", backward is None), prefix_kernel,
+        (ceil_divide(t.size, 128), work.batch * work.groups, 1),
+        (sums, before, initial, final), lambda: (slots, t.size),
+        SHARED=shared, REVERSE=backward is not None, INCLUSIVE=False, STEPS=32, BLOCK=128, num_warps=4,
     )  # fmt: skip
     return before, bad
 
@@ -142,46 +155,70 @@ def _sums(work: Work, x: Tensor, y: Tensor, backward: tuple[Tensor, ...] | None)
 def _segments(work: Work) -> tuple[int, int]:
     """The first segment that has queries, by position, and how many there are."""
     first = work.shift // work.tiles.segment
-    return first, triton.cdiv(work.shift + work.queries, work.tiles.segment) - first
+    return first, ceil_divide(work.shift + work.queries, work.tiles.segment) - first
 
 
-def forward(work: Work, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """The output (B, H, T, V) and its denominators (B, H, T)."""
-    t, low, high = work.tiles, *work.limits
+def forward(
+    work: Work,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bounds: Tensor | None,
+    initial: Tensor | None = None,
+    final: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The output (B, H, T, V) and its denominators (B, H, T).
+
+    Keys come after those in the sums `initial`; `final` is filled with the sums of all.
+    """
+    t = work.tiles
+    low, high = (None, None) if bounds is None else (bounds[0], bounds[1])
     out = q.new_empty(work.batch, work.heads, work.queries, work.value_length)
     den = q.new_empty(work.batch, work.heads, work.queries, dtype=torch.float32)
-    before, bad = _sums(work, k, v, None)
+    before, bad = _sums(work, k, v, bounds, None, initial, final)
     first, segments = _segments(work)
-    walk_kernel[(segments, work.batch * work.heads)](
-        q, k, v, before, bad, out, den, low, high, *_strides(q), *_strides(k), *_strides(v),
-        work.queries, work.keys, work.shift, work.heads, work.groups, bad.shape[1] if work.causal else 1, t.size, first,
+    launch(
+        work.launches, "walk", walk_kernel, (segments, work.batch * work.heads, 1),
+        (q, k, v, before, bad, out, den, low, high),
+        lambda: (*strides(q), *strides(k), *strides(v), work.queries, work.keys, work.shift, work.heads, work.groups,
+                 bad.shape[1] if work.causal else 1, t.size, first),
         CAUSAL=work.causal, BOUNDED=low is not None, **work.options, **t.walk.options,
     )  # fmt: skip
     return out, den
 
 
+def fold(work: Work, k: Tensor, v: Tensor, bounds: Tensor | None, initial: Tensor, final: Tensor) -> None:
+    """Fill `final` with the sums `initial` and those of more keys."""
+    _sums(work, k, v, bounds, None, initial, final)
+
+
 def backward(
-    work: Work, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, den: Tensor
+    work: Work, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None, out: Tensor, den: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v."""
-    t, low, high = work.tiles, *work.limits
+    t = work.tiles
+    low, high = (None, None) if bounds is None else (bounds[0], bounds[1])
     kind = torch.bfloat16 if t.compute == tl.bfloat16 else torch.float32
     # Queries before the first key are in no segment's sums, and nothing is written for them.
     new = torch.zeros_like if work.shift < 0 else torch.empty_like
     w, e = new(out, dtype=kind), new(den)
-    before, bad = _sums(work, k, v, None)
-    after, _ = _sums(work, q, w, (grad, out, den, e))
+    before, bad = _sums(work, k, v, bounds)
+    after, _ = _sums(work, q, w, bounds, (grad, out, den, e))
     q_grad, k_grad, v_grad = (x.new_empty(x.shape) for x in (q, k, v))
     first, segments = _segments(work)
     slots = bad.shape[1] if work.causal else 1
-    walk_queries_kernel[(segments, work.batch * work.heads)](
-        q, w, e, k, v, before, bad, q_grad, low, high, *_strides(q), *_strides(w), *_strides(k), *_strides(v),
-        work.queries, work.keys, work.shift, work.heads, work.groups, slots, t.size, first,
+    launch(
+        work.launches, "walk queries", walk_queries_kernel, (segments, work.batch * work.heads, 1),
+        (q, w, e, k, v, before, bad, q_grad, low, high),
+        lambda: (*strides(q), *strides(w), *strides(k), *strides(v), work.queries, work.keys, work.shift, work.heads,
+                 work.groups, slots, t.size, first),
         CAUSAL=work.causal, BOUNDED=low is not None, **work.options, **t.walk_back.options,
     )  # fmt: skip
-    walk_keys_kernel[(triton.cdiv(work.keys, t.segment), work.batch * work.groups)](
-        k, v, q, w, e, after, k_grad, v_grad, low, high, *_strides(k), *_strides(v), *_strides(q), *_strides(w),
-        work.queries, work.keys, work.shift, work.groups, slots, t.size,
+    launch(
+        work.launches, "walk keys", walk_keys_kernel, (ceil_divide(work.keys, t.segment), work.batch * work.groups, 1),
+        (k, v, q, w, e, after, k_grad, v_grad, low, high),
+        lambda: (*strides(k), *strides(v), *strides(q), *strides(w), work.queries, work.keys, work.shift, work.groups,
+                 slots, t.size),
         SHARED=work.heads // work.groups, CAUSAL=work.causal, BOUNDED=low is not None,
         **work.options, **t.walk_back.options,
     )  # fmt: skip

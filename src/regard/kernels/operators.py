@@ -3,12 +3,38 @@
 Each has a forward and a backward operator. The backward one has no derivative and raises if asked for one.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
+from regard.eager import untouched
 from regard.kernels import feature_attention, square_attention
+
+_FUNCTIONS: dict[Any, Callable[..., Any]] = {}
+"""What operators compute, as plain functions."""
+
+
+def _operator(name: str) -> Callable[[Callable[..., Any]], Any]:
+    def register(function: Callable[..., Any]) -> Any:
+        operator = torch.library.custom_op(f"regard::{name}", mutates_args=())(function)
+        _FUNCTIONS[operator] = function
+        return operator
+
+    return register
+
+
+def run(operator: Any, *arguments: Any) -> Any:
+    """Call an operator; where nothing is traced or derived, the plain function, which spares most of the time around
+    the kernels."""
+    plain = untouched()
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            derived = argument.requires_grad and torch.is_grad_enabled()
+            plain = plain and not derived and not isinstance(argument, FakeTensor)
+    return _FUNCTIONS[operator](*arguments) if plain else operator(*arguments)
 
 
 def _results(q: Tensor, v: Tensor, recorded: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -21,13 +47,13 @@ def _gradients(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-@torch.library.custom_op("regard::square_attention", mutates_args=())
+@_operator("square_attention")
 def square(
     q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None, a: float, b: float, d: float, causal: bool, recorded: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attention with the kernel a + b q·k + d (q·k)²."""
-    work = square_attention.work_of(q, k, v, bounds, a, b, d, causal)
-    return square_attention.forward(work, q, k, v, recorded)
+    work = square_attention.work_of(q, k, v, a, b, d, causal)
+    return square_attention.forward(work, q, k, v, bounds, recorded)
 
 
 @square.register_fake
@@ -37,14 +63,14 @@ def _(
     return _results(q, v, recorded)
 
 
-@torch.library.custom_op("regard::square_attention_backward", mutates_args=())
+@_operator("square_attention_backward")
 def square_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, rest_out: Tensor, den: Tensor, bounds: Tensor | None,
     a: float, b: float, d: float, causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of q, k and v."""
-    work = square_attention.work_of(q, k, v, bounds, a, b, d, causal)
-    return square_attention.backward(work, grad, q, k, v, out, rest_out, den)
+    work = square_attention.work_of(q, k, v, a, b, d, causal)
+    return square_attention.backward(work, grad, q, k, v, bounds, out, rest_out, den)
 
 
 @square_backward.register_fake
@@ -55,13 +81,13 @@ def _(
     return _gradients(q, k, v)
 
 
-@torch.library.custom_op("regard::feature_attention", mutates_args=())
+@_operator("feature_attention")
 def feature(
     q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None, feature_map: str, causal: bool
 ) -> tuple[Tensor, Tensor]:
     """Attention with the kernel phi(q)·phi(k): phi is "elu", or "given" if q and k are the features."""
-    work = feature_attention.work_of(q, k, v, bounds, feature_map, causal)
-    return feature_attention.forward(work, q, k, v)
+    work = feature_attention.work_of(q, k, v, feature_map, causal)
+    return feature_attention.forward(work, q, k, v, bounds)
 
 
 @feature.register_fake
@@ -70,14 +96,14 @@ def _(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None, feature_map: str, 
     return out, den
 
 
-@torch.library.custom_op("regard::feature_attention_backward", mutates_args=())
+@_operator("feature_attention_backward")
 def feature_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, den: Tensor, bounds: Tensor | None, feature_map: str,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of q, k and v."""
-    work = feature_attention.work_of(q, k, v, bounds, feature_map, causal)
-    return feature_attention.backward(work, grad, q, k, v, out, den)
+    work = feature_attention.work_of(q, k, v, feature_map, causal)
+    return feature_attention.backward(work, grad, q, k, v, bounds, out, den)
 
 
 @feature_backward.register_fake
@@ -98,11 +124,11 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 def _pull_back(operator: Any, taken: int) -> Any:
     """The backward pass by an operator that takes the first `taken` options of the forward one."""
 
-    def run(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-        gradients = operator(grad, *ctx.saved_tensors, *ctx.options[:taken])
+    def pull(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+        gradients = run(operator, grad, *ctx.saved_tensors, *ctx.options[:taken])
         return (*gradients, None, *[None] * len(ctx.options))
 
-    return run
+    return pull
 
 
 square.register_autograd(_pull_back(square_backward, 4), setup_context=_keep)

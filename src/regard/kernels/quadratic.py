@@ -129,17 +129,19 @@ def sum_chunks_kernel(
 
 @triton.jit
 def square_kernel(
-    X, Y, TURNED, STATE, LOW, HIGH,
+    X, Y, TURNED, STATE, INITIAL, FINAL, LOW, HIGH,
     x_batch, x_head, x_row, y_batch, y_head, y_row,
-    length, turned_row, shift, groups, slots, units,
+    length, turned_row, shift, groups, total, span, room, units,
     D: tl.constexpr, V: tl.constexpr, DB: tl.constexpr, VB: tl.constexpr, L: tl.constexpr, CHUNK: tl.constexpr,
     SHARED: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, BOUNDED: tl.constexpr, REVERSE: tl.constexpr,
-    COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+    LAST: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """sum x_i x_j y over the tokens before each chunk but the first; reversed, after each chunk but the last.
 
-    A program walks all tokens of a key/value head and holds LEFT · RIGHT features of the sums in registers, so no
-    second pass has to add chunks up. With more than one program along the third axis each sums one chunk alone.
+    A program walks all `total` chunks of a key/value head and holds LEFT · RIGHT features of the sums in registers.
+    With more than one program along the third axis each walks `span` chunks and sums those alone; FINAL are its sums in
+    the end. From INITIAL on, where it is given, the sums before the first chunk are kept too. With LAST the last chunk
+    is walked for FINAL only.
     """
     tile, row, segment = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     batch, group = row // groups, row % groups
@@ -152,20 +154,26 @@ def square_kernel(
     low, high = 0, length
     if BOUNDED:
         low, high = tl.load(LOW + batch), tl.load(HIGH + batch)
-    acc = tl.zeros([LEFT * RIGHT, VB], tl.float32)
     # Where the features stand, as `feature` has it, written so that what differs within a thread is a constant.
     u, w = tl.arange(0, LEFT * RIGHT) // RIGHT, tl.arange(0, LEFT * RIGHT) % RIGHT
     block = column * (RIGHT // 16)
     stands = (block * (block + 1) + first // 8) * 128 + first % 8 * 16
     within = u // 8 * 128 + u % 8 * 16 + w % 16 + w // 16 * ((2 * block + 2) * 128)
     kept = (first // 16 <= block + w // 16) & (block + w // 16 < (D + 15) // 16)
-    place = STATE + row.to(tl.int64) * (slots - 1 + tl.num_programs(2)) * units * 128 * VB + stands * VB
+    place = STATE + row.to(tl.int64) * room * units * 128 * VB + stands * VB
     place = place + within[:, None] * VB + v[None, :]
-    for step in range(0, slots):
-        chunk = step + segment
-        slot = chunk
+    ends = within[:, None] * VB + v[None, :] + stands * VB
+    if INITIAL is not None:
+        acc = tl.load(INITIAL + row.to(tl.int64) * units * 128 * VB + ends, mask=kept[:, None], other=0.0)
+        tl.store(place, acc, mask=kept[:, None])
+        place += units * 128 * VB
+    else:
+        acc = tl.zeros([LEFT * RIGHT, VB], tl.float32)
+    for walked in range(segment * span, tl.minimum(segment * span + span, total)):
+        chunk = walked
+        slot = walked
         if REVERSE:
-            chunk = slots - step
+            chunk = total - walked
             slot = chunk - 1
         for r in range(0, SHARED):
             head = (group * SHARED + r).to(tl.int64)
@@ -182,7 +190,30 @@ def square_kernel(
                 y = rows_of(y_base, y_row, t, shown, v, V, V == VB).to(COMPUTE)
                 phi = tl.reshape(left[:, None, :] * tl.trans(right)[None, :, :], [LEFT * RIGHT, L])
                 acc = product(phi, y, acc, PRECISION)
-        tl.store(place + slot.to(tl.int64) * units * 128 * VB, acc, mask=kept[:, None])
+        after = place + slot.to(tl.int64) * units * 128 * VB
+        if not LAST:
+            tl.store(after, acc, mask=kept[:, None])
+        else:
+            if walked < total - 1:
+                tl.store(after, acc, mask=kept[:, None])
+    if FINAL is not None:
+        ends += (row * tl.num_programs(2) + segment).to(tl.int64) * units * 128 * VB
+        tl.store(FINAL + ends, acc, mask=kept[:, None])
+
+
+@triton.jit
+def shift_kernel(STATE, BEFORE, total, span, room, size, REVERSE: tl.constexpr, BLOCK: tl.constexpr):
+    """Add to the sums that a program of `square` kept what is before its chunks (reversed, after them)."""
+    segment, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    before = tl.load(BEFORE + (row * tl.num_programs(1) + segment) * size + place, mask=place < size, other=0.0)
+    for walked in range(segment * span, tl.minimum(segment * span + span, total)):
+        slot = walked
+        if REVERSE:
+            slot = total - 1 - walked
+        at = STATE + (row * room + slot) * size + place
+        kept = tl.load(at, mask=place < size, other=0.0).to(tl.float32)
+        tl.store(at, kept + before, mask=place < size)
 
 
 @triton.jit
@@ -228,9 +259,13 @@ def near_kernel(
     x_batch, x_head, x_row, xo_batch, xo_head, xo_row, yo_batch, yo_head, yo_row,
     rows, row_shift, length, heads, groups, chunks, size, first_block, A2, B2, D2, BETA, REST,
     D: tl.constexpr, V: tl.constexpr, DB: tl.constexpr, VB: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    CHUNK: tl.constexpr, CAUSAL: tl.constexpr, BOUNDED: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+    CHUNK: tl.constexpr, CAUSAL: tl.constexpr, CARRIED: tl.constexpr, BOUNDED: tl.constexpr, COMPUTE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Queries meet their own chunk, and everything before it but for the square: num and den."""
+    """Queries meet their own chunk, and everything before it but for the square: num and den.
+
+    With sums CARRIED from earlier calls there is something before the first chunk too.
+    """
     line = tl.program_id(1)
     batch, head = line // heads, line % heads
     group_head = head // (heads // groups)
@@ -249,7 +284,7 @@ def near_kernel(
     chunk = 0
     if CAUSAL:
         chunk = tl.maximum(block * M, 0) // CHUNK
-    if (chunk > 0) | (not CAUSAL):
+    if (chunk > 0) | (not CAUSAL) | CARRIED:
         small = BEFORE + (group.to(tl.int64) * chunks + chunk) * size
         linear = tl.load(small + i[:, None] * VB + v[None, :])
         second = tl.load(small + DB * VB + i[:, None] * DB + i[None, :])
@@ -288,8 +323,8 @@ def far_kernel(
     X, STATE, NUM, DEN, OUT, REST_OUT,
     x_batch, x_head, x_row, rows, row_shift, lines_shared, heads, chunks, first_block, D2,
     D: tl.constexpr, V: tl.constexpr, VB: tl.constexpr, UNITS: tl.constexpr, M: tl.constexpr, CHUNK: tl.constexpr,
-    CAUSAL: tl.constexpr, STATED: tl.constexpr, REVERSE: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
+    CAUSAL: tl.constexpr, CARRIED: tl.constexpr, STATED: tl.constexpr, REVERSE: tl.constexpr, COMPUTE: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """num + d · (x_i x_j)·square, the rest of what rows see; over den, the output. Reversed, the values' gradient."""
     line = tl.program_id(1)
@@ -300,9 +335,9 @@ def far_kernel(
     shown_rows = (t >= 0) & (t < rows)
     slots, slot = 1, 0
     if CAUSAL:
-        slots = chunks - 1
+        slots = chunks if CARRIED else chunks - 1
         slot = tl.maximum(block * M, 0) // CHUNK
-        if not REVERSE:
+        if not REVERSE and not CARRIED:
             slot -= 1
     v, f = tl.arange(0, VB), tl.arange(0, 128)
     at = line.to(tl.int64) * rows + t

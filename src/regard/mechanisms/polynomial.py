@@ -84,6 +84,18 @@ class _Square(FeatureMechanism):
         found[..., -1, :].fill_(math.sqrt(a))
         return found.transpose(-1, -2)
 
+    def summed_pairs(self, qk_length: int) -> tuple[Tensor, Tensor, Tensor]:
+        """`summed_features` as a table, on the CPU: feature c is scale_c x_i x_j, where coordinate qk_length is 1."""
+        a, b, d = self.coefficients(qk_length)
+        pairs: list[tuple[int, int, float]] = []
+        for start, stop, begin, end in _blocks(qk_length):
+            scale = math.sqrt(d if start == begin else 2 * d)
+            pairs += [(i, j, scale) for i in range(start, stop) for j in range(begin, end)]
+        pairs += [(i, qk_length, math.sqrt(b)) for i in range(qk_length)]
+        left, right, scales = zip(*pairs, (qk_length, qk_length, math.sqrt(a)), strict=True)
+        table = torch.tensor([left, right], dtype=torch.int32, device="cpu")
+        return table[0], table[1], torch.tensor(scales, dtype=torch.float32, device="cpu")
+
     def feature_flops(self, qk_length: int) -> int:
         return 0
 

@@ -41,16 +41,21 @@ def unfit(call: Call) -> str | None:
     mechanism: Any = call.mechanism
     if (why := chunked.cannot(call)) is not None:
         return why
-    if call.q.dtype == torch.float64:
-        return "made for float32 and shorter"
     if call.structure.paddings and call.structure.rows is None:
         return "padding with holes"
     form = mechanism.fused_form
     length = call.qk_length if form != "given" else mechanism.feature_length(call.qk_length)
-    longest = max(length, call.qk_length if form == "elu" else 0, call.value_length)
+    return too_long(form, call.q.dtype, length, call.value_length)
+
+
+def too_long(form: str, dtype: torch.dtype, length: int, value_length: int) -> str | None:
+    """Why the kernels cannot compute with features, or for a polynomial with coordinates, of a length; None if they
+    can."""
+    if dtype == torch.float64:
+        return "made for float32 and shorter"
     # Sums of more than 64 features do not fit shared memory in float32, which float16 is computed in too.
-    most = LONGEST if form == "square" or call.q.dtype == torch.bfloat16 else LONGEST // 2
-    return f"more than {most} features, or a longer value" if longest > most else None
+    most = LONGEST if form == "square" or dtype == torch.bfloat16 else LONGEST // 2
+    return f"more than {most} features, or a longer value" if max(length, value_length) > most else None
 
 
 def run(call: Call) -> Tensor:
@@ -58,7 +63,7 @@ def run(call: Call) -> Tensor:
     from regard.kernels import operators
 
     mechanism: Any = call.mechanism
-    bounds = None if call.structure.rows is None else _bounds(call.structure.rows, call.q.device)
+    limits = None if call.structure.rows is None else bounds(call.structure.rows, call.q.device)
     q, k, v, form = call.q, call.k, call.v, mechanism.fused_form
     if form == "elu" and call.qk_length % ALIGNED:
         form = "given"  # padding before the map would not be 0 after it
@@ -67,24 +72,24 @@ def run(call: Call) -> Tensor:
         bad = ~k.isfinite().all(-1, keepdim=True)  # its features are NaN, and its gradient 0 where nobody sees it
         q, k = (mechanism.summed_features(x.to(wide)).to(v.dtype) for x in (q, k.masked_fill(bad, 0)))
         k = k.masked_fill(bad, torch.nan)
-    q, k, v = (_aligned(x) for x in (q, k, v))
+    q, k, v = (aligned(x) for x in (q, k, v))
     if form == "square":
         recorded = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
         coefficients = mechanism.coefficients(call.qk_length)
-        out = operators.square(q, k, v, bounds, *coefficients, call.structure.causal, recorded)[0]
+        out = operators.run(operators.square, q, k, v, limits, *coefficients, call.structure.causal, recorded)[0]
     else:
-        out = operators.feature(q, k, v, bounds, form, call.structure.causal)[0]
+        out = operators.run(operators.feature, q, k, v, limits, form, call.structure.causal)[0]
     return out if v.shape[3] == call.value_length else out[..., : call.value_length]
 
 
-def _aligned(x: Tensor) -> Tensor:
+def aligned(x: Tensor) -> Tensor:
     """Rows of a length and a stride that are read in whole pieces."""
     if (rest := x.shape[3] % ALIGNED) > 0:
         return F.pad(x, (0, ALIGNED - rest))
     return x if x.stride(3) == 1 else x.contiguous()
 
 
-def _bounds(rows: tuple[Span, ...], device: torch.device) -> Tensor:
+def bounds(rows: tuple[Span, ...], device: torch.device) -> Tensor:
     """The first real key of each batch row and the one after the last."""
     return (
         torch.tensor(rows, dtype=torch.int32).t().to(device) if torch.compiler.is_compiling() else _copied(rows, device)

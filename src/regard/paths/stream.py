@@ -8,10 +8,11 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from regard.call import poisoned
+from regard.call import cleaned, poisoned, taint
 from regard.eager import readable
 from regard.mask import Padding
 from regard.mask import causal as causal_mask
+from regard.paths import fused_stream
 from regard.paths.sums import steps, sweep, tiled
 from regard.state import KernelState
 from regard.structure import both
@@ -45,12 +46,48 @@ def stream(
     recorded = q.requires_grad or mechanism.learns(k.shape[3])
     held = held.append(k, v, None, tainted, recorded=recorded)
     held = replace(held, padding=both(held.padding, padding, held.length))
-    valid = None if held.padding is None else held.padding.valid(held.length, k.device)
-    rows, keys, values, real = tiled(q, held.keys, held.values, valid)
-    offset = held.length - new if causal else None
+    if fused_stream.cannot(mechanism, q, k, v, state.sums, causal, held.padding) is None:
+        out, sums, normaliser = fused_stream.run(
+            mechanism, q, held.keys, held.values, held.padding, state.sums, state.normaliser, fold_to
+        )
+    else:
+        keys, values = held.keys, held.values
+        if k.is_cuda:  # kernels of ours keep tokens as they come
+            held = replace(held, tainted=_either(held.tainted, taint(keys, values)))
+            keys, values = cleaned(keys, held.tainted), cleaned(values, held.tainted)
+        out, sums, normaliser = _walk(mechanism, q, keys, values, held.padding, causal, state, fold_to)
+    valid = None
+    if held.tainted is not None and held.padding is not None:
+        valid = held.padding.valid(held.length, k.device)
+    longer = replace(
+        state,
+        sums=sums,
+        normaliser=normaliser,
+        folded=state.folded + fold_to,
+        recent=held.resized(recent, fold_to) if fold_to else held,
+        tainted=_folded_taint(state, held.tainted, valid, fold_to),
+        padding=state.padding_after(held.padding, fold_to, held.length),
+    )
+    return poisoned(out, causal_mask if causal else None, _taint(state, held.tainted, valid, held.length)), longer
+
+
+def _walk(
+    mechanism: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    padding: Padding | None,
+    causal: bool,
+    state: KernelState,
+    fold_to: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The output of the last tokens of k and v, and the sums with the first `fold_to` of them, by PyTorch."""
+    new, length = q.shape[2], k.shape[2]
+    rows, keys, values, real = tiled(q, k, v, None if padding is None else padding.valid(length, q.device))
+    offset = length - new if causal else None
     out, sums, normaliser = sweep(
         mechanism,
-        steps(new, held.length, offset, fold_to),
+        steps(new, length, offset, fold_to),
         offset,
         real,
         rows,
@@ -61,17 +98,12 @@ def stream(
         history=state.folded > 0,
     )
     shape = state.sums.shape[:2]
-    longer = replace(
-        state,
-        sums=sums.unflatten(0, shape),
-        normaliser=normaliser.unflatten(0, shape),
-        folded=state.folded + fold_to,
-        recent=held.resized(recent, fold_to) if fold_to else held,
-        tainted=_folded_taint(state, held.tainted, valid, fold_to),
-        padding=state.padding_after(held.padding, fold_to, held.length),
-    )
     out = rearrange(out, "(b g) r t v -> b (g r) t v", g=shape[1])
-    return poisoned(out, causal_mask if causal else None, _taint(state, held.tainted, valid, held.length)), longer
+    return out, sums.unflatten(0, shape), normaliser.unflatten(0, shape)
+
+
+def _either(tainted: Tensor | None, other: Tensor | None) -> Tensor | None:
+    return other if tainted is None else tainted if other is None else tainted | other
 
 
 def _taint(state: KernelState, tainted: Tensor | None, valid: Tensor | None, keys: int) -> Tensor | None:

@@ -1,0 +1,125 @@
+"""A kernel's stream on a GPU by kernels of our own, in Triton, on the state as stream.py keeps it.
+
+One token is a kernel over the sums and the newest tokens, and one that adds its parts up; every 64th token another one
+folds tokens into the sums. Many tokens go through the kernels of `fused`, which begin with the state's sums and end
+with the new ones. Nobody looks at the numbers from the CPU: a NaN that is hidden is not read, and one that is not stays
+in the sums, which every later query sees.
+"""
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from regard.eager import untouched
+from regard.mask import Padding, Span
+from regard.paths import fused
+
+END = 1 << 30
+"""Past any token: rows that are real to the end keep one table while a stream goes on."""
+
+
+def cannot(
+    mechanism: Any, q: Tensor, k: Tensor, v: Tensor, sums: Tensor, causal: bool, padding: Padding | None
+) -> str | None:
+    """Why these kernels cannot extend a state; None if they can."""
+    if not q.is_cuda:
+        return "made for GPUs"
+    if not fused.TRITON:
+        return "Triton is not installed"
+    if not untouched():
+        return "a trace or transform reaches into plain operators alone"
+    derived = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, sums))
+    if derived or mechanism.learns(k.shape[3]):
+        return "gradients are recorded, which it does not have"
+    return unfit(mechanism, q, v, sums, causal, padding)
+
+
+def unfit(mechanism: Any, q: Tensor, v: Tensor, sums: Tensor, causal: bool, padding: Padding | None) -> str | None:
+    """Why these kernels cannot compute an extension, wherever it is; None if they can."""
+    if not causal and q.shape[2] > 1:
+        return "new tokens that see later ones"
+    if padding is not None and padding.rows is None:
+        return "padding with holes"
+    features = sums.shape[2] if mechanism.fused_form == "given" else q.shape[3]
+    return fused.too_long(mechanism.fused_form, q.dtype, features, v.shape[3])
+
+
+def run(
+    mechanism: Any, q: Tensor, k: Tensor, v: Tensor, padding: Padding | None, sums: Tensor, normaliser: Tensor,
+    fold_to: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The output of the last tokens of k and v, which come after those in the sums; and the sums with the first
+    `fold_to` tokens in them."""
+    rows, form = None if padding is None else padding.rows, mechanism.fused_form
+    pairs = _pairs(mechanism, k.shape[3], q.device) if form == "square" else None
+    if q.shape[2] == 1:
+        return _token(mechanism, q, k, v, rows, sums, normaliser, fold_to, pairs)
+    return _many(mechanism, q, k, v, rows, sums, normaliser, fold_to, pairs)
+
+
+def _token(
+    mechanism: Any, q: Tensor, k: Tensor, v: Tensor, rows: tuple[Span, ...] | None, sums: Tensor, normaliser: Tensor,
+    fold_to: int, pairs: Any,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """`run` for one query, in the state's own layout."""
+    from regard.kernels import token_attention
+
+    form = token_attention.Form(mechanism.fused_form) if pairs is None else pairs.form
+    tables = None if pairs is None else pairs.tables
+    if form.name == "given":
+        wide = torch.promote_types(q.dtype, torch.float32)
+        q, k = mechanism.summed_features(q.to(wide)), mechanism.summed_features(k.to(wide))
+    if fold_to:
+        old, values, span = k[:, :, :fold_to], v[:, :, :fold_to], _between(rows, 0, fold_to, q.device)
+        sums, normaliser = token_attention.fold(old, values, span, sums, normaliser, tables, form.name)
+    span = _between(rows, fold_to, k.shape[2], q.device)
+    out = token_attention.token(q, k[:, :, fold_to:], v[:, :, fold_to:], span, sums, normaliser, tables, form)
+    return out, sums, normaliser
+
+
+def _many(
+    mechanism: Any, q: Tensor, k: Tensor, v: Tensor, rows: tuple[Span, ...] | None, sums: Tensor, normaliser: Tensor,
+    fold_to: int, pairs: Any,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """`run` by the kernels of `fused`: the tokens that are folded and their queries first, then the others."""
+    from regard.kernels import carried, feature_attention, square_attention
+
+    first, value_length = max(0, fold_to - (k.shape[2] - q.shape[2])), v.shape[3]
+    form = mechanism.fused_form
+    if pairs is None and (form == "given" or k.shape[3] % fused.ALIGNED):  # padding before a map is not 0 after it
+        wide, form = torch.promote_types(q.dtype, torch.float32), "given"
+        q, k = (mechanism.summed_features(x.to(wide)).to(v.dtype) for x in (q, k))
+    q, k, v = fused.aligned(q), fused.aligned(k), fused.aligned(v)
+    sizes = k.shape[3], v.shape[3], q.dtype
+    if pairs is None:
+        layout: Any = carried.FeatureSums(form, feature_attention.tiles(*sizes))
+    else:
+        layout = carried.SquareSums(pairs, square_attention.tiles(*sizes))
+    held, outs = layout.unpack(sums, normaliser), []
+    for start, stop, low, high in ((0, first, 0, fold_to), (first, q.shape[2], fold_to, k.shape[2])):
+        if low < high:
+            span, folds = _between(rows, low, high, q.device), high == fold_to
+            out, final = layout.extend(q[:, :, start:stop], k[:, :, low:high], v[:, :, low:high], span, held, folds)
+            outs.append(out)
+            held = final if folds else held
+    if fold_to:
+        sums, normaliser = layout.pack(held, sums)
+    return (outs[0] if len(outs) == 1 else torch.cat(outs, 2))[..., :value_length], sums, normaliser
+
+
+@lru_cache(maxsize=64)
+def _pairs(mechanism: Any, qk_length: int, device: torch.device) -> Any:
+    """A polynomial's features as tables on a device: a mechanism without tensors is a value."""
+    from regard.kernels.carried import pairs_of
+
+    return pairs_of(qk_length, mechanism.coefficients(qk_length), mechanism.summed_pairs(qk_length), device)
+
+
+def _between(rows: tuple[Span, ...] | None, low: int, high: int, device: torch.device) -> Tensor | None:
+    """The first real key of each batch row in [low, high), from there, and the one after the last; None if all are."""
+    if rows is None or all(begin <= low and end >= high for begin, end in rows):
+        return None
+    spans = tuple((max(0, begin - low), END if end >= high else max(0, end - low)) for begin, end in rows)
+    return fused.bounds(spans, device)
