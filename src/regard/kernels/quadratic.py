@@ -190,7 +190,7 @@ def square_kernel(
                 y = rows_of(y_base, y_row, t, shown, v, V, V == VB).to(COMPUTE)
                 phi = tl.reshape(left[:, None, :] * tl.trans(right)[None, :, :], [LEFT * RIGHT, L])
                 acc = product(phi, y, acc, PRECISION)
-        after = place + slot.to(tl.int64) * units * 128 * VB
+        after = place + tl.cast(slot, tl.int64) * units * 128 * VB
         if not LAST:
             tl.store(after, acc, mask=kept[:, None])
         else:
