@@ -17,7 +17,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 WITHOUT_NUMBERS = ("regard.cli", "regard.data", "regard.training", "test_cli", "hostile")
 """Commands, texts, runs and broken files: their numbers are those of layers and models, which have their own tests."""
-ELSEWHERE = ("test_compile", "test_transforms", "test_kernels")
+ELSEWHERE = ("test_compile", "test_transforms", "test_kernels", "test_softmax_kernels")
 """Tests of what torch traces, of code that torch.compile makes, and of Triton's interpreter."""
 
 

@@ -6,13 +6,14 @@ own generator, and neither a neighbour that ends early nor one that goes on chan
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from regard.generation.prompt import Prompt, with_room
+from regard.generation.prompt import Prompt
+from regard.generation.replay import Reading
 from regard.generation.sampling import Sampling
 from regard.generation.text import Writer
 from regard.models.decoder import Decoder
@@ -21,6 +22,8 @@ from regard.models.transformer import Transformer
 FEW = 0.75
 """The share of a batch that must be left for it to stay as it is; below, the rest is taken out, which copies the state
 once. Rows whose context is full are taken out in any case: there may be no position for another token."""
+FEW_REPLAYED = 0.5
+"""The same where steps are replayed: another batch is another capture, which takes about as long as two steps."""
 
 
 class Generated(str):
@@ -143,8 +146,12 @@ class Growth:
     ) -> None:
         self.model, self.sampling, self.limits = model, sampling, limits
         self.active = list(rows)
-        self.reached = prompt
+        self.reading = Reading(model, prompt)
+
+    @property
+    def reached(self) -> Prompt:
         """What the model has read: the prompts and all new tokens but those of the last step."""
+        return self.reading.prompt
 
     def __iter__(self) -> "Growth":
         return self
@@ -158,21 +165,19 @@ class Growth:
         if self.active[left[0]].writer.tokens:
             self._read(left)
         growing = [at for at, row in enumerate(self.active) if row.reason is None]
-        logits = self.reached.logits if len(growing) == len(self.active) else self.reached.logits[growing]
+        logits = self.reading.logits if len(growing) == len(self.active) else self.reading.logits[growing]
         rows = [self.active[at] for at in growing]
         for row, token in zip(rows, _choose(logits, rows, self.sampling), strict=True):
             row.take(token, self.limits)
 
     def _read(self, left: list[int]) -> None:
         count = len(self.active[left[0]].writer.tokens)
-        if len(left) <= FEW * len(self.active) or any(row.room < count for row in self.active):
-            self.active, self.reached = [self.active[at] for at in left], self.reached.chosen(left)
+        few = FEW_REPLAYED if self.reading.replayed else FEW
+        if len(left) <= few * len(self.active) or any(row.room < count for row in self.active):
+            self.active = [self.active[at] for at in left]
+            self.reading.choose(left)
         newest = [row.writer.tokens[-1] for row in self.active]
-        tokens = torch.tensor(newest, device=self.reached.logits.device)[:, None]
-        state = with_room(self.reached.state, 1, max(row.left(self.limits) for row in self.active))
-        hidden, state = self.model.advance(tokens, state)
-        met = tuple((*one, token) for one, token in zip(self.reached.tokens, newest, strict=True))
-        self.reached = replace(self.reached, state=state, tokens=met, logits=self.model.predict(hidden)[:, 0])
+        self.reading.read(newest, max(row.left(self.limits) for row in self.active))
 
 
 def _choose(logits: Tensor, rows: Sequence[Row], sampling: Sampling) -> list[int]:

@@ -22,6 +22,7 @@ from regard.call import cleaned, poisoned, taint
 from regard.layers.linear import Linear, projections
 from regard.layers.positions import Rotary, Tables
 from regard.layers.ragged import Ragged
+from regard.layers.slots import Slot
 from regard.mask import Mask, MaskFunction, as_mask
 from regard.mechanism import Mechanism, named_tensors, replaced
 from regard.mechanisms import Softmax, named
@@ -136,6 +137,8 @@ class Attend(nn.Module):
         `cross` says that keys and values are of another sequence than the queries, which a trace cannot tell.
         """
         mechanism = self.mechanism
+        if isinstance(state, Slot):
+            return state.attend(mechanism, q, k, v), state
         if state is not None:
             return mechanism.extend(q, k, v, state, mask, bias=bias)
         if self.training and self.dropout > 0 and mechanism.by_pairs:

@@ -18,7 +18,7 @@ from torch import Tensor
 from regard.call import Call, Path
 from regard.cost import Cost, Work, score_cost
 from regard.mechanism import Mechanism
-from regard.paths import blocks, decode, grouped, masked, parts, products, reference, sdpa
+from regard.paths import band, blocks, cudnn, decode, grouped, masked, parts, products, reference, sdpa, split
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +113,8 @@ class Softmax(Mechanism):
 
     def paths(self) -> tuple[Path, ...]:
         few = (decode.PATH, products.PATH, grouped.PATH)
-        return (*few, masked.PATH, sdpa.PATH, parts.PATH, blocks.PATH, reference.PATH)
+        gpu = (split.PATH, cudnn.PATH, band.PATH, masked.PATH)
+        return (*few, *gpu, sdpa.PATH, parts.PATH, blocks.PATH, reference.PATH)
 
 
 def Argmax() -> Softmax:  # noqa: N802 - named as the mechanism it is

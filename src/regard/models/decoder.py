@@ -163,14 +163,19 @@ class Decoder(Model):
         past = 0 if state is None else state.length
         rule = as_mask(mask)
         place = places(tokens, rule, state)
-        x = self.embedding(tokens)
         if self.config.positions == "learned":
             reach = past + tokens.shape[1] if place.ndim == 1 else int(place.max()) + 1  # padding stands nowhere
             check_length("tokens", reach, self.config.context_length)
+        return self.stack(self.embed(tokens, place), rule, positions=place, state=state)
+
+    def embed(self, tokens: Int[Tensor, "B T"], place: Int[Tensor, "..."]) -> Float[Tensor, "B T E"]:
+        """What the first layer reads: tokens, and where each stands in its sequence."""
+        x = self.embedding(tokens)
+        if self.config.positions == "learned":
             x = x + self.positions(place)
         elif self.config.positions == "sinusoidal":
             x = x + sinusoidal(place, self.config.embedding_dim).to(x.dtype)
-        return self.stack(self.dropout(x), rule, positions=place, state=state)
+        return self.dropout(x)
 
 
 def _rotary(config: DecoderConfig) -> Rotary | None:

@@ -275,15 +275,21 @@ class Transformer(Model):
         return self.encoder(self._embed("source", source, rule), rule)[0]
 
     def _embed(self, side: Side, tokens: Tensor, rule: Mask | None, state: ModelState | None = None) -> Tensor:
+        return self.embed(tokens, places(tokens, rule, state), side)
+
+    def embed(
+        self, tokens: Int[Tensor, "B T"], place: Int[Tensor, "..."], side: Side = "target"
+    ) -> Float[Tensor, "B T E"]:
+        """What the first layer of a side reads: tokens, and where each stands in its sequence."""
         config = self.config
         x = self._table(side)(tokens)
         if config.scaled_embedding:
             x = x * math.sqrt(config.embedding_dim)
         if config.positions == "sinusoidal":
-            x = x + sinusoidal(places(tokens, rule, state), config.embedding_dim).to(x.dtype)
+            x = x + sinusoidal(place, config.embedding_dim).to(x.dtype)
         elif config.positions == "learned":
             positions = self.source_positions if side == "source" else self.target_positions
-            x = x + positions(places(tokens, rule, state))
+            x = x + positions(place)
         return self.dropout(x)
 
     def _table(self, side: Side) -> nn.Embedding:

@@ -1,0 +1,206 @@
+"""Softmax attention within a band of positions on a GPU: what is launched, and the operators. Kernels are in band.py.
+
+`mend` and `mend_backward` go over what another kernel, PyTorch's, has written: heads whose last query gave a number
+that is not finite are computed again. It sees every key of a causal call, so that is where a NaN or infinity shows.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from regard.kernels.band import band_kernel, band_keys_kernel, band_queries_kernel
+
+
+class Launch(NamedTuple):
+    """Queries and keys of a tile, warps, and stages of the pipeline."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+    @property
+    def options(self) -> dict[str, int]:
+        return {"ROWS": self.queries, "STEP": self.keys, "num_warps": self.warps, "num_stages": self.stages}
+
+
+class Tiles(NamedTuple):
+    """Of the forward pass, and of the gradients of queries and of keys."""
+
+    forward: Launch
+    queries: Launch
+    keys: Launch
+
+
+@lru_cache(maxsize=256)
+def tiles(longest: int, bytes_per_number: int, queries: int) -> Tiles:
+    """What was fastest on an H200, for heads of a length."""
+    if bytes_per_number == 4:
+        small = Launch(64, 32, 4, 2) if longest <= 64 else Launch(32, 32, 4, 1)
+        return Tiles(small, small, small._replace(queries=32))
+    if longest <= 64:
+        forward = Launch(128 if queries > 1024 else 64, 64, 4, 3)
+        return Tiles(forward, Launch(64, 64, 4, 3), Launch(64, 64, 4, 3))
+    forward = Launch(128, 64, 8, 3) if queries > 1024 else Launch(64, 64, 4, 3)
+    return Tiles(forward, Launch(64, 64, 4, 2), Launch(64, 64, 8, 2))
+
+
+@dataclass(frozen=True)
+class Work:
+    """One call: its sizes and what is visible."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bounds: Tensor | None
+    """The first real key of each batch row and the one after the last, (2, B)."""
+    scale: float
+    before: int | None
+    after: int | None
+
+    @property
+    def tiles(self) -> Tiles:
+        longest = max(self.q.shape[3], self.v.shape[3])
+        return tiles(longest, self.q.element_size(), self.q.shape[2])
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        low, high = (None, None) if self.bounds is None else (self.bounds[0], self.bounds[1])
+        return self.q, self.k, self.v, low, high
+
+    @property
+    def sizes(self) -> tuple[Any, ...]:
+        queries, keys, heads, groups = self.q.shape[2], self.k.shape[2], self.q.shape[1], self.k.shape[1]
+        return queries, keys, heads, groups, self.before or 0, self.after or 0, self.scale * math.log2(math.e)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What every kernel is told."""
+        lengths = self.q.shape[3], self.v.shape[3]
+        c, v = (max(16, triton.next_power_of_2(length)) for length in lengths)
+        return dict(
+            C=lengths[0], V=lengths[1], CB=c, VB=v, BOUNDED=self.bounds is not None, BEFORE=self.before is not None,
+            AFTER=self.after is not None, PRECISION="tf32x3",
+        )  # fmt: skip
+
+
+def _strides(*tensors: Tensor) -> tuple[int, ...]:
+    return tuple(stride for tensor in tensors for stride in tensor.stride()[:3])
+
+
+def forward(work: Work) -> tuple[Tensor, Tensor]:
+    """The output (B, H, T, V) and its log-sum-exp (B, H, T)."""
+    q, v = work.q, work.v
+    out = q.new_empty(*q.shape[:3], v.shape[3])
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    _forward(work, out, lse, mend=False)
+    return out, lse
+
+
+def _forward(work: Work, out: Tensor, lse: Tensor, mend: bool) -> None:
+    launch, q = work.tiles.forward, work.q
+    band_kernel[(triton.cdiv(q.shape[2], launch.queries), q.shape[0] * q.shape[1])](
+        *work.tensors, out, lse, *_strides(q, work.k, work.v, out), *work.sizes, MEND=mend, **work.options,
+        **launch.options,
+    )  # fmt: skip
+
+
+def backward(work: Work, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v."""
+    grads = tuple(x.new_empty(x.shape) for x in (work.q, work.k, work.v))
+    _backward(work, grad, out, lse, *grads, mend=False)
+    return grads  # type: ignore[return-value]
+
+
+def _backward(
+    work: Work, grad: Tensor, out: Tensor, lse: Tensor, q_grad: Tensor, k_grad: Tensor, v_grad: Tensor, mend: bool
+) -> None:
+    q, k, v = work.q, work.k, work.v
+    grad = grad if grad.stride(3) == 1 else grad.contiguous()
+    launch, delta = work.tiles.queries, torch.empty_like(lse)
+    band_queries_kernel[(triton.cdiv(q.shape[2], launch.queries), q.shape[0] * q.shape[1])](
+        *work.tensors, out, lse, grad, delta, q_grad, *_strides(q, k, v, out, grad, q_grad), *work.sizes, work.scale,
+        MEND=mend, **work.options, **launch.options,
+    )  # fmt: skip
+    launch = work.tiles.keys
+    band_keys_kernel[(triton.cdiv(k.shape[2], launch.keys), k.shape[0] * k.shape[1])](
+        *work.tensors, out, lse, grad, delta, k_grad, v_grad, *_strides(q, k, v, out, grad, k_grad, v_grad),
+        *work.sizes, work.scale, MEND=mend, **work.options, **launch.options,
+    )  # fmt: skip
+
+
+def mend(work: Work, out: Tensor, lse: Tensor) -> None:
+    """Compute heads again whose last query gave NaN or infinity: their output and log-sum-exp (B, H, T)."""
+    _forward(work, out, lse, mend=True)
+
+
+def mend_backward(work: Work, grad: Tensor, out: Tensor, lse: Tensor, grads: tuple[Tensor, Tensor, Tensor]) -> None:
+    """Compute the gradients of such heads again."""
+    _backward(work, grad, out, lse, *grads, mend=True)
+
+
+@torch.library.custom_op("regard::band_attention", mutates_args=())
+def band(
+    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None, scale: float, before: int | None, after: int | None
+) -> tuple[Tensor, Tensor]:
+    """Softmax attention of queries at the last positions to keys at most `before` back and `after` ahead of each."""
+    return forward(Work(q, k, v, bounds, scale, before, after))
+
+
+@band.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None, scale: float, before: int | None, after: int | None
+) -> tuple[Tensor, Tensor]:
+    return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+@torch.library.custom_op("regard::band_attention_backward", mutates_args=())
+def band_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bounds: Tensor | None, scale: float,
+    before: int | None, after: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of q, k and v."""
+    return backward(Work(q, k, v, bounds, scale, before, after), grad, out, lse)
+
+
+@band_backward.register_fake
+def _(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bounds: Tensor | None, scale: float,
+    before: int | None, after: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, bounds, *options = inputs
+    ctx.save_for_backward(q, k, v, *output, bounds)
+    ctx.options = options
+    ctx.mark_non_differentiable(output[1])
+
+
+def _pull_back(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+    return (*band_backward(grad, *ctx.saved_tensors, *ctx.options), None, None, None, None)
+
+
+band.register_autograd(_pull_back, setup_context=_keep)
+
+
+def _pairs(q: Tensor, k: Tensor) -> int:
+    return q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
+
+
+@register_flop_formula(torch.ops.regard.band_attention, get_raw=True)
+def _flops(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
+    """Every pair counted, as torch's own formulas for its GPU kernels do."""
+    return 2 * _pairs(q, k) * (q.shape[3] + v.shape[3])
+
+
+@register_flop_formula(torch.ops.regard.band_attention_backward, get_raw=True)
+def _backward_flops(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
+    return 2 * _pairs(q, k) * (3 * q.shape[3] + 2 * v.shape[3])

@@ -1,0 +1,117 @@
+"""A few queries over a long cache on a GPU: what is launched. The kernels are in decode.py."""
+
+import math
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from regard.kernels.decode import decode_kernel, merge_kernel
+
+MULTIPROCESSORS = 132
+"""Of an H200. On others the keys are split a little finer or coarser than is best."""
+
+
+MOST_ROWS = 64
+"""Query rows of a tile, at most."""
+
+
+class Launch(NamedTuple):
+    """Keys of a step, warps, stages of the pipeline, and programs for each multiprocessor to split the keys for."""
+
+    keys: int
+    warps: int
+    stages: int
+    programs: int
+
+
+@lru_cache(maxsize=256)
+def launch(rows: int, longest: int, bytes_per_number: int, pairs: int) -> Launch:
+    """What was fastest on an H200 for tiles of so many query rows, by key/value heads over the batch."""
+    if bytes_per_number == 4:
+        return Launch(32, 4, 2, 4)
+    return Launch(64 if longest > 64 else 128, 4, 3, 4)
+
+
+def splits_for(keys: int, pairs: int, launch: Launch) -> int:
+    """Parts of the keys: enough that every multiprocessor has work, none of less than two steps."""
+    wanted = triton.cdiv(MULTIPROCESSORS * launch.programs, pairs)
+    return max(1, min(wanted, keys // (2 * launch.keys)))
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    bounds: Tensor | None = None,
+    *,
+    causal: bool = False,
+    before: int | None = None,
+    scales: tuple[Tensor, Tensor] | None = None,
+    length: Tensor | None = None,
+) -> Tensor:
+    """Softmax attention (B, H, T, V) of a few queries (B, H, T, K) to keys (B, G, S, K) and values.
+
+    `bounds` (2, B) are the first real key of each batch row and the one after the last. `scales` are those of int8 keys
+    and values. `length`, one number on the GPU, says how many of the S keys there are: the queries are the last ones.
+    """
+    batch, heads, queries, qk_length = q.shape
+    groups, keys, value_length = k.shape[1], k.shape[2], v.shape[3]
+    shared = heads // groups
+    if q.stride(3) != 1:
+        q = q.contiguous()
+    if k.stride(3) != 1 or v.stride(3) != 1:
+        k, v = k.contiguous(), v.contiguous()
+    rows = min(MOST_ROWS, max(16, triton.next_power_of_2(shared * queries)))
+    tiles = triton.cdiv(shared * queries, rows)
+    pairs = batch * groups * tiles
+    c, width = (max(16, triton.next_power_of_2(size)) for size in (qk_length, value_length))
+    chosen = launch(rows, max(c, width), q.element_size(), pairs)
+    splits = splits_for(keys, pairs, chosen)
+    out = q.new_empty(batch, heads, queries, value_length)
+    sums = tops = totals = None
+    if splits > 1:
+        sums = q.new_empty(batch * heads * queries, splits, value_length, dtype=torch.float32)
+        tops, totals = (q.new_empty(batch * heads * queries, splits, dtype=torch.float32) for _ in range(2))
+    low, high = (None, None) if bounds is None else (bounds[0], bounds[1])
+    k_scale, v_scale = (None, None) if scales is None else scales
+    scale_strides = (0, 0, 0) if k_scale is None else k_scale.stride()[:3]
+    assert v_scale is None or v_scale.stride()[:3] == scale_strides
+    decode_kernel[(splits, tiles, batch * groups)](
+        q, k, v, k_scale, v_scale, low, high, length, out, sums, tops, totals,
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *scale_strides,
+        queries, keys, groups, shared, splits, before or 0, scale * math.log2(math.e),
+        C=qk_length, V=value_length, CB=c, VB=width, ROWS=rows, STEP=chosen.keys, BOUNDED=bounds is not None,
+        COUNTED=length is not None, WINDOWED=before is not None, CAUSAL=causal,
+        POSITIONAL=queries > 1 and (causal or before is not None), SCALED=scales is not None, SPLIT=splits > 1,
+        PRECISION="tf32x3", num_warps=chosen.warps, num_stages=chosen.stages,
+    )  # fmt: skip
+    if splits > 1:
+        merge_kernel[(batch * heads * queries, triton.cdiv(value_length, 32))](
+            sums, tops, totals, out, splits, V=value_length, WIDTH=32, SPLITS=triton.next_power_of_2(splits), STEP=32,
+            num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+@torch.library.custom_op("regard::split_attention", mutates_args=())
+def split(
+    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None, scale: float, causal: bool, before: int | None
+) -> Tensor:
+    """`forward` as an operator, for traces and counters; it has no derivative and raises if asked for one."""
+    return forward(q, k, v, scale, bounds, causal=causal, before=before)
+
+
+@split.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None, scale: float, causal: bool, before: int | None) -> Tensor:
+    return q.new_empty(*q.shape[:3], v.shape[3])
+
+
+@register_flop_formula(torch.ops.regard.split_attention, get_raw=True)
+def _flops(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
+    """Every pair counted."""
+    return 2 * q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] * (q.shape[3] + v.shape[3])

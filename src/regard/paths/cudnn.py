@@ -1,0 +1,106 @@
+"""cuDNN's softmax attention on a GPU, called by name: the fastest there is for long sequences.
+
+SDPA chooses a backend by switches that are one for all threads of the process, so nobody may turn them for one call.
+cuDNN makes a plan for each new shape, some 17 ms, so it is asked for round lengths alone.
+
+It hides a key by weight 0, and 0 · NaN is NaN. A second kernel, of ours, looks at each head's last query, which sees
+every key, and computes the heads again where it gave a number that is not finite; the others are done at once.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from regard.call import Call, Path
+from regard.eager import untouched
+from regard.paths import gpu
+
+ROUND = 128
+"""Lengths of which multiples are worth a plan of cuDNN's."""
+LEAST = 4096
+"""Causal lengths from which cuDNN, with the second kernel, is faster than a kernel of ours alone."""
+LEAST_DERIVED = 2048
+"""The same with the backward pass."""
+
+
+def cannot(call: Call) -> str | None:
+    """Why this path cannot serve a call; None if it can."""
+    if (reason := gpu.missing(call) or gpu.unfit(call)) is not None:
+        return reason
+    if not untouched():
+        return "traces, counters and modes see PyTorch's operators"
+    if call.q.dtype == torch.float32:
+        return "made for half precision"
+    if call.structure.windowed or call.structure.paddings:
+        return "windows and padding are left to a kernel of ours"
+    if call.queries % ROUND or call.keys % ROUND or call.qk_length % 8 or call.qk_length != call.value_length:
+        return f"made for lengths that are multiples of {ROUND}: each has a plan; and for equal heads, multiples of 8"
+    if call.structure.causal and not call.square:
+        return "cuDNN aligns causality to the first key, not the last, when T and S differ"
+    if call.structure.causal and call.queries < (LEAST_DERIVED if gpu.derived(call) else LEAST):
+        return "a short sequence: a kernel of ours is faster"
+    return None
+
+
+def run(call: Call) -> Tensor:
+    """cuDNN's kernel; heads that a masked NaN reached are computed again."""
+    q, scale = gpu.scaled(call)
+    q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, call.k, call.v))
+    if gpu.derived(call):
+        return _Attention.apply(q, k, v, scale, call.structure.causal)  # type: ignore[no-any-return, no-untyped-call]
+    return _forward(q, k, v, scale, call.structure.causal)[0]
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Any, ...]:
+    from regard.kernels import band_attention
+
+    out, lse, *rest = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        q, k, v, None, True, 0.0, causal, False, scale=scale
+    )
+    if causal:
+        band_attention.mend(band_attention.Work(q, k, v, None, scale, None, 0), out, lse)
+    return out, lse, rest
+
+
+class _Attention(torch.autograd.Function):
+    """The backward pass is cuDNN's too, mended likewise; once differentiable."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Tensor:
+        out, lse, (*seen, seed, offset, _) = _forward(q, k, v, scale, causal)
+        ctx.save_for_backward(q, k, v, out, lse, seed, offset)
+        ctx.seen, ctx.scale, ctx.causal = seen, scale, causal
+        return out  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, *rest = ctx.saved_tensors
+        grads = _Gradients.apply(grad, q, k, v, out.detach(), *rest, ctx.seen, ctx.scale, ctx.causal)  # type: ignore[no-untyped-call]
+        return (*grads, None, None)
+
+
+class _Gradients(torch.autograd.Function):
+    """The gradients of `_Attention`, which raise where they would be derived."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seed: Tensor, offset: Tensor,
+        seen: list[Any], scale: float, causal: bool,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        from regard.kernels import band_attention
+
+        grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            grad, q, k, v, out, lse, seed, offset, None, *seen, 0.0, causal, scale=scale
+        )
+        if causal:
+            work = band_attention.Work(q, k, v, None, scale, None, 0)
+            band_attention.mend_backward(work, grad, out, lse, grads)
+        return tuple(grads)
+
+    @staticmethod
+    def backward(ctx: Any, *directions: Tensor) -> tuple[Tensor | None, ...]:
+        raise NotImplementedError("cudnn: second derivatives are not implemented; compute with path='reference'")
+
+
+PATH = Path("cudnn", cannot, run, guards_itself=True)

@@ -1,0 +1,76 @@
+"""What the softmax paths of our own on a GPU share: what they can serve, and intervals of real keys on the device."""
+
+from functools import lru_cache
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from regard.call import Call
+from regard.eager import symbolic
+from regard.mask import Span
+from regard.paths import sdpa
+
+LONGEST = 128
+"""qk_length and value_length, at most."""
+TRITON = find_spec("triton") is not None
+
+
+def unfit(call: Call) -> str | None:
+    """Why no kernel of ours computes this call, wherever it is: not softmax within a band and intervals of keys."""
+    if (reason := sdpa.unfit(call)) is not None:
+        return reason
+    if call.bias is not None:
+        return "a bias needs the score form"
+    if call.structure.rest is not None:
+        return f"{call.structure.rest!r} is no band of positions"
+    if call.structure.paddings and call.structure.rows is None:
+        return "padding with holes"
+    if symbolic(call.queries, call.keys):
+        return "a trace that holds a length open takes one form for all of them"
+    if call.q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return "made for float32, bfloat16 and float16"
+    if max(call.qk_length, call.value_length) > LONGEST:
+        return f"made for heads of at most {LONGEST} numbers"
+    return "an exported program holds PyTorch's operators alone" if torch.compiler.is_exporting() else None
+
+
+def serves(q: Tensor, v: Tensor) -> bool:
+    """Whether kernels of ours compute plain softmax of these queries and values where they are."""
+    shorter = max(q.shape[3], v.shape[3]) <= LONGEST
+    return TRITON and q.is_cuda and shorter and q.dtype in (torch.float32, torch.bfloat16, torch.float16)
+
+
+def missing(call: Call) -> str | None:
+    """Why there is nothing to run a kernel of ours with; None if there is."""
+    if not call.q.is_cuda:
+        return "made for GPUs"
+    return None if TRITON else "Triton is not installed"
+
+
+def derived(call: Call) -> bool:
+    """Whether a gradient is recorded."""
+    return torch.is_grad_enabled() and (call.q.requires_grad or call.k.requires_grad or call.v.requires_grad)
+
+
+def scaled(call: Call) -> tuple[Tensor, float]:
+    """Queries and a scale above 0: a key that is hidden by -inf times 0 would be NaN."""
+    scale = sdpa.scale(call)
+    return (call.q, scale) if scale > 0 else (call.q * 0, 1.0)
+
+
+def bounds(call: Call) -> Tensor | None:
+    """The first real key of each batch row and the one after the last, (2, B), on the device; None if all are real."""
+    rows = call.structure.rows
+    if rows is None:
+        return None
+    if torch.compiler.is_compiling():
+        return torch.tensor(rows, dtype=torch.int32).t().to(call.q.device)
+    return _copied(rows, call.q.device)
+
+
+@lru_cache(maxsize=256)
+def _copied(rows: tuple[Span, ...], device: torch.device) -> Tensor:
+    """The same table, copied without waiting for the device."""
+    table = torch.tensor(rows, dtype=torch.int32).t().contiguous()
+    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table

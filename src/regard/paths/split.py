@@ -1,0 +1,45 @@
+"""A few queries over a long cache on a GPU, in Triton: all query heads of a group in one tile, the keys split."""
+
+import torch
+from torch import Tensor
+
+from regard.call import Call, Path
+from regard.eager import untouched
+from regard.paths import gpu, sdpa
+
+
+def cannot(call: Call) -> str | None:
+    """Why this path cannot serve a call; None if it can."""
+    if (reason := gpu.missing(call) or unfit(call)) is not None:
+        return reason
+    if gpu.derived(call):
+        return "it has no derivative"
+    return "a trace with gradients enabled may have to derive it" if _traced() else None
+
+
+def unfit(call: Call) -> str | None:
+    """Why the kernel cannot compute a call, wherever it is; None if it can."""
+    if call.queries > 1 and call.queries * (call.heads // call.groups) > sdpa.MOST_ROWS:
+        return f"more than {sdpa.MOST_ROWS} query rows a key/value head"
+    if call.structure.after not in (None, 0):
+        return "made for keys up to each query's own"
+    return gpu.unfit(call)
+
+
+def _traced() -> bool:
+    return torch.compiler.is_compiling() and torch.is_grad_enabled()
+
+
+def run(call: Call) -> Tensor:
+    """keys split over the whole GPU, each read once for all query heads of its group, in Triton."""
+    # Triton is imported only where it is used.
+    from regard.kernels import decode_attention
+
+    q, scale = gpu.scaled(call)
+    causal, before = call.structure.causal, call.structure.before
+    if untouched():
+        return decode_attention.forward(q, call.k, call.v, scale, gpu.bounds(call), causal=causal, before=before)
+    return decode_attention.split(q, call.k, call.v, gpu.bounds(call), scale, causal, before)
+
+
+PATH = Path("split", cannot, run, guards_itself=True)

@@ -1,0 +1,175 @@
+"""Softmax kernels for GPUs on the CPU, in Triton's interpreter, on tiny shapes: formulas, masks and indices.
+
+What the interpreter cannot tell (half precision, speed, races) is for test_gpu.py, on a GPU.
+"""
+
+import pytest
+import torch
+
+import regard as rg
+from regard.buffer import quantize
+from regard.call import Call
+from regard.kernels import band_attention, decode_attention
+from regard.laws.case import within_budget
+from regard.paths import band, cudnn, split
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+KEYS = 40
+PADDED = rg.padding(
+    valid=(torch.arange(KEYS) >= torch.tensor([[0], [7]])) & (torch.arange(KEYS) < torch.tensor([[33], [KEYS]]))
+)
+MASKS = {
+    "none": None,
+    "causal": rg.causal,
+    "padded": PADDED,
+    "causal, padded": rg.causal & PADDED,
+    "window": rg.causal & rg.window(before=5),
+    "window ahead, padded": rg.window(before=9, after=3) & PADDED,
+}
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
+    """Tiles so small that a few dozen tokens cross every border."""
+    step = band_attention.Launch(16, 16, 4, 1)
+    monkeypatch.setattr(band_attention, "tiles", lambda *_: band_attention.Tiles(step, step, step))
+    monkeypatch.setattr(decode_attention, "launch", lambda *_: decode_attention.Launch(16, 4, 1, 1))
+    monkeypatch.setattr(decode_attention, "splits_for", lambda *_: 3)
+
+
+def tensors(queries, heads=2, groups=1, length=16, value_length=16, batch=2):
+    sizes = (heads, queries, length), (groups, KEYS, length), (groups, KEYS, value_length)
+    return [torch.randn(batch, *size) for size in sizes]
+
+
+def compare(path, rule, *given, mechanism=rg.Softmax(), gradients=False):  # noqa: B008 - a frozen value
+    leaves = [[t.to(kind).requires_grad_(gradients) for t in given] for kind in (torch.float32, torch.float64)]
+    call = Call(mechanism, *leaves[0], rule)
+    assert path.unfit(call) is None
+    plain = [rg.attend(*inputs, mechanism, rule, path="reference") for inputs in (leaves[1], leaves[0])]
+    outs = [path.run(call), *plain]
+    within_budget("output", *outs)
+    if gradients:
+        grad = torch.randn_like(outs[0])
+        inputs = leaves[0], leaves[1], leaves[0]
+        grads = [
+            torch.autograd.grad(out, sources, grad.to(out.dtype)) for out, sources in zip(outs, inputs, strict=True)
+        ]
+        for name, *found in zip("qkv", *grads, strict=True):
+            within_budget(f"gradient of {name}", *found, gradient=True)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_bands_and_their_gradients(mask):
+    queries = KEYS if mask in ("causal, padded", "window ahead, padded") else 24
+    compare(band, MASKS[mask], *tensors(queries), gradients=True)
+
+
+def test_bands_of_odd_heads_more_queries_than_keys_and_other_scales():
+    compare(band, rg.causal, *tensors(50, heads=1, length=9, value_length=5, batch=1), gradients=True)
+    compare(band, rg.causal, *tensors(17, heads=1, batch=1), mechanism=rg.Uniform(), gradients=True)
+
+
+@pytest.mark.parametrize("mask", ["none", "padded", "window", "causal, padded"])
+@pytest.mark.parametrize("queries", [1, 5])
+def test_a_few_queries(mask, queries):
+    compare(split, MASKS[mask], *tensors(queries, heads=6, groups=2))
+
+
+def test_a_few_queries_of_odd_heads_in_one_part_and_in_several_tiles(monkeypatch):
+    compare(split, None, *tensors(1, heads=3, groups=3, length=9, value_length=5))
+    monkeypatch.setattr(decode_attention, "splits_for", lambda *_: 1)
+    compare(split, rg.causal, *tensors(2, heads=20, groups=1, length=9))
+    monkeypatch.setattr(decode_attention, "MOST_ROWS", 16)
+    compare(split, rg.causal, *tensors(2, heads=20, groups=1))
+
+
+def test_int8_states_and_lengths_on_the_device():
+    q, k, v = tensors(1, heads=4, groups=2)
+    (k8, k_scale), (v8, v_scale) = quantize(k), quantize(v)
+    length, bounds = torch.tensor([29], dtype=torch.int32), torch.tensor([[0, 4], [40, 40]], dtype=torch.int32)
+    out = decode_attention.forward(q, k8, v8, 0.25, bounds, before=20, scales=(k_scale, v_scale), length=length)
+    rule = rg.window(before=20) & rg.padding(valid=torch.arange(29) >= torch.tensor([[0], [4]]))
+    seen = [t[:, :, :29].double() for t in (k8 * k_scale, v8 * v_scale)]
+    exact = rg.attend(q.double(), *seen, mask=rule, path="reference")
+    within_budget("output", out, exact, exact.float())
+
+
+@pytest.mark.parametrize("path", [band, split], ids=["band", "split"])
+def test_what_is_hidden_does_not_leak_and_what_is_seen_shows(path):
+    queries = 3 if path is split else KEYS
+    rule = rg.causal & rg.window(before=30) & rg.padding([33, KEYS]) if path is band else rg.causal & PADDED
+    q, k, v = tensors(queries)
+    first = KEYS - queries
+    clean = path.run(Call(rg.Softmax(), q, k, v, rule))
+    k[0, :, 36], v[0, :, 35], k[1, :, 38], v[1, :, 38] = torch.nan, torch.inf, torch.nan, torch.inf
+    leaves = [t.requires_grad_(path is band) for t in (q, k, v)]
+    out = path.run(Call(rg.Softmax(), *leaves, rule))
+    within = 38 - first
+    torch.testing.assert_close(out[0], clean[0])
+    torch.testing.assert_close(out[1, :, :within], clean[1, :, :within])
+    assert not out[1, :, within:].isfinite().any()
+    if path is band:
+        grads = torch.autograd.grad(out.square().sum(), leaves)
+        assert all(grad.isfinite().all() for grad in grads)
+        assert not grads[1][1, :, 38].any()
+        assert not grads[2][0, :, 33:].any()
+        exact = [t.detach().clone().requires_grad_() for t in (q, k, v)]
+        expected = torch.autograd.grad(rg.attend(*exact, mask=rule, path="reference").square().sum(), exact)
+        for ours, theirs in zip(grads, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_heads_that_another_kernel_spoiled_are_computed_again():
+    """cuDNN's output is stood in for by a plain one, in which a masked NaN reached every query of its head."""
+    q, k, v = tensors(KEYS, heads=4, groups=2, batch=1)
+    v[0, 1, 20] = torch.nan
+    exact = [t.clone().requires_grad_() for t in (q, k, v)]
+    expected = rg.attend(*exact, mask=rg.causal, path="reference")
+    out, lse = (
+        expected.detach().clone(),
+        (q @ k.repeat_interleave(2, 1).mT / 4)
+        .masked_fill(torch.ones(KEYS, KEYS).triu(1).bool(), -torch.inf)
+        .logsumexp(-1),
+    )
+    out[:, 2:] = torch.nan
+    work = band_attention.Work(q, k, v, None, 0.25, None, 0)
+    band_attention.mend(work, out, lse)
+    torch.testing.assert_close(out, expected, equal_nan=True, rtol=1e-5, atol=1e-5)
+    grad = torch.randn_like(out)
+    theirs = torch.autograd.grad(expected, exact, grad)
+    ours = tuple(t.clone() for t in theirs)
+    for each in ours:
+        each[:, each.shape[1] // 2 :] = torch.nan
+    band_attention.mend_backward(work, grad, out, lse, ours)
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_queries_that_see_nothing_give_zero():
+    q, k, v = tensors(50, batch=1)
+    assert not band.run(Call(rg.Softmax(), q, k, v, rg.causal))[:, :, :10].any()
+    for path in (band, split):
+        assert not path.run(Call(rg.Softmax(), q[:, :, :1], k, v, rg.padding([0]))).any()
+
+
+def test_operators_have_shapes_without_data():
+    q, k, v = (torch.empty(2, h, 12, 8, device="meta", dtype=torch.bfloat16) for h in (4, 2, 2))
+    out, lse = band_attention.band(q, k, v, None, 1.0, None, 0)
+    assert (out.shape, out.dtype, lse.shape, lse.dtype) == (q.shape, q.dtype, q.shape[:3], torch.float32)
+    assert decode_attention.split(q, k, v, None, 1.0, True, None).shape == q.shape
+
+
+def test_explain_says_why_not():
+    q = torch.randn(1, 1, 4, 8)
+    rejected = rg.explain(q, q, q, mask=rg.causal).rejected
+    assert {rejected[name] for name in ("split", "band", "cudnn")} == {"made for GPUs"}
+    holes = rg.padding(valid=torch.tensor([[True, False, True, True]]))
+    for path in (split, band):
+        assert path.unfit(Call(rg.Softmax(), q, q, q, holes)) == "padding with holes"
+        assert "softcap" in str(rg.Softmax(softcap=3.0))
+        assert path.unfit(Call(rg.Softmax(softcap=3.0), q, q, q)) == "SDPA does not compute this mechanism"
+        assert path.unfit(Call(rg.Softmax(), q.double(), q.double(), q.double())) is not None
+    assert split.unfit(Call(rg.Softmax(), q, q, q, rg.window(before=1, after=1))) is not None
+    assert cudnn.cannot(Call(rg.Softmax(), q, q, q)) == "made for GPUs"
