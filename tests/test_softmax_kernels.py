@@ -16,6 +16,7 @@ from regard.paths import band, cudnn, split
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 KEYS = 40
+SPLITS_FOR = decode_attention.splits_for
 PADDED = rg.padding(
     valid=(torch.arange(KEYS) >= torch.tensor([[0], [7]])) & (torch.arange(KEYS) < torch.tensor([[33], [KEYS]]))
 )
@@ -152,6 +153,35 @@ def test_queries_that_see_nothing_give_zero():
     assert not band.run(Call(rg.Softmax(), q, k, v, rg.causal))[:, :, :10].any()
     for path in (band, split):
         assert not path.run(Call(rg.Softmax(), q[:, :, :1], k, v, rg.padding([0]))).any()
+
+
+def test_parts_of_the_keys_fill_the_gpu():
+    """At least two multiprocessors in three are busy, unless the cache is too short for more parts."""
+    step = decode_attention.Launch(64, 4, 3, 3)
+    for keys, pairs in ((131072, 1), (16384, 8), (4096, 64), (131072, 8), (16384, 256), (1024, 128)):
+        programs = pairs * SPLITS_FOR(keys, pairs, 32 * pairs, step)
+        waves = programs / (3 * decode_attention.MULTIPROCESSORS)
+        assert waves / -(-waves // 1) > 0.6, (keys, pairs, programs)
+    assert SPLITS_FOR(64, 1, 4, step) == 1
+
+
+def test_what_is_done_to_each_token():
+    from regard.kernels import elementwise
+    from regard.layers.network import RMSNorm
+    from regard.layers.positions import Rotary
+
+    x, norm = torch.randn(2, 3, 20), RMSNorm(20)
+    norm.weight.data.uniform_()
+    torch.testing.assert_close(elementwise.rms_norm(x, norm.weight, norm.epsilon), norm(x))
+    q, k = torch.randn(2, 3, 4, 12).transpose(1, 2), torch.randn(2, 2, 3, 12)
+    for pairing in ("halves", "neighbours"):
+        rotary = Rotary(length=12, pairing=pairing)
+        for place in (torch.arange(5, 8), torch.tensor([[0, 1, 2], [7, 8, 9]])):
+            tables = rotary.tables(place)
+            for ours, plain in zip(elementwise.turn(q, k, *tables, pairing == "neighbours"), (q, k), strict=True):
+                torch.testing.assert_close(ours, rotary.turn(plain, tables))
+    gate, up = torch.randn(2, 3, 7, 11)[:2]
+    torch.testing.assert_close(elementwise.gated(gate.clone(), up), torch.nn.functional.silu(gate) * up)
 
 
 def test_operators_have_shapes_without_data():

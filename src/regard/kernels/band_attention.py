@@ -113,9 +113,9 @@ def _forward(work: Work, out: Tensor, lse: Tensor, mend: bool) -> None:
 
 def backward(work: Work, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v."""
-    grads = tuple(x.new_empty(x.shape) for x in (work.q, work.k, work.v))
-    _backward(work, grad, out, lse, *grads, mend=False)
-    return grads  # type: ignore[return-value]
+    q_grad, k_grad, v_grad = (x.new_empty(x.shape) for x in (work.q, work.k, work.v))
+    _backward(work, grad, out, lse, q_grad, k_grad, v_grad, mend=False)
+    return q_grad, k_grad, v_grad
 
 
 def _backward(

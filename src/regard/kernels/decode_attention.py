@@ -17,10 +17,15 @@ MULTIPROCESSORS = 132
 
 MOST_ROWS = 64
 """Query rows of a tile, at most."""
+MOST_SPLITS = 512
+ALONE = (0.0, 1.3, 2.0, 3.0)
+"""How much longer than one key 1, 2 and 3 programs of a multiprocessor take for a key each: one alone waits."""
+FILLING, MERGING = 100, 160
+"""Keys that a multiprocessor could read while a pipeline fills, and while the merging kernel starts."""
 
 
 class Launch(NamedTuple):
-    """Keys of a step, warps, stages of the pipeline, and programs for each multiprocessor to split the keys for."""
+    """Keys of a step, warps, stages of the pipeline, and programs that a multiprocessor has room for."""
 
     keys: int
     warps: int
@@ -29,17 +34,30 @@ class Launch(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def launch(rows: int, longest: int, bytes_per_number: int, pairs: int) -> Launch:
-    """What was fastest on an H200 for tiles of so many query rows, by key/value heads over the batch."""
+def launch(longest: int, bytes_per_number: int) -> Launch:
+    """What was fastest on an H200, for heads of a length."""
     if bytes_per_number == 4:
-        return Launch(32, 4, 2, 4)
-    return Launch(64 if longest > 64 else 128, 4, 3, 4)
+        return Launch(32 if longest > 64 else 64, 4, 3, 3)
+    return Launch(64 if longest > 64 else 128, 4, 3, 3)
 
 
-def splits_for(keys: int, pairs: int, launch: Launch) -> int:
-    """Parts of the keys: enough that every multiprocessor has work, none of less than two steps."""
-    wanted = triton.cdiv(MULTIPROCESSORS * launch.programs, pairs)
-    return max(1, min(wanted, keys // (2 * launch.keys)))
+@lru_cache(maxsize=4096)
+def splits_for(keys: int, pairs: int, rows: int, launch: Launch) -> int:
+    """Into how many parts to split `keys` keys of each of `pairs` tiles, of `rows` query rows in all.
+
+    Time is counted in keys that a multiprocessor reads: programs come in waves, the last of which may leave
+    multiprocessors half idle; each wave takes a while to fill its pipeline, and each part is written and read again.
+    """
+    slots = MULTIPROCESSORS * launch.programs
+
+    def cost(splits: int) -> float:
+        waves, rest = divmod(pairs * splits, slots)
+        share = min(triton.cdiv(rest, MULTIPROCESSORS), len(ALONE) - 1)
+        part = triton.cdiv(triton.cdiv(keys, splits), launch.keys) * launch.keys
+        work = part * (launch.programs * waves + ALONE[share]) + FILLING * (waves + (rest > 0))
+        return work if splits == 1 else work + MERGING + rows * splits * 2 / MULTIPROCESSORS
+
+    return min(range(1, max(2, min(MOST_SPLITS, keys // launch.keys) + 1)), key=cost)
 
 
 def forward(
@@ -70,8 +88,8 @@ def forward(
     tiles = triton.cdiv(shared * queries, rows)
     pairs = batch * groups * tiles
     c, width = (max(16, triton.next_power_of_2(size)) for size in (qk_length, value_length))
-    chosen = launch(rows, max(c, width), q.element_size(), pairs)
-    splits = splits_for(keys, pairs, chosen)
+    chosen = launch(max(c, width), q.element_size())
+    splits = splits_for(triton.cdiv(keys, 256) * 256, pairs, batch * heads * queries, chosen)
     out = q.new_empty(batch, heads, queries, value_length)
     sums = tops = totals = None
     if splits > 1:
@@ -91,9 +109,9 @@ def forward(
         PRECISION="tf32x3", num_warps=chosen.warps, num_stages=chosen.stages,
     )  # fmt: skip
     if splits > 1:
-        merge_kernel[(batch * heads * queries, triton.cdiv(value_length, 32))](
-            sums, tops, totals, out, splits, V=value_length, WIDTH=32, SPLITS=triton.next_power_of_2(splits), STEP=32,
-            num_warps=4,
+        merge_kernel[(batch * heads * queries, triton.cdiv(value_length, 16))](
+            sums, tops, totals, out, splits, V=value_length, WIDTH=16, SPLITS=triton.next_power_of_2(splits),
+            STEP=min(256, triton.next_power_of_2(splits)), num_warps=4,
         )  # fmt: skip
     return out
 

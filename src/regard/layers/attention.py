@@ -26,6 +26,7 @@ from regard.layers.slots import Slot
 from regard.mask import Mask, MaskFunction, as_mask
 from regard.mechanism import Mechanism, named_tensors, replaced
 from regard.mechanisms import Softmax, named
+from regard.paths import gpu
 
 AnyMask = Mask | MaskFunction | Tensor | None
 
@@ -268,7 +269,12 @@ class MultiHeadAttention(nn.Module):
             if isinstance(positions, Tensor) and positions.shape[-1:] != q.shape[2:3]:
                 raise ValueError(f"positions: expected those of {q.shape[2]} tokens, got {tuple(positions.shape)}")
             tables = self.rotary.tables(positions) if isinstance(positions, Tensor) else positions
-            if torch.is_grad_enabled() or q.shape[2] > 1:
+            if gpu.launches(q) and q.stride(3) == k.stride(3) == 1:
+                # Triton is imported only where it is used.
+                from regard.kernels import elementwise
+
+                q, k = elementwise.turn(q, k, *tables, self.rotary.pairing == "neighbours")
+            elif torch.is_grad_enabled() or q.shape[2] > 1:
                 q, k = self.rotary.turn(q, tables), self.rotary.turn(k, tables)
             else:  # one token: fewer steps count for more than a copy
                 q, k = self.rotary.turn(torch.cat([q, k], 1), tables).split([self.num_heads, self.num_kv_heads], 1)

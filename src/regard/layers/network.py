@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from regard.layers.linear import Linear
+from regard.paths import gpu
 
 ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
     "relu": (F.relu, False),
@@ -54,6 +55,10 @@ class PositionWise(nn.Module):
         self.down = Linear(hidden_dim, embedding_dim, bias=bias)
 
     def forward(self, x: Float[Tensor, "*b E"]) -> Float[Tensor, "*b E"]:
+        if self.gated and self.activation is F.silu and gpu.launches(x):
+            from regard.kernels import elementwise
+
+            return self.down(elementwise.gated(self.gate(x), self.up(x)))
         if self.gated:
             return self.down(times(self.activation(self.gate(x)), self.up(x)))
         return self.down(self.activation(self.up(x)))
@@ -82,6 +87,11 @@ class RMSNorm(nn.Module):
             size = torch.linalg.vector_norm(x, dim=-1, keepdim=True)  # fewer, smaller steps
             scale = torch.addcmul(x.new_tensor(self.epsilon), size, size, value=1 / x.shape[-1]).rsqrt_()
             return (x * scale).mul_(self.weight)
+        if x.dtype == self.weight.dtype and gpu.launches(x):
+            # Triton is imported only where it is used.
+            from regard.kernels import elementwise
+
+            return elementwise.rms_norm(x, self.weight, self.epsilon)
         wide = x.float()
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.epsilon)
         return times(((wide if self.rounded else x) * scale).to(x.dtype), self.weight)

@@ -118,7 +118,7 @@ class SumSlot:
         for room, tensor in zip(self.tensors, (k, v), strict=True):
             room.index_copy_(2, self.clock.newest - self.gone, tensor)
         visible = self.clock.visible(2 * self.half, self.gone).expand(q.shape[0], -1)
-        rows, keys, values, real = tiled(q, *self.tensors, visible)
+        rows, keys, values, real = tiled(q, self.tensors[0], self.tensors[1], visible)
         plan = [Step(0, 1, 0, 2 * self.half)]
         out, *_ = sweep(mechanism, plan, None, real, rows, keys, values, self.sums, self.normaliser, history=True)
         return rearrange(out, "(b g) r t v -> b (g r) t v", g=self.heads)
@@ -127,8 +127,8 @@ class SumSlot:
         """Take the older half of the newest tokens into the sums, which makes room for as many."""
         half = self.half
         real = None if self.clock.low is None else self.clock.visible(half, self.gone)
-        first = [t[:, :, :half] for t in self.tensors]
-        _, keys, values, real = tiled(first[0], *first, real)
+        keys, values = (t[:, :, :half] for t in self.tensors)
+        _, keys, values, real = tiled(keys, keys, values, real)
         kind = self.sums.dtype
         phi, shown, count = fold(mechanism, keys.to(kind), values.to(kind), real)
         self.sums.baddbmm_(phi.transpose(-1, -2), shown)
@@ -141,17 +141,16 @@ class SumSlot:
     def state(self, like: KernelState, length: int, padding: Padding | None) -> KernelState:
         """A state of the first `length` tokens, which takes the slot's memory."""
         batch, shape, count = self.tensors[0].shape[0], (-1, self.heads), length - self.folded
-        between = (None, None)
-        if padding is not None:
-            between = padding.between(0, self.folded, length), padding.between(self.folded, length, length)
+        old = None if padding is None else padding.between(0, self.folded, length)
+        new = None if padding is None else padding.between(self.folded, length, length)
         run = Run(tuple(range(batch)), Buffer(self.tensors[0], self.tensors[1], count), waiting=False)
         return replace(
             like,
             sums=self.sums.unflatten(0, shape),
             normaliser=self.normaliser.unflatten(0, shape),
             folded=self.folded,
-            recent=KeyValueState((run,), 2 * self.half, count, between[1]),
-            padding=between[0],
+            recent=KeyValueState((run,), 2 * self.half, count, new),
+            padding=old,
         )
 
 

@@ -48,7 +48,7 @@ def run(call: Call) -> Tensor:
     q, scale = gpu.scaled(call)
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, call.k, call.v))
     if gpu.derived(call):
-        return _Attention.apply(q, k, v, scale, call.structure.causal)  # type: ignore[no-any-return, no-untyped-call]
+        return _Attention.apply(q, k, v, scale, call.structure.causal)  # type: ignore[no-untyped-call]
     return _forward(q, k, v, scale, call.structure.causal)[0]
 
 
@@ -71,7 +71,7 @@ class _Attention(torch.autograd.Function):
         out, lse, (*seen, seed, offset, _) = _forward(q, k, v, scale, causal)
         ctx.save_for_backward(q, k, v, out, lse, seed, offset)
         ctx.seen, ctx.scale, ctx.causal = seen, scale, causal
-        return out  # type: ignore[no-any-return]
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -1,4 +1,4 @@
-"""What the softmax paths of our own on a GPU share: what they can serve, and intervals of real keys on the device."""
+"""Where kernels of ours on a GPU serve: what softmax they compute, and intervals of real keys on the device."""
 
 from functools import lru_cache
 from importlib.util import find_spec
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from regard.call import Call
-from regard.eager import symbolic
+from regard.eager import symbolic, untouched
 from regard.mask import Span
 from regard.paths import sdpa
 
@@ -33,6 +33,11 @@ def unfit(call: Call) -> str | None:
     if max(call.qk_length, call.value_length) > LONGEST:
         return f"made for heads of at most {LONGEST} numbers"
     return "an exported program holds PyTorch's operators alone" if torch.compiler.is_exporting() else None
+
+
+def launches(x: Tensor) -> bool:
+    """Whether kernels of ours may take the place of plain operators on tokens in half precision."""
+    return TRITON and x.is_cuda and x.dtype.itemsize == 2 and not torch.is_grad_enabled() and untouched()
 
 
 def serves(q: Tensor, v: Tensor) -> bool:

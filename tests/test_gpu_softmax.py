@@ -1,0 +1,152 @@
+"""Softmax on a CUDA device: every path within the error budget, no wait for the GPU, nothing leaks; replayed steps.
+
+Run by hand where there is one: `pytest -m gpu`.
+"""
+
+import pytest
+import torch
+
+import regard as rg
+from regard.buffer import quantize
+from regard.laws.case import within_budget
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+HALF = (torch.bfloat16, torch.float16)
+LEFT = rg.padding(valid=torch.arange(1100) >= torch.tensor([[0], [700]]))
+CASES = {
+    "one query, grouped": ("split", None, 2, 8, 2, 1, 3000, 128, 128),
+    "one query, one head of keys": ("split", None, 1, 32, 1, 1, 5000, 64, 64),
+    "one query, every head its own": ("split", rg.padding([3000, 17]), 2, 4, 4, 1, 3000, 64, 64),
+    "a few queries, odd heads": ("split", rg.causal, 2, 6, 2, 5, 777, 40, 33),
+    "a few queries, window": ("split", rg.causal & rg.window(before=100), 1, 8, 2, 7, 1000, 96, 64),
+    "window": ("band", rg.causal & rg.window(before=200), 1, 4, 2, 1500, 1500, 64, 64),
+    "window ahead, 128": ("band", rg.window(before=100, after=50), 1, 2, 2, 700, 900, 128, 128),
+    "left padding, causal": ("band", rg.causal & LEFT, 2, 4, 1, 1100, 1100, 64, 128),
+    "right padding": ("band", rg.padding([1100, 3]), 2, 4, 2, 600, 1100, 64, 64),
+    "odd heads, T < S": ("band", rg.causal, 1, 4, 2, 333, 1111, 40, 33),
+    "T > S": ("band", rg.causal, 1, 2, 2, 700, 600, 128, 128),
+    "no mask, odd length": ("band", None, 1, 2, 1, 300, 1001, 64, 64),
+    "short": ("band", rg.causal, 1, 4, 4, 512, 512, 64, 64),
+    "long": ("cudnn", rg.causal, 1, 2, 2, 4096, 4096, 64, 64),
+    "long, 128, grouped": ("cudnn", rg.causal, 1, 4, 2, 4096, 4096, 128, 128),
+    "no mask": ("cudnn", None, 1, 4, 4, 512, 1024, 64, 64),
+}
+
+
+def case(name, dtype):
+    path, rule, batch, heads, groups, queries, keys, length, value_length = CASES[name]
+    sizes = (heads, queries, length), (groups, keys, length), (groups, keys, value_length)
+    return path, rule, [torch.randn(batch, *size, device="cuda", dtype=dtype) for size in sizes]
+
+
+def plain(q, k, v, rule):
+    """The plain formula: exact weights, rounded, times the values."""
+    visible = None if rule is None else rule.visible(q.shape[0], q.shape[1], q.shape[2], k.shape[2]).cuda()
+    return rg.Softmax().mix(rg.Softmax().weigh(q, k, visible).to(q.dtype), v).to(q.dtype)
+
+
+@pytest.mark.parametrize("dtype", [*HALF, torch.float32], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_every_path_keeps_the_error_budget(name, dtype):
+    path, rule, tensors = case(name, dtype)
+    recorded = path != "split"
+    leaves = [[t.to(kind).requires_grad_(recorded) for t in tensors] for kind in (dtype, torch.float64, dtype)]
+    plan = rg.explain(*leaves[0], mask=rule)
+    if dtype == torch.float32 and path == "cudnn":
+        path = "band"
+    assert plan.path == path
+    outs = [rg.attend(*leaves[0], mask=rule), *(plain(*inputs, rule) for inputs in leaves[1:])]
+    within_budget("output", *outs)
+    with torch.no_grad():
+        again = rg.attend(*leaves[0], mask=rule)
+        within_budget("output without gradients", again, *outs[1:])
+    if recorded:
+        grad = torch.randn_like(outs[0])
+        grads = [torch.autograd.grad(out, inputs, grad.to(out.dtype)) for out, inputs in zip(outs, leaves, strict=True)]
+        for letter, *found in zip("qkv", *grads, strict=True):
+            within_budget(f"gradient of {letter}", *found, gradient=True)
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
+@pytest.mark.parametrize("name", CASES)
+def test_no_call_waits_for_the_gpu(name):
+    path, rule, tensors = case(name, torch.bfloat16)
+    leaves = [t.requires_grad_(path != "split") for t in tensors]
+    torch.cuda.synchronize()
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        out = rg.attend(*leaves, mask=rule)
+        if path != "split":
+            torch.autograd.grad(out, leaves, torch.ones_like(out))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("name", ["long", "long, 128, grouped", "window", "short"])
+@pytest.mark.parametrize("recorded", [False, True])
+def test_nothing_hidden_leaks_and_nothing_seen_is_hidden(name, recorded):
+    _, rule, (q, k, v) = case(name, torch.bfloat16)
+    at = q.shape[2] - 100
+    clean = rg.attend(q, k, v, mask=rule)
+    k[:, :, at], v[:, :, at + 1] = torch.nan, torch.inf
+    leaves = [t.requires_grad_(recorded) for t in (q, k, v)]
+    out = rg.attend(*leaves, mask=rule)
+    torch.testing.assert_close(out[:, :, :at], clean[:, :, :at], rtol=2e-2, atol=2e-2)
+    assert not out[:, :, at:].isfinite().any()
+    if recorded:
+        grads = torch.autograd.grad(out[:, :, :at].float().sum(), leaves)
+        assert all(grad.isfinite().all() and not grad[:, :, at:].any() for grad in grads)
+
+
+def test_int8_states_with_the_length_on_the_device():
+    from regard.kernels import decode_attention
+
+    q, k, v = (torch.randn(2, h, n, 64, device="cuda", dtype=torch.bfloat16) for h, n in ((9, 1), (3, 2000), (3, 2000)))
+    (k8, k_scale), (v8, v_scale) = quantize(k), quantize(v)
+    length = torch.tensor([1234], dtype=torch.int32, device="cuda")
+    bounds = torch.tensor([[0, 300], [2000, 2000]], dtype=torch.int32, device="cuda")
+    out = decode_attention.forward(q, k8, v8, 0.125, bounds, scales=(k_scale, v_scale), length=length)
+    rule = rg.padding(valid=torch.arange(1234) >= torch.tensor([[0], [300]]))
+    seen = [(t[:, :, :1234], s[:, :, :1234]) for t, s in ((k8, k_scale), (v8, v_scale))]
+    exact = plain(q.double(), *(t.double() * s for t, s in seen), rule)
+    within_budget("output", out, exact, plain(q, *((t * s).to(q.dtype) for t, s in seen), rule))
+
+
+MODELS = {
+    "softmax": {"num_kv_heads": 2},
+    "window": {"window": 24},
+    "quadratic": {"mechanism": "quadratic"},
+    "elu": {"mechanism": "elu"},
+    "softcap": {"mechanism": rg.Softmax(softcap=20.0)},
+    "learned positions": {"positions": "learned"},
+}
+
+
+@pytest.mark.parametrize("storage", [None, torch.int8], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_replayed_steps_are_the_eager_ones(name, storage, monkeypatch):
+    from regard.generation import replay
+
+    torch.manual_seed(0)
+    sizes = {"vocabulary_size": 97, "embedding_dim": 64, "num_layers": 3, "num_heads": 4}
+    if storage is not None and "mechanism" in MODELS[name] and name != "softcap":
+        pytest.skip("sums are not kept in int8")
+    model = rg.Decoder(rg.DecoderConfig(**sizes, **MODELS[name])).cuda().double().eval()
+    if name == "softmax":
+        model = model.float()
+    prompts = [list(range(1, 40)), [5, 6, 7], list(range(3, 80)), [9]]
+    ends = rg.generate(model, prompts, max_new_tokens=150, storage=storage)
+    stop = [ends[1].tokens[20], ends[3].tokens[60]]  # rows leave on the way
+    options = {"max_new_tokens": 150, "stop": stop, "storage": storage}
+    seen = []
+    original = replay.Replay.__init__
+    monkeypatch.setattr(replay.Replay, "__init__", lambda self, *rest: (seen.append(1), original(self, *rest))[1])
+    replayed = rg.generate(model, prompts, **options)
+    assert seen
+    monkeypatch.setattr(replay, "unfit", lambda *_: "asked for")
+    eager = rg.generate(model, prompts, **options)
+    assert [text.tokens for text in replayed] == [text.tokens for text in eager]
