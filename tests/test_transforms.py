@@ -172,8 +172,8 @@ class Layer(torch.nn.Module):
             "window": lambda: rg.causal & rg.window(before=3) & rg.padding(valid=real),
             "wide window": lambda: rg.window(before=20, after=30) & rg.padding(real.sum(-1)),
             "global": lambda: (rg.window(before=2, after=5) | rg.global_tokens(1)) & rg.padding(valid=real),
-            "table": lambda: rg.dense(real[:, None, None] & (real.sum(-1)[:, None, None, None] > 0)),
-            "function": lambda: rg.causal & (lambda b, h, q, k: real[b, k]),
+            "table": lambda: rg.dense(real[:, None, None]),
+            "segments": lambda: rg.segments(real.long()) & rg.padding(valid=real),
         }
         return rg.attend(q, k, v, self.mechanism, masks[self.mask]())
 
@@ -182,8 +182,8 @@ class Layer(torch.nn.Module):
     ("name", "mask"),
     [(name, "lengths") for name in REGISTRY if REGISTRY[name].by_pairs]
     + [("softmax", "causal"), ("softmax", "valid"), ("quadratic", "causal"), ("quadratic", "valid")]
-    + [("channel", "padding"), ("softmax", "padding"), ("elu", "padding"), ("elu", "window")]
-    + [("softmax", mask) for mask in ("window", "wide window", "global", "table", "function")],
+    + [("channel", "padding"), ("softmax", "padding"), ("elu", "padding")]
+    + [("softmax", mask) for mask in ("window", "wide window", "global", "table", "segments")],
 )
 def test_export_with_a_dynamic_length(name: str, mask: str) -> None:
     """One program for all lengths, which lets nothing hidden through either."""
@@ -203,6 +203,54 @@ def test_export_with_a_dynamic_length(name: str, mask: str) -> None:
         dirty = program(q, torch.cat([k[:1], spoiled(k[1:])]), torch.cat([v[:1], spoiled(v[1:])]), real)
         hidden = slice(None) if mask != "causal" else slice(0, size - 1)
         assert close(dirty[:, :, hidden], expected[:, :, hidden])
+
+
+SIZES = {"vocabulary_size": 23, "embedding_dim": 8, "num_layers": 1, "num_heads": 2}
+MODELS: dict[str, Callable[[], torch.nn.Module]] = {
+    "decoder": lambda: rg.Decoder(rg.DecoderConfig.gpt2(**SIZES, num_kv_heads=1, window=5)),
+    "encoder": lambda: rg.Encoder(rg.EncoderConfig(**SIZES, window=3)),
+    "t5": lambda: rg.Transformer(rg.TransformerConfig.t5(**SIZES)),
+}
+
+
+class Reader(torch.nn.Module):
+    """A model that reads a padded batch, or one without padding."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor, real: Tensor | None = None) -> Tensor:
+        mask = None if real is None else rg.padding(valid=real)
+        if isinstance(self.model, rg.Transformer):
+            return self.model(tokens, tokens[:, :-2], source_mask=mask)
+        return self.model(tokens, mask=mask)
+
+
+@pytest.mark.parametrize(("name", "padded"), [("decoder", True), ("encoder", True), ("t5", False)])
+@torch.no_grad()
+def test_a_model_is_exported_once_for_all_batches_and_lengths(name: str, padded: bool) -> None:
+    torch.manual_seed(0)
+    reader = Reader(MODELS[name]().double().eval())
+
+    def given(batch: int, length: int) -> tuple[Tensor, ...]:
+        tokens, ends = torch.arange(batch * length).view(batch, length) % 23, length - torch.arange(batch)[:, None]
+        return (tokens, torch.arange(length) < ends) if padded else (tokens,)
+
+    sizes = {0: torch.export.Dim("batch", max=64), 1: torch.export.Dim("length", min=4, max=512)}
+    shapes = {"tokens": sizes, "real": sizes} if padded else {"tokens": sizes}
+    program = torch.export.export(reader, given(3, 9), dynamic_shapes=shapes).module()
+    for size in ((2, 5), (3, 9), (4, 200)):
+        assert torch.allclose(program(*given(*size)), reader(*given(*size)), rtol=1e-6, atol=1e-6)
+
+
+def test_dynamic_rotary_scaling_says_that_it_is_not_exported() -> None:
+    scaling = rg.RotaryScaling(kind="dynamic", factor=2.0)
+    model = rg.Decoder(rg.DecoderConfig(**SIZES, rotary_scaling=scaling)).eval()
+    with pytest.raises(
+        ValueError, match=r"^rotary_scaling: expected none, linear or llama3 for torch\.export, got dyn"
+    ):
+        torch.export.export(model, (torch.ones(1, 5, dtype=torch.long),))
 
 
 def test_a_table_of_padding_is_made_once_and_is_plain() -> None:

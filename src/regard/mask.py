@@ -214,7 +214,8 @@ class Padding(Mask):
     def batch(self) -> int:
         if self.rows is not None:
             return len(self.rows)
-        return len(self.table if self.ends is None else self.ends)  # type: ignore[arg-type]
+        # Not len(…), which would fix a batch that a trace holds open.
+        return (self.table if self.ends is None else self.ends).shape[0]  # type: ignore[union-attr]
 
     def __call__(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         if self.ends is not None:
@@ -338,19 +339,22 @@ class Segments(Mask):
     """Packed sequences: a query sees the keys that carry its own id."""
 
     ids: Tensor
-    reach: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
-    """For every sequence and position, the first and one past the last position that carries the same id."""
+    reach: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] | None
+    """For every sequence and position, the first and one past the last position that carries the same id; None in a
+    trace, which cannot read ids."""
 
     @property
     def sizes(self) -> tuple[int | None, int | None]:
-        return (None if len(self.ids) == 1 else len(self.ids)), None
+        return (None if self.ids.shape[0] == 1 else self.ids.shape[0]), None
 
     def __call__(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         ids = self.ids.to(key.device)
-        row = torch.zeros_like(batch) if len(ids) == 1 else batch
+        row = torch.zeros_like(batch) if ids.shape[0] == 1 else batch
         return (ids[row, query.clamp(min=0)] == ids[row, key]) & (query >= 0)
 
     def spans(self, low: int, high: int, keys: int) -> list[Span]:
+        if self.reach is None:
+            return [(0, keys)]
         low, high = max(low, 0), min(high, keys)
         if low >= high or not self.reach:
             return []
@@ -379,7 +383,7 @@ class Dense(Mask):
         row = torch.zeros_like(query) if rows == 1 else query - (columns - rows)
         has_row = (row >= 0) & (row < rows)
         batch, head = (
-            at if size > 1 else torch.zeros_like(at) for at, size in ((batch, len(table)), (head, table.shape[1]))
+            at if size > 1 else torch.zeros_like(at) for at, size in zip((batch, head), table.shape[:2], strict=True)
         )
         return table[batch, head, row.clamp(0, rows - 1), key] & has_row
 
@@ -594,7 +598,7 @@ def segments(ids: Tensor | Sequence[Sequence[int]]) -> Mask:
     if table.ndim != 2 or table.dtype.is_floating_point:
         raise ValueError(f"ids: expected whole numbers of shape (B, S), got {table.dtype} {tuple(table.shape)}")
     # Positions are looked up in it, which PyTorch does not do for every kind of whole number.
-    return Segments(table.long(), tuple(_reach(row) for row in table.tolist()))
+    return Segments(table.long(), tuple(map(_reach, table.tolist())) if readable(table) else None)
 
 
 def _reach(row: list[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -105,6 +105,11 @@ class Rotary:
     def tables(self, positions: Int[Tensor, "*t"]) -> Tables:
         """Cosines and sines, float32: (T, K) for all sequences alike, (B, 1, T, K) for positions (B, T)."""
         if self.scaling is not None and self.scaling.kind == "dynamic" and positions.numel():
+            if torch.compiler.is_exporting():
+                raise ValueError(
+                    "rotary_scaling: expected none, linear or llama3 for torch.export, "
+                    "got dynamic, which reads how long each sequence is"
+                )
             # Every sequence by its own length: a longer one beside it must not change it.
             rows = positions if positions.ndim == 2 else positions.reshape(1, -1)
             frequencies = torch.stack([self.frequencies(int(last) + 1) for last in rows.amax(-1).tolist()])

@@ -117,10 +117,9 @@ def places(tokens: Int[Tensor, "B T"], mask: Mask | None, state: ModelState | No
     before = None if state is None else state.padding
     if fresh is None and before is None:
         return torch.arange(past, past + count, device=tokens.device)
-    if fresh is not None and fresh.batch != len(tokens):
-        raise ValueError(f"mask: expected padding for {len(tokens)} sequences (the batch), got {fresh.batch}")
+    if fresh is not None and fresh.batch != tokens.shape[0]:
+        raise ValueError(f"mask: expected padding for {tokens.shape[0]} sequences (the batch), got {fresh.batch}")
     ones = torch.ones_like(tokens, dtype=torch.bool)
     valid = ones if fresh is None else fresh.valid(count, tokens.device)
-    real = [past] * tokens.shape[0] if before is None else before.counts()
-    start = torch.tensor(real, device=tokens.device)[:, None]
+    start = past if before is None else torch.tensor(before.counts(), device=tokens.device)[:, None]
     return (start + valid.cumsum(-1) - 1).clamp(min=0)

@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from regard.eager import readable
 from regard.layers.attention import AnyMask
 from regard.layers.block import Stack
 from regard.layers.int8 import tied_head
@@ -164,7 +165,8 @@ class Decoder(Model):
         rule = as_mask(mask)
         place = places(tokens, rule, state)
         if self.config.positions == "learned":
-            reach = past + tokens.shape[1] if place.ndim == 1 else int(place.max()) + 1  # padding stands nowhere
+            # Padding has no position; a trace cannot read how much of it there is.
+            reach = past + tokens.shape[1] if place.ndim == 1 or not readable(place) else int(place.max()) + 1
             check_length("tokens", reach, self.config.context_length)
         return self.stack(self.embed(tokens, place), rule, positions=place, state=state)
 

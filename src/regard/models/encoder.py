@@ -215,7 +215,7 @@ class Encoder(Model):
         if found is None:
             return torch.tanh(self.pooler(hidden[:, 0]))
         first = found.valid(hidden.shape[1], hidden.device).long().argmax(-1)
-        return torch.tanh(self.pooler(hidden[torch.arange(len(hidden), device=hidden.device), first]))
+        return torch.tanh(self.pooler(hidden[torch.arange(hidden.shape[0], device=hidden.device), first]))
 
     def embed(
         self, texts: Sequence[str], *, normalize: bool | None = None, batch_size: int = 32
@@ -326,7 +326,7 @@ def pool(
     """
     length = hidden.shape[1]
     if not length:
-        return hidden.new_zeros(len(hidden), hidden.shape[2] * len(modes))
+        return hidden.new_zeros(hidden.shape[0], hidden.shape[2] * len(modes))
     rule = as_mask(mask)
     valid = None if rule is None else structure(rule, length, length).valid(length, hidden.device)
     if valid is None:

@@ -195,8 +195,8 @@ class Transformer(Model):
         With `at`, logits (N, vocabulary) of those places alone, one after another: others are not computed.
         """
         rule, target_rule = self._check("source", source, source_mask), self._check("target", target, target_mask)
-        if len(target) != len(source):
-            raise ValueError(f"target: expected as many sequences as the source's {len(source)}, got {len(target)}")
+        if target.shape[0] != (batch := source.shape[0]):
+            raise ValueError(f"target: expected as many sequences as the source's {batch}, got {target.shape[0]}")
         if at is not None and (at.dtype != torch.bool or at.shape != target.shape):
             raise ValueError(f"at: expected bool {tuple(target.shape)}, got {at.dtype} {tuple(at.shape)}")
         memory = self.decoder.remember(self._encode(source, rule))

@@ -19,10 +19,10 @@ WINDOW_BLOCK = 64
 
 def cannot(call: Call) -> str | None:
     """Why this path cannot serve a call; None if it can."""
-    if call.mask is None and call.queries <= QUERY_BLOCK:
-        return f"one block of {QUERY_BLOCK} queries sees all keys: nothing to split"
     if symbolic(call.queries, call.keys):
         return "a trace that holds a length open cannot cut it into blocks"
+    if call.mask is None and call.queries <= QUERY_BLOCK:
+        return f"one block of {QUERY_BLOCK} queries sees all keys: nothing to split"
     return None
 
 
