@@ -48,11 +48,16 @@ class WeighsNegatively(Similar):
         return super().similarity(q, k) - 0.3
 
 
+class ShowsOtherWeights(Similar):
+    def choose_weights(self, call, rows, heads):
+        return super().choose_weights(call, rows, heads).sqrt()
+
+
 class AveragesWhenBlind(rg.Softmax):
     """The finite sentinel: -1e9 instead of "not visible" makes an empty row the mean of all values."""
 
     def weigh(self, q, k, visible, bias=None):
-        scores = self.grouped(self.similarity, q, k)
+        scores = self.grouped(self.score, q, k)
         return torch.softmax(scores if visible is None else scores.masked_fill(~visible, -1e9), dim=-1)
 
     def sdpa_scale(self, qk_length):
@@ -149,7 +154,8 @@ BROKEN: dict[str, rg.Mechanism] = {
     "forked": WritesIntoForks(),
     "batched": LooksAtTheWholeBatch(),
     "padded": CountsPaddingIn(),
-    "weights": WeighsNegatively(),
+    "weights": ShowsOtherWeights(),
+    "normalised": WeighsNegatively(),
     "empty": AveragesWhenBlind(),
     "leakless": CentresByMaskedKeys(),
     "permuted": PrefersEvenPositions(),

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import regard as rg
 from memory import Allocations, Traffic, saved_bytes
-from regard.mechanisms.kernel import RECENT
+from regard.families.features import RECENT
 from regard.paths import sums_cost
 from regard.paths.sums import steps
 

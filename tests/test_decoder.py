@@ -12,6 +12,7 @@ import peers
 import regard as rg
 from regard.mechanisms import REGISTRY
 from regard.models.registry import MODELS
+from regard.owned import weighs_tokens
 
 FORMS = {
     "llama": rg.DecoderConfig(
@@ -34,7 +35,7 @@ SCALINGS = {
     "dynamic": rg.RotaryScaling(kind="dynamic", factor=2.5),
     "llama3": rg.RotaryScaling(kind="llama3", factor=5.0, original_context_length=8),
 }
-CAUSAL = [name for name, mechanism in REGISTRY.items() if mechanism.by_pairs]
+CAUSAL = [name for name, mechanism in REGISTRY.items() if weighs_tokens(mechanism, 8)]
 
 
 def made(config: rg.DecoderConfig) -> rg.Decoder:

@@ -13,10 +13,12 @@ from torch import Tensor
 
 import regard as rg
 from regard.call import Call
+from regard.families.features import RECENT
 from regard.mechanisms import REGISTRY
-from regard.mechanisms.kernel import RECENT
+from regard.call import refusal
+from regard.owned import weighs_tokens
 
-PAIRS = {name: one for name, one in REGISTRY.items() if one.by_pairs}
+PAIRS = {name: one for name, one in REGISTRY.items() if weighs_tokens(one, 8)}
 every_mechanism = pytest.mark.parametrize("name", PAIRS)
 B, H, G, K, V = 2, 4, 2, 5, 3
 
@@ -390,7 +392,7 @@ def test_pytorch_141218_zero_size_inputs(
 ) -> None:
     """A zero-size grouped input crashed the process. Empty batches, sequences and heads give empty outputs."""
     mechanism = REGISTRY[name]
-    if mask == "causal" and not mechanism.by_pairs:
+    if mask == "causal" and not weighs_tokens(mechanism, 8):
         pytest.skip("Channel is never causal")
     rule = {None: None, "causal": rg.causal, "padding": rg.padding([length] * batch)}[mask]
     q, k, v = (draw(batch, n, length, K).requires_grad_() for n in (heads, groups, groups))
@@ -400,7 +402,7 @@ def test_pytorch_141218_zero_size_inputs(
     grads = torch.autograd.grad(out.sum(), (q, k, v), allow_unused=True, materialize_grads=True)
     assert all(grad.isfinite().all() for grad in grads)
     weights = rg.weights(q, k, mechanism, rule)
-    assert weights.shape == ((batch, heads, length, length) if mechanism.by_pairs else (batch, heads, K, K))
+    assert weights.shape == ((batch, heads, length, length) if weighs_tokens(mechanism, 8) else (batch, heads, K, K))
 
 
 @every_mechanism
@@ -667,8 +669,8 @@ def test_long_rows_in_half_precision_keep_a_fixed_budget(name: str, mask: str, d
         "table": (rg.dense(table), table),
     }
     rule, visible = masks[mask]
-    bias = (20 + draw(H, queries, LONG, seed=4)).to(dtype) if mechanism.takes_bias else None
-    for added in (None, bias) if mechanism.takes_bias else (None,):
+    bias = (20 + draw(H, queries, LONG, seed=4)).to(dtype)
+    for added in (None, bias) if refusal(mechanism, bias=True) is None else (None,):
         expected = plain(mechanism, q, k, v, visible) if added is None else biased(mechanism, q, k, v, visible, added)
         for path in [
             one.name for one in mechanism.paths() if one.cannot(Call(mechanism, q, k, v, rule, added)) is None

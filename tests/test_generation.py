@@ -29,6 +29,7 @@ from regard.generation.prompt import KEY, with_room
 from regard.generation.sampling import Sampling
 from regard.generation.text import Writer
 from regard.mechanisms import REGISTRY
+from regard.owned import weighs_tokens
 
 SIZES = {"vocabulary_size": 61, "embedding_dim": 16, "num_layers": 3, "num_heads": 4, "context_length": 256}
 DECODERS = {
@@ -39,7 +40,7 @@ DECODERS = {
     "alibi": rg.DecoderConfig(**SIZES, positions="alibi"),
     "window": rg.DecoderConfig(**SIZES, window=7, window_layers=(0, 2), num_kv_heads=2),
     "window-alibi": rg.DecoderConfig(**SIZES, window=5, positions="alibi"),
-    **{name: rg.DecoderConfig(**SIZES, mechanism=name) for name, one in REGISTRY.items() if one.by_pairs},
+    **{name: rg.DecoderConfig(**SIZES, mechanism=name) for name, one in REGISTRY.items() if weighs_tokens(one, 8)},
 }
 SEQUENCES = {
     "transformer": rg.TransformerConfig(**SIZES, num_decoder_layers=2, start_token=1),
@@ -797,7 +798,7 @@ def test_states_grow_beyond_their_first_room():
     model.config = replace(model.config, context_length=40)
     expected = rg.generate(model, [[1, 2]], max_new_tokens=20)[0].tokens
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("regard.generation.prompt.ROOM", 3)
+        patch.setattr("regard.key_values.LEAST_MORE", 3)
         assert rg.generate(model, [[1, 2]], max_new_tokens=20)[0].tokens == expected
         assert rg.generate(model, state=rg.prefill(model, [[1, 2]]), max_new_tokens=20)[0].tokens == expected
         beams = rg.generate(model, [[1, 2], [5]], max_new_tokens=20, beams=3)

@@ -26,8 +26,9 @@ from regard.layers.positions import Alibi, RelativeBias, Rotary, alibi_slopes, s
 from regard.layers.ragged import Ragged
 from regard.layers.streaming import places
 from regard.mechanisms import REGISTRY
+from regard.owned import weighs_tokens
 
-CAUSAL = [name for name, mechanism in REGISTRY.items() if mechanism.by_pairs]
+CAUSAL = [name for name, mechanism in REGISTRY.items() if weighs_tokens(mechanism, 8)]
 
 
 def filled(layer: nn.Module) -> nn.Module:
@@ -105,7 +106,7 @@ def test_dropout_of_weights_acts_in_training_only_and_keeps_the_mean(mechanism):
 
 @pytest.mark.parametrize("where", ["k", "v"])
 @pytest.mark.parametrize(("mask", "visible"), [(rg.padding([5, 6]), False), (rg.causal, True), (rg.window(2, 0), True)])
-@pytest.mark.parametrize("name", [name for name, mechanism in REGISTRY.items() if mechanism.by_pairs])
+@pytest.mark.parametrize("name", [name for name, mechanism in REGISTRY.items() if weighs_tokens(mechanism, 8)])
 def test_dropout_of_weights_lets_no_masked_number_through(name, mask, visible, where):
     """The first row's last key is spoiled: padding hides it from all queries, the other masks from all but the last."""
     attend, outs = Attend(REGISTRY[name], dropout=0.3), []

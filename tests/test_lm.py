@@ -19,11 +19,12 @@ from regard.data.baselines import ngram_bits_per_byte, ngrams, xz_bits_per_byte
 from regard.data.text import Tokens, documents, plain_ids, split, write_tokens
 from regard.data.vocabulary import train_bpe
 from regard.mechanisms import REGISTRY
+from regard.owned import weighs_tokens
 from regard.training import Settings, train
 from regard.training.recipes import lm
 from regard.training.task import IGNORED
 
-CAUSAL = [name for name, mechanism in REGISTRY.items() if mechanism.by_pairs]
+CAUSAL = [name for name, mechanism in REGISTRY.items() if weighs_tokens(mechanism, 8)]
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "dog", "run", "é", "naïve"]
 
 

@@ -18,14 +18,17 @@ MODULES = sorted(module.name for module in pkgutil.walk_packages(rg.__path__, "r
 
 # Lower layers first. A module imports only from layers before its own, or from its own.
 LAYERS = [
-    ["files", "tiles", "cpu", "buffer", "eager"],
+    ["files", "tiles", "cpu", "buffer", "eager", "owned"],
     ["mask"],
-    ["structure"],
+    ["structure", "padded"],
     ["state", "cost"],
+    ["key_values"],
+    ["kernel_state"],
     ["call"],
     ["kernels"],
     ["paths"],
     ["mechanism"],
+    ["families"],
     ["mechanisms"],
     ["attention"],
     ["laws"],

@@ -21,9 +21,9 @@ from hypothesis.stateful import (
 from torch import Tensor
 
 import regard as rg
+from regard.key_values import PAGE
 from regard.mask import as_mask
 from regard.mechanisms import REGISTRY
-from regard.state import PAGE
 
 H, G, K, V = 2, 1, 4, 3
 CAPACITY = 600

@@ -13,6 +13,7 @@ import regard as rg
 from regard.layers.attention import MultiHeadAttention
 from regard.layers.block import BlockConfig, Stack
 from regard.mechanisms import REGISTRY
+from regard.owned import weighs_tokens
 from regard.trace import Trace, TracedLayer, patterns, rollout, trace, value_weighted, word_ids
 from regard.tracing.patterns import PATTERNS
 
@@ -403,7 +404,7 @@ def test_a_layer_that_was_not_recorded_is_named():
 
 def stack(mechanism, *, cross=False, layers=3, causal=True, shared=None, **more):
     config = BlockConfig(embedding_dim=16, num_heads=4, hidden_dim=32, mechanism=mechanism, num_kv_heads=2, cross=cross)
-    return Stack(config, layers, causal=causal and mechanism.by_pairs, num_shared=shared, **more).eval()
+    return Stack(config, layers, causal=causal and weighs_tokens(mechanism, 8), num_shared=shared, **more).eval()
 
 
 @pytest.mark.parametrize("name", REGISTRY)
@@ -418,15 +419,15 @@ def test_every_mechanism_is_traced_exactly_and_computes_the_same(name):
     assert [layer.index for layer in traced.layers] == [0, 1, 2]
     for layer in traced.layers:
         assert layer.mechanism == repr(mechanism)
-        rule = (rg.causal & mask) if mechanism.by_pairs else mask
+        rule = (rg.causal & mask) if weighs_tokens(mechanism, 8) else mask
         again = rg.weights(layer.queries, layer.keys, mechanism, rule)
         assert torch.equal(layer.weights, again)
         output = rg.attend(layer.queries, layer.keys, layer.values, mechanism, rule)
         real = rg.padding([7, 5]).valid(7)[:, None, :, None]
         mixed = mechanism.mix(layer.weights, layer.values)
         assert torch.allclose(mixed.masked_fill(~real, 0), output.masked_fill(~real, 0), atol=1e-5)
-        assert (layer.scores is not None) == mechanism.by_pairs
-        if not mechanism.by_pairs:
+        assert (layer.scores is not None) == weighs_tokens(mechanism, 8)
+        if not weighs_tokens(mechanism, 8):
             assert layer.weights.shape == (2, 4, 4, 4)
         elif isinstance(mechanism, rg.Softmax) and not mechanism.hard:
             assert torch.allclose(layer.scores.softmax(-1), layer.weights, atol=1e-6)
@@ -435,7 +436,7 @@ def test_every_mechanism_is_traced_exactly_and_computes_the_same(name):
             assert torch.allclose(similar, layer.weights, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", [name for name, mechanism in REGISTRY.items() if mechanism.by_pairs])
+@pytest.mark.parametrize("name", [name for name, mechanism in REGISTRY.items() if weighs_tokens(mechanism, 8)])
 def test_streams_are_joined_for_every_mechanism(name):
     mechanism, x = REGISTRY[name], torch.randn(2, 150, 16)
     model = stack(mechanism, layers=2)

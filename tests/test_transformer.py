@@ -12,6 +12,7 @@ from regard.checkpoints.huggingface import export
 from regard.layers.positions import sinusoidal
 from regard.mechanisms import REGISTRY
 from regard.models.transformer import Transformer, TransformerConfig
+from regard.owned import weighs_tokens
 
 SIZES = {"vocabulary_size": 60, "embedding_dim": 24, "num_layers": 2, "num_heads": 4}
 FORMS = {
@@ -32,7 +33,7 @@ VARIANTS = {
     "deep decoder": {"num_layers": 1, "num_decoder_layers": 3, "feed_forward_proj": "gated-silu"},
     "deep encoder": {"num_layers": 3, "num_decoder_layers": 1, "feed_forward_proj": "gelu"},
 }
-CAUSAL = [name for name, mechanism in REGISTRY.items() if mechanism.by_pairs]
+CAUSAL = [name for name, mechanism in REGISTRY.items() if weighs_tokens(mechanism, 8)]
 
 
 def build(config):

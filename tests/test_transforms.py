@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 import regard as rg
 from regard.call import all_finite
 from regard.mechanisms import REGISTRY
+from regard.owned import weighs_tokens
 
 B, H, G, T, K = 2, 4, 2, 7, 3
 
@@ -76,7 +77,9 @@ MASKS: dict[str, Callable[[], rg.Mask | None]] = {
     "window": lambda: rg.window(before=2),
     "table": lambda: rg.dense(torch.arange(T)[:, None] >= torch.arange(T)),
 }
-CASES = [(name, mask) for name in REGISTRY for mask in MASKS if REGISTRY[name].by_pairs or mask in ("none", "right")]
+CASES = [
+    (name, mask) for name in REGISTRY for mask in MASKS if weighs_tokens(REGISTRY[name], 8) or mask in ("none", "right")
+]
 every_case = pytest.mark.parametrize(("name", "mask"), CASES, ids=lambda name: name)
 every_mechanism = pytest.mark.parametrize("name", REGISTRY)
 
@@ -180,7 +183,7 @@ class Layer(torch.nn.Module):
 
 @pytest.mark.parametrize(
     ("name", "mask"),
-    [(name, "lengths") for name in REGISTRY if REGISTRY[name].by_pairs]
+    [(name, "lengths") for name in REGISTRY if weighs_tokens(REGISTRY[name], 8)]
     + [("softmax", "causal"), ("softmax", "valid"), ("quadratic", "causal"), ("quadratic", "valid")]
     + [("channel", "padding"), ("softmax", "padding"), ("elu", "padding")]
     + [("softmax", mask) for mask in ("window", "wide window", "global", "table", "segments")],

@@ -17,6 +17,7 @@ from torch import Tensor
 import regard as rg
 from regard.data.phrasebook import phrasebook, swaps
 from regard.mechanisms import REGISTRY
+from regard.owned import weighs_tokens
 from regard.training import Settings, train
 from regard.training.recipes import translate
 from regard.training.recipes.translate import END, PAD, SHIPPED, START, Options, Translation
@@ -24,7 +25,7 @@ from test_cli import Inside, entry_point, regard
 
 RED_CAR = "La voiture rouge est rapide."
 TINY = {"count": 300, "held_out": 20, "vocabulary": 600, "width": 16, "heads": 2, "layers": 1, "hidden": 32}
-CAUSAL = [name for name, mechanism in REGISTRY.items() if mechanism.by_pairs]
+CAUSAL = [name for name, mechanism in REGISTRY.items() if weighs_tokens(mechanism, 8)]
 
 
 @pytest.fixture

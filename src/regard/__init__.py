@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from regard.cost import cost as cost
     from regard.cost import crossover as crossover
     from regard.cost import layer_cost as layer_cost
+    from regard.families.features import FeatureMechanism as FeatureMechanism
+    from regard.families.scores import ScoreMechanism as ScoreMechanism
     from regard.generation import Generated as Generated
     from regard.generation import Prompt as Prompt
     from regard.generation import generate as generate
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
     from regard.mask import window as window
     from regard.mask import window2d as window2d
     from regard.mechanism import Mechanism as Mechanism
+    from regard.mechanism import UnnormalisedMechanism as UnnormalisedMechanism
     from regard.mechanisms import Argmax as Argmax
     from regard.mechanisms import Channel as Channel
     from regard.mechanisms import Elu as Elu
@@ -78,7 +81,9 @@ _HOMES = {
     "regard.layers.attention": "MultiHeadAttention",
     "regard.layers.positions": "RotaryScaling",
     "regard.mask": "Mask causal dense global_tokens padding segments window window2d",
-    "regard.mechanism": "Mechanism",
+    "regard.families.features": "FeatureMechanism",
+    "regard.families.scores": "ScoreMechanism",
+    "regard.mechanism": "Mechanism UnnormalisedMechanism",
     "regard.mechanisms": "Argmax Channel Elu Kernel Polynomial Quadratic RandomFeatures Softmax Taylor Uniform",
     "regard.models.davit": "DaViT DaViTConfig",
     "regard.models.decoder": "Decoder DecoderConfig",

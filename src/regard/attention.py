@@ -2,11 +2,10 @@
 
 from collections.abc import Sequence
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from regard.call import Call, Plan, choose, cleaned, in_own_dtype, plan, run_guarded, taint
+from regard.call import Call, Plan, choose, in_own_dtype, plan, run_guarded
 from regard.mask import Mask, MaskFunction, as_mask, whole_number
 from regard.mechanism import Mechanism
 from regard.mechanisms.softmax import Softmax
@@ -83,54 +82,15 @@ def weights(
     >>> torch.allclose(rg.weights(q, k, rg.Quadratic(), rg.causal, rows=[-1], heads=[2]), w[:, [2], -1:])
     True
     """
-    mechanism = _mechanism(mechanism)
-    call = Call(mechanism, q, k, k, as_mask(mask), bias)
+    call = Call(_mechanism(mechanism), q, k, k, as_mask(mask), bias)
     call.check()
-    tainted = None if call.mask is None else taint(k, k)
-    k = cleaned(k, tainted)
     chosen_rows, chosen_heads = _chosen("rows", rows, call.queries), _chosen("heads", heads, call.heads)
-    if not mechanism.by_pairs:
-        if rows is not None:
-            raise ValueError(f"rows: expected none, the weights of {mechanism!r} are between channels, got {rows}")
-        with in_own_dtype(q):
-            found = mechanism.weigh(q, k, _visible(call, chosen_rows)).to(q.dtype)
-        if tainted is not None:
-            valid = call.structure.valid(call.keys, q.device)
-            bad = (tainted if valid is None else tainted & valid[:, None]).any(-1)
-            found = found.masked_fill(bad.repeat_interleave(call.heads // call.groups, 1)[..., None, None], torch.nan)
-        return found[:, chosen_heads]
-    size = (call.batch, len(chosen_heads), len(chosen_rows), call.keys)
-    if 0 in size:
-        return q.new_zeros(size) + q[..., :0].sum() + k[..., :0].sum()
-    visible = _visible(call, chosen_rows)
-    if visible is not None and visible.shape[1] > 1:
-        visible = visible[:, chosen_heads]
-    if bias is not None:
-        bias = bias.expand(call.batch, call.heads, call.queries, call.keys)[:, chosen_heads][:, :, chosen_rows]
-    # Every chosen query head brings its own key head, unless all are wanted and groups stay whole.
-    if heads is not None:
-        k = k[:, [head // (call.heads // call.groups) for head in chosen_heads]]
-    queries = q if heads is None else q[:, chosen_heads]
-    queries = queries if rows is None else queries[:, :, chosen_rows]
-    with in_own_dtype(q):
-        found = mechanism.weigh(queries, k, visible, bias).to(q.dtype)
-    if tainted is None:
-        return found
-    flags = tainted.repeat_interleave(call.heads // call.groups, dim=1)[:, chosen_heads, None]
-    seen = flags if visible is None else flags & visible
-    return found.masked_fill(seen.any(-1, keepdim=True), torch.nan)
+    return call.mechanism.choose_weights(call, chosen_rows, chosen_heads)
 
 
-def _visible(call: Call, rows: list[int]) -> Tensor | None:
-    if call.mask is None:
-        return None
-    place = torch.tensor(rows, dtype=torch.long) + call.keys - call.queries
-    return call.mask.at(call.batch, call.heads, place, torch.arange(call.keys), call.q.device)
-
-
-def _chosen(name: str, wanted: Sequence[int] | Tensor | None, size: int) -> list[int]:
+def _chosen(name: str, wanted: Sequence[int] | Tensor | None, size: int) -> list[int] | None:
     if wanted is None:
-        return list(range(size))
+        return None
     listed = isinstance(wanted, list | tuple | range) or getattr(wanted, "ndim", 0) == 1
     chosen = [whole_number(i) for i in wanted] if listed else [None]
     if not all(i is not None and -size <= i < size for i in chosen):

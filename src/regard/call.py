@@ -151,6 +151,18 @@ class Plan:
         return "\n".join(lines)
 
 
+def refusal(mechanism: "Mechanism", mask: Mask | None = None, *, bias: bool = False) -> str | None:
+    """Why a mechanism has no meaning under a mask, or with a bias, at whatever size; None if it has one.
+
+    >>> import regard as rg
+    >>> from regard.call import refusal
+    >>> refusal(rg.Softmax(), rg.causal), refusal(rg.Channel(), rg.causal) is None
+    (None, False)
+    """
+    x = torch.empty(1, 1, 8, 8, device="meta")
+    return mechanism.refuses(Call(mechanism, x, x, x, mask, x[0, 0] if bias else None))
+
+
 def choose(call: Call, name: str | None = None) -> Path:
     """The first of the mechanism's paths that can serve the call, or the named one, which must."""
     paths = call.mechanism.paths()

@@ -15,12 +15,9 @@ What a mechanism learns are its fields: an `nn.Parameter` or an `nn.Module`. It 
 registers them as its own.
 """
 
-import copy
-import inspect
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from functools import cache, partial
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from einops import rearrange
@@ -30,16 +27,16 @@ from torch import Tensor, nn
 from regard.call import Call, Path, cleaned, in_own_dtype, poisoned, taint
 from regard.cost import COUNTED, Cost, Work, accumulator, score_cost, similarity_flops
 from regard.eager import symbolic
+from regard.key_values import KeyValueState
 from regard.mask import Mask, MaskFunction, as_mask
-from regard.paths import blocks, reference
+from regard.owned import brief, flat, foreign, leaves, made_on, own_dtype, probe, same
+from regard.paths import blocks, exact, reference
 from regard.paths.runs import over_runs
-from regard.state import KernelState, KeyValueState
+from regard.state import Sizes, State
 from regard.structure import EVERYTHING, Structure, padding_between, structure
 
 FOREVER = 1 << 62
 """A length no mask's limit reaches."""
-
-M = TypeVar("M", bound="Mechanism")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,20 +63,17 @@ class Mechanism:
         cls.__repr__, cls.__eq__ = cls.__repr__, cls.__eq__  # type: ignore[method-assign]
 
     def __repr__(self) -> str:
-        shown = (f"{entry.name}={_brief(getattr(self, entry.name))}" for entry in fields(self) if entry.repr)
+        shown = (f"{entry.name}={brief(getattr(self, entry.name))}" for entry in fields(self) if entry.repr)
         return f"{type(self).__name__}({', '.join(shown)})"
 
     def __eq__(self, other: object) -> bool:
         """Whether all fields are equal; tensors are compared as they are hashed, by identity."""
         return same(other, self) if isinstance(other, Mechanism) else NotImplemented
 
-    by_pairs: ClassVar[bool] = True
-    """Whether the weights are between queries and keys, (B, H, T, S)."""
-
-    @property
-    def takes_bias(self) -> bool:
-        """Whether the scores are additive, so that a bias has a meaning."""
-        return False
+    hidden: ClassVar[float] = 0.0
+    """What stands in a hidden key's place among the scores that a trace shows."""
+    excuses: ClassVar[Mapping[str, str]] = {}
+    """Laws of `regard.check` that this family of mechanisms does not claim to keep, and why."""
 
     def tensors(self) -> dict[str, Tensor | nn.Module]:
         """The fields that are tensors or modules, by name: what a layer registers.
@@ -93,7 +87,7 @@ class Mechanism:
 
     def parameters(self) -> tuple[Tensor, ...]:
         """The tensors that learn: those of `tensors`, a module's parameters among them, that require a gradient."""
-        return tuple(tensor for tensor in _flat(self) if tensor.requires_grad)
+        return tuple(tensor for tensor in flat(self) if tensor.requires_grad)
 
     def captured(self, qk_length: int) -> list[Tensor]:
         """Learned tensors that the weights depend on and that the mechanism does not list, whatever holds them: a
@@ -104,25 +98,33 @@ class Mechanism:
         >>> rg.Kernel(feature_map=lambda x: torch.relu(x @ W)).captured(4)[0] is W
         True
         """
-        if not _foreign(self):
+        if not foreign(self):
             return []
         listed = {id(tensor) for tensor in self.parameters()}
         x = probe(self, (1, 1, 1, qk_length))
-        # A similarity may have a part for each head, which one head's weights would not fit.
-        stated = type(self).similarity is not Mechanism.similarity
         with torch.enable_grad(), made_on(x.device):
-            weights = self.similarity(x, x) if stated else self.weigh(x, x, None)
-        return [leaf for leaf in _leaves(weights) if id(leaf) not in listed]
+            compared = self.compare(x, x)
+        return [leaf for leaf in leaves(compared) if id(leaf) not in listed]
 
     def learns(self, qk_length: int) -> bool:
         """Whether autograd would record the weights of queries and keys that require no gradient."""
-        if not torch.is_grad_enabled() or not _foreign(self):
+        if not torch.is_grad_enabled() or not foreign(self):
             return False
         return torch.compiler.is_compiling() or bool(self.parameters()) or bool(self.captured(qk_length))
 
     def similarity(self, q: Float[Tensor, "*b T K"], k: Float[Tensor, "*b S K"]) -> Float[Tensor, "*b T S"]:
         """How alike each query and key are: at least 0, in whatever scale. The one method a new mechanism writes."""
         raise NotImplementedError(f"{type(self).__name__} states no similarity(q, k)")
+
+    def compare(self, q: Float[Tensor, "*b T K"], k: Float[Tensor, "*b S K"]) -> Float[Tensor, "*b T S"]:
+        """What is computed for each query and key: the similarity, or the weights where `weigh` alone is stated."""
+        stated = type(self).similarity is not Mechanism.similarity
+        return self.similarity(q, k) if stated else self.weigh(q, k, None)
+
+    def normalise(self, similar: Float[Tensor, "*b T S"]) -> Float[Tensor, "*b T S"]:
+        """Weights from the similarities of the visible keys: each over their sum, 0 where there is none to sum."""
+        total = similar.sum(-1, keepdim=True)
+        return similar / total.masked_fill(total == 0, 1)
 
     def weigh(
         self,
@@ -131,25 +133,42 @@ class Mechanism:
         visible: Bool[Tensor, "..."] | None,
         bias: Float[Tensor, "..."] | None = None,
     ) -> Float[Tensor, "B H T S"]:
-        """The exact weights: similarity over its sum among the visible keys, 0 where there is none to sum."""
+        """The exact weights: the similarities of the visible keys, normalised; 0 for hidden ones."""
         if visible is not None:
             # A query that sees nothing must not reach the keys' gradients either.
             q = q.masked_fill(~visible.any(-1, keepdim=True), 0)
         similar = self.grouped(self.similarity, q, k)
-        if visible is not None:
-            similar = similar.masked_fill(~visible, 0)
-        total = similar.sum(-1, keepdim=True)
-        return similar / total.masked_fill(total == 0, 1)
+        return self.normalise(similar if visible is None else similar.masked_fill(~visible, 0))
 
-    def mix(self, weights: Float[Tensor, "B H T S"], v: Float[Tensor, "B G S V"]) -> Float[Tensor, "B H T V"]:
-        """The output from the weights: each query's mean of the values."""
+    def trace_scores(
+        self,
+        q: Float[Tensor, "B H T K"],
+        k: Float[Tensor, "B G S K"],
+        bias: Float[Tensor, "..."] | None = None,
+    ) -> Float[Tensor, "B H T S"] | None:
+        """What a trace shows before weights are made of it: the similarities; None if only weights are stated."""
+        if type(self).similarity is Mechanism.similarity:
+            return None
+        return self.grouped(self.similarity, q, k)
+
+    def mix(
+        self,
+        weights: Float[Tensor, "B H T S"],
+        v: Float[Tensor, "B G S V"],
+        visible: Bool[Tensor, "..."] | None = None,
+    ) -> Float[Tensor, "B H T V"]:
+        """The output from the weights: each query's sum of the values. Weights say by themselves what is visible."""
         if symbolic(weights.shape[2], weights.shape[3]):  # torch.export cannot prove that both lengths reshape
             return weights @ v.to(weights.dtype).repeat_interleave(weights.shape[1] // v.shape[1], dim=1)
         tiled = rearrange(weights, "b (g r) t s -> b g (r t) s", g=v.shape[1])
         out = tiled @ v.to(weights.dtype)
         return rearrange(out, "b g (r t) v -> b (g r) t v", r=weights.shape[1] // v.shape[1])
 
-    def grouped(self, compare: Any, q: Tensor, k: Tensor) -> Tensor:
+    def choose_weights(self, call: Call, rows: list[int] | None, heads: list[int] | None) -> Tensor:
+        """The exact weights of chosen query rows and heads (None: all), NaN for a query that sees one in a key."""
+        return exact.weights(call, rows, heads)
+
+    def grouped(self, compare: Callable[[Tensor, Tensor], Tensor], q: Tensor, k: Tensor) -> Tensor:
         """`compare` for H query heads over G key heads, the queries of a group as rows of one comparison."""
         groups, kind = k.shape[1], self.precision(q.dtype)
         tiled = rearrange(q, "b (g r) t k -> b g (r t) k", g=groups)
@@ -197,10 +216,6 @@ class Mechanism:
         """What a person should know about this call besides the path."""
         return ()
 
-    def sdpa_scale(self, qk_length: int) -> float | None:
-        """The scale with which PyTorch's SDPA computes this mechanism; None if it does not."""
-        return None
-
     def start(
         self,
         *,
@@ -227,12 +242,17 @@ class Mechanism:
         check_start(self, batch, num_kv_heads, qk_length, value_length, capacity, dtype, device)
         if storage not in (None, torch.int8):
             raise ValueError(f"storage: expected torch.int8 or None, got {storage!r}")
-        none = KeyValueState.empty(batch, num_kv_heads, qk_length, value_length, 0, dtype, device, storage)
-        return self.empty_state(none, capacity)
+        sizes = Sizes(batch, num_kv_heads, qk_length, value_length, dtype, device)
+        return self.empty_state(sizes, capacity, storage)
 
-    def empty_state(self, tokens: KeyValueState, capacity: int) -> Any:
-        """The state to start from, given one with no tokens and no room for any."""
-        return tokens.resized(capacity)
+    def empty_state(self, sizes: Sizes, capacity: int, storage: torch.dtype | None = None) -> State:
+        """The state to start from, once its sizes are checked. A mechanism that keeps something else than keys and
+        values gives a state of its own here, and goes on from it in `advance`."""
+        return KeyValueState.empty(sizes, capacity, storage)
+
+    def state_type(self, qk_length: int) -> type[State]:
+        """The kind of state it goes on from, for heads of a length."""
+        return KeyValueState
 
     def extend(
         self,
@@ -259,7 +279,8 @@ class Mechanism:
         True
         """
         rule = as_mask(mask)
-        if not isinstance(state, KeyValueState | KernelState) or not same(state.mechanism, self):
+        kind = self.state_type(k.shape[-1] if isinstance(k, Tensor) else 1)
+        if type(state) is not kind or not same(state.mechanism, self):
             owner = getattr(state, "mechanism", None)
             given = type(state).__name__ if owner is None else f"a {type(state).__name__} of {owner!r}"
             raise ValueError(f"state: expected one from {self!r}.start(…), got {given}")
@@ -290,137 +311,8 @@ class Mechanism:
     def cost(self, work: Work) -> Cost:
         """What this mechanism costs on some work, its similarity counted as it runs; see `regard.cost`."""
         x = probe(self, (1, 1, COUNTED, work.qk_length))
-        stated = type(self).similarity is not Mechanism.similarity
-        similarity = self.similarity if stated else lambda q, k: self.weigh(q, k, None)
         with made_on(x.device):
-            return score_cost(work, self.precision(work.dtype), similarity_flops(similarity, x, work))
-
-
-def same(owner: object, mechanism: Mechanism) -> bool:
-    """Whether a state of `owner` is one of `mechanism`: equal fields, and the very same tensors; None is anybody's."""
-    if owner is None or owner is mechanism:
-        return True
-    if type(owner) is not type(mechanism):
-        return False
-    pairs = [(getattr(owner, entry.name), getattr(mechanism, entry.name)) for entry in fields(mechanism)]
-    return all(
-        old is new or (not isinstance(old, Tensor) and not isinstance(new, Tensor) and old == new) for old, new in pairs
-    )
-
-
-def replaced(mechanism: M, tensors: dict[str, Any]) -> M:
-    """The mechanism with other tensors or modules in some of its fields.
-
-    `dataclasses.replace` would run the checks again, and refuses fields that were computed from others.
-    """
-    other = copy.copy(mechanism)
-    for name, value in tensors.items():
-        object.__setattr__(other, name, value)
-    return other
-
-
-def probe(mechanism: Mechanism, shape: tuple[int, ...]) -> Tensor:
-    """Zeros of the dtype and on the device of the tensors that a mechanism or a function among its fields holds."""
-    like = _floating(mechanism)
-    if like is None:
-        functions = [value for value in vars(mechanism).values() if callable(value)]
-        held = [tensor for function in functions for tensor in named_tensors(function).values()]
-        like = next((tensor for tensor in held if tensor.is_floating_point()), None)
-    return torch.zeros(shape, device="cpu") if like is None else like.new_zeros(shape)
-
-
-def own_dtype(mechanism: Mechanism) -> torch.dtype | None:
-    """The dtype of a mechanism's tensors, which its formula computes in; None if it has none."""
-    like = _floating(mechanism)
-    return None if like is None else like.dtype
-
-
-def _floating(mechanism: Mechanism) -> Tensor | None:
-    return next((tensor for tensor in _flat(mechanism) if tensor.is_floating_point()), None)
-
-
-def named_tensors(value: Any, name: str = "", depth: int = 3) -> dict[str, Tensor]:
-    """Tensors that a function names: in its closure, globals and defaults, in the arguments that functools.partial
-    binds, in the object whose method it is; and those of modules and functions among them.
-
-    >>> import torch
-    >>> W = torch.randn(4, 6)
-    >>> list(named_tensors(lambda x: torch.relu(x @ W)))
-    ['W']
-    """
-    if isinstance(value, Tensor):
-        return {name: value}
-    if isinstance(value, nn.Module):
-        held = [*value.named_parameters(), *value.named_buffers()]
-        return {f"{name}.{inner}".lstrip("."): tensor for inner, tensor in held}
-    parts: dict[str, Any] = {}
-    if isinstance(value, partial):
-        bound = {f"argument {place}": part for place, part in enumerate(value.args)}
-        parts = {name: value.func, **bound, **value.keywords}
-    elif inspect.ismethod(value):
-        parts = {name: value.__func__, **_attributes(value.__self__)}
-    elif inspect.isfunction(value):
-        seen = inspect.getclosurevars(value)
-        defaults = inspect.signature(value).parameters.values()
-        parts = {**seen.globals, **seen.nonlocals, **{entry.name: entry.default for entry in defaults}}
-    elif callable(value) and not inspect.isclass(value):
-        parts = _attributes(value)
-    if not depth:
-        return {}
-    return {
-        inner: tensor for key, part in parts.items() for inner, tensor in named_tensors(part, key, depth - 1).items()
-    }
-
-
-def _attributes(thing: object) -> dict[str, Any]:
-    """What an object holds, a module as itself."""
-    return {type(thing).__name__: thing} if isinstance(thing, nn.Module) else dict(getattr(thing, "__dict__", {}))
-
-
-def _brief(value: object) -> str:
-    """A field in one line: a tensor's shape, a module's name."""
-    if isinstance(value, nn.Module):
-        return type(value).__name__
-    return f"{type(value).__name__}{tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-
-
-def _flat(mechanism: Mechanism) -> list[Tensor]:
-    """The tensors of a mechanism, its modules' parameters and buffers among them."""
-    flat: list[Tensor] = []
-    for value in mechanism.tensors().values():
-        flat += [value] if isinstance(value, Tensor) else [*value.parameters(), *value.buffers()]
-    return flat
-
-
-def _leaves(tensor: Tensor) -> list[Tensor]:
-    """The leaves of a tensor's autograd graph."""
-    nodes, seen, leaves = [tensor.grad_fn], set(), []
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        nodes += [parent for parent, _ in node.next_functions]
-        if hasattr(node, "variable"):
-            leaves.append(node.variable)
-    return leaves
-
-
-def _foreign(mechanism: Mechanism) -> bool:
-    """Whether a mechanism runs code of a user's, a module or a function: ours holds no tensors."""
-    kind: Any = type(mechanism)
-    return not _shipped(kind) or any(callable(value) for value in vars(mechanism).values())
-
-
-@cache
-def _shipped(kind: Any) -> bool:
-    return all(parent is object or parent.__module__.startswith("regard.") for parent in kind.__mro__)
-
-
-def made_on(device: torch.device) -> AbstractContextManager[object]:
-    """A context in which new tensors are made on a device, also while a model is built on another ("meta")."""
-    usual = torch.compiler.is_compiling() or torch.get_default_device() == device
-    return nullcontext() if usual else device
+            return score_cost(work, self.precision(work.dtype), similarity_flops(self.compare, x, work))
 
 
 def check_start(
@@ -454,21 +346,13 @@ def check_extend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    state: KeyValueState | KernelState,
+    state: State,
     mask: Mask | None,
     bias: Tensor | None,
 ) -> None:
     """Raise ValueError for tokens that do not belong to a state, or a mask under which it cannot go on."""
     Call(mechanism, q, k, v).check()
-    tokens = state if isinstance(state, KeyValueState) else state.recent
-    dtype = tokens.buffer.dtype
-    for name, given, held in (("k", k, tokens.buffer.keys), ("v", v, tokens.buffer.values)):
-        expected = (tokens.batch, held.shape[1], given.shape[2], held.shape[3])
-        if given.shape != expected or given.dtype != dtype or given.device != held.device:
-            raise ValueError(
-                f"{name}: expected the state's (B, G, T, ·) = {expected}, {dtype}, {held.device}, "
-                f"got {tuple(given.shape)}, {given.dtype}, {given.device}"
-            )
+    state.check(k, v)
     if q.shape[2] != k.shape[2]:
         raise ValueError(f"q: expected as many new queries as new keys, {k.shape[2]}, got {q.shape[2]}")
     total = state.length + k.shape[2]
@@ -480,3 +364,30 @@ def check_extend(
     if bias is not None:
         keys, values = (t.new_empty(1).expand(*t.shape[:2], total, t.shape[3]) for t in (k, v))
         Call(mechanism, q, keys, values, None, bias).check()
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnnormalisedMechanism(Mechanism):
+    """A mechanism whose weights are the similarities as they are, of any size and sign: no division by their sum.
+
+    Sigmoid attention as it is published is one (Ramapuram et al. 2025, "Theory, analysis, and best practices for
+    sigmoid self-attention"). The laws about weights that are at least 0 and sum to 1 do not apply.
+
+    >>> import regard as rg, torch
+    >>> from dataclasses import dataclass
+    >>> @dataclass(frozen=True, kw_only=True)
+    ... class Sigmoid(rg.UnnormalisedMechanism):
+    ...     def similarity(self, q, k):
+    ...         return torch.sigmoid(q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5 - 2)
+    >>> q = k = torch.zeros(1, 1, 2, 4)
+    >>> rg.weights(q, k, Sigmoid(), mask=rg.causal)[0, 0, 1].sum().item() < 0.5
+    True
+    """
+
+    excuses: ClassVar[Mapping[str, str]] = {
+        "normalised": "the weights are not normalised",
+        "extremes": "weights that are not normalised grow with the scores",
+    }
+
+    def normalise(self, similar: Float[Tensor, "*b T S"]) -> Float[Tensor, "*b T S"]:
+        return similar

@@ -8,7 +8,7 @@ import torch
 
 from regard.generation.beam import search
 from regard.generation.engine import Generated, Growth, Row
-from regard.generation.prompt import CHUNK, Prompt, fingerprint, first_room
+from regard.generation.prompt import CHUNK, Prompt, fingerprint
 from regard.generation.request import (
     begin,
     check_counts,
@@ -22,6 +22,7 @@ from regard.generation.request import (
     speaking,
 )
 from regard.generation.sampling import Sampling
+from regard.key_values import first_room
 from regard.models.base import Model
 
 __all__ = ["Generated", "Prompt", "generate", "prefill", "stream"]

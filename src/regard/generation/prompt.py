@@ -2,8 +2,8 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from regard.buffer import Buffer
 from regard.checkpoints.errors import CheckpointError
 from regard.checkpoints.sources import Source, open_safetensors, parse_json, refuse
 from regard.files import write
+from regard.key_values import PARTS, KeyValueState, stored_buffer
 from regard.layers.attention import MultiHeadAttention
 from regard.layers.streaming import ModelState
 from regard.mask import Padding, padding, padding_of
@@ -21,19 +22,15 @@ from regard.mechanism import Mechanism
 from regard.models.base import Model
 from regard.models.decoder import Decoder
 from regard.models.transformer import Transformer
-from regard.state import KernelState, KeyValueState, Run
+from regard.state import Sizes
 
 KEY, VERSION = "regard.prompt", 3
-PARTS = ("keys", "values", "key_scales", "value_scales")
-"""What a file calls the tensors of a cache; scales are those of int8 ones."""
 UNREAD = ("dropout", "attention_dropout", "end_tokens", "padding_token")
 """Fields of a config that a model's state does not depend on."""
 SAMPLE = 1024
 """About how many numbers of each weight tell a model from another."""
 CHUNK = 512
 """Tokens of a prompt that are read at once: memory is bounded by it, not by the prompt."""
-ROOM = 256
-"""New tokens that a state has room for at the least, if it may have so many."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,11 +109,11 @@ def fingerprint(model: Decoder | Transformer) -> str:
     False
     """
     config, weights = hashlib.blake2b(digest_size=8), hashlib.blake2b(digest_size=8)
-    for field in fields(model.config):
-        if field.name not in UNREAD:
-            value = getattr(model.config, field.name)
+    for entry in fields(model.config):
+        if entry.name not in UNREAD:
+            value = getattr(model.config, entry.name)
             # A mechanism of the user's own may hold functions, which have another name in every process.
-            config.update(f"{field.name}={type(value).__name__ if isinstance(value, Mechanism) else value}\n".encode())
+            config.update(f"{entry.name}={type(value).__name__ if isinstance(value, Mechanism) else value}\n".encode())
             config.update(_plain_fields(value).encode())
     for name, tensor in model.state_dict().items():
         flat = tensor.detach().reshape(-1)
@@ -180,25 +177,22 @@ def _read_source(
     return Prompt(state, tuple(tuple(one) for one in sources), model.predict(hidden)[:, 0])
 
 
-def first_room(lengths: Iterable[int], most: int) -> int:
-    """New tokens to make room for before any has come: not by what is allowed, but by what is there."""
-    return min(most, max(ROOM, *lengths))
-
-
 def with_room(state: ModelState, more: int, most: int) -> ModelState:
     """The state with room for `more` tokens; a layer without gets room for as many as it holds, `most` at the most."""
-
-    def roomy(layer: Any, size: int | None) -> Any:
-        full = size is None and isinstance(layer, KeyValueState) and layer.length + more > layer.capacity
-        return layer.resized(layer.length + max(more, first_room([layer.length], most))) if full else layer
-
-    return replace(state, layers=tuple(map(roomy, state.layers, state.windows)))
+    pairs = zip(state.layers, state.windows, strict=True)
+    # A layer with a window makes room by forgetting.
+    layers = (layer.with_room(more, most) if size is None else layer for layer, size in pairs)
+    return replace(state, layers=tuple(layers))
 
 
 def _flatten(prompt: Prompt) -> tuple[dict[str, Tensor], dict[str, Any]]:
     state = prompt.state
     tensors = {"logits": prompt.logits}
-    layers = [_put(f"layer.{index}", layer, tensors) for index, layer in enumerate(state.layers)]
+    layers = []
+    for index, layer in enumerate(state.layers):
+        plan, parts = layer.saved()
+        layers.append(plan)
+        tensors |= {f"layer.{index}.{name}": tensor for name, tensor in parts.items()}
     if state.padding is not None:
         # Layers share their tables, and a file holds no tensor twice: clones.
         tensors["padding"] = state.padding.valid(state.length).clone()
@@ -216,24 +210,39 @@ def _flatten(prompt: Prompt) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return tensors, plan
 
 
-def _put(name: str, state: KeyValueState | KernelState, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """One layer's tensors into `tensors`; what else it takes to make it again."""
-    if isinstance(state, KernelState):
-        tensors[f"{name}.sums"], tensors[f"{name}.normaliser"] = state.sums, state.normaliser
-        if state.padding is not None:
-            tensors[f"{name}.folded"] = state.padding.valid(state.folded).clone()
-        if state.tainted is not None:
-            tensors[f"{name}.bad"] = state.tainted
-        return {"kind": "sums", "folded": state.folded, "recent": _put(f"{name}.recent", state.recent, tensors)}
-    for index, run in enumerate(state.runs):
-        for part, tensor in zip(PARTS, run.buffer.tensors, strict=False):
-            tensors[f"{name}.{index}.{part}"] = tensor.narrow(2, 0, max(0, state.length - run.begin))
-    if state.padding is not None:
-        tensors[f"{name}.padding"] = state.padding.valid(state.length).clone()
-    if state.tainted is not None:
-        tensors[f"{name}.tainted"] = state.tainted
-    runs = [{"rows": run.rows, "begin": run.begin, "waiting": run.waiting} for run in state.runs]
-    return {"kind": "keys", "length": state.length, "runs": runs}
+@dataclass(frozen=True, eq=False)
+class _Stored:
+    """A layer's state in a file, as `regard.state.Stored` asks for it."""
+
+    source: Source
+    device: torch.device
+    prefix: str
+    """Of the names of its tensors."""
+    batch: int
+    length: int
+    plan: dict[str, Any] = field(default_factory=dict)
+    window: int | None = None
+
+    def holds(self, name: str) -> bool:
+        return self.prefix + name in self.source.shapes
+
+    def tensor(self, name: str, dtype: torch.dtype, *shape: int) -> Tensor:
+        name = self.prefix + name
+        _expect(name, self.source.shapes[name], shape)
+        tensor = self.source.read(name)
+        if tensor.dtype != dtype:
+            raise TypeError(f"{name} in {tensor.dtype}, not {dtype}")
+        return tensor.clone().to(self.device)
+
+    def flags(self, name: str, *shape: int) -> Tensor | None:
+        return self.tensor(name, torch.bool, *shape) if self.holds(name) else None
+
+    def padding(self, name: str, count: int) -> Padding | None:
+        flags = self.flags(name, self.batch, count)
+        return None if flags is None else padding_of(flags.cpu())
+
+    def part(self, name: str, plan: dict[str, Any]) -> "_Stored":
+        return replace(self, prefix=f"{self.prefix}{name}.", plan=plan)
 
 
 def _unflatten(source: Source, plan: dict[str, Any], model: Decoder | Transformer) -> Prompt:
@@ -254,88 +263,33 @@ def _unflatten(source: Source, plan: dict[str, Any], model: Decoder | Transforme
     if type(length) is not int or (length != longest if decoder else not 1 <= length <= model.config.context_length):
         raise ValueError(f"a length of {length!r} for prompts of {longest} tokens")
 
-    def tensor(name: str, dtype: torch.dtype, *shape: int) -> Tensor:
-        _expect(name, source.shapes[name], shape)
-        found = source.read(name)
-        if found.dtype != dtype:
-            raise TypeError(f"{name} in {found.dtype}, not {dtype}")
-        return found.clone().to(model.device)
-
-    def flags(name: str, *shape: int) -> Tensor | None:
-        return tensor(name, torch.bool, *shape) if name in source.shapes else None
-
-    def table(name: str, count: int) -> Padding | None:
-        found = flags(name, batch, count)
-        return None if found is None else padding_of(found.cpu())
-
-    def pair(name: str, like: Buffer, rows: int, count: int) -> tuple[Tensor, ...]:
-        """Keys and values; if they are int8, and their scales."""
-        heads, small = like.keys.shape[1], f"{name}.{PARTS[2]}" in source.shapes
-        found = [
-            tensor(f"{name}.{part}", torch.int8 if small else one.dtype, rows, heads, count, one.shape[3])
-            for part, one in zip(PARTS, (like.keys, like.values), strict=False)
-        ]
-        fine = torch.promote_types(like.keys.dtype, torch.float32)
-        scales = PARTS[2:] if small else ()
-        return *found, *(tensor(f"{name}.{part}", fine, rows, heads, count, 1) for part in scales)
-
-    def run(name: str, made: dict[str, Any], like: Buffer, count: int, real: Padding | None) -> Run:
-        rows, begin, waiting = tuple(made["rows"]), made["begin"], made["waiting"]
-        if not all(type(row) is int for row in rows):
-            raise ValueError(f"a run of rows {rows!r:.40}")
-        if type(begin) is not int or not 0 <= begin <= count or type(waiting) is not bool or list(rows) != sorted(rows):
-            raise ValueError(f"a run that begins at {begin!r} of {count} tokens")
-        if (begin and (real is None or real.valid(count)[list(rows), :begin].any())) or (waiting and begin < count):
-            raise ValueError(f"a run without the first {begin} tokens, which are real")
-        keys, values, *scales = pair(name, like, len(rows), count - begin)
-        small = {"scales": (scales[0], scales[1]), "rounded": like.keys.dtype} if scales else {}
-        return Run(rows, Buffer(keys, values, count - begin, **small), begin, waiting)  # type: ignore[arg-type]
-
-    def cached(name: str, made: dict[str, Any], like: KeyValueState, count: int, capacity: int) -> KeyValueState:
-        real = table(f"{name}.padding", count)
-        runs = [run(f"{name}.{at}", one, like.buffer, count, real) for at, one in enumerate(made["runs"])]
-        if sorted(row for one in runs for row in one.rows) != list(range(batch)):
-            raise ValueError(f"runs that are not of {batch} rows, each once, in {name}")
-        tainted = flags(f"{name}.tainted", batch, like.buffer.keys.shape[1], count)
-        return KeyValueState(tuple(runs), capacity, count, real, tainted)
-
-    def layer(name: str, made: dict[str, Any], like: Any, size: int | None) -> Any:
-        if isinstance(like, KernelState) != (made["kind"] == "sums"):
-            raise TypeError(f"{made['kind']} where {type(like).__name__} is expected")
-        if isinstance(like, KeyValueState):
-            count = made["length"]
-            least = length if size is None else min(length, size - 1)
-            if type(count) is not int or not least <= count <= length:
-                raise ValueError(f"{count!r} tokens of {length} in {name}")
-            return cached(name, made, like, count, count)
-        folded = made["folded"]
-        if type(folded) is not int or not 0 <= length - folded <= like.recent.capacity or folded < 0:
-            raise ValueError(f"{folded!r} summed tokens of {length} in {name}")
-        return replace(
-            like,
-            sums=tensor(f"{name}.sums", like.sums.dtype, batch, *like.sums.shape[1:]),
-            normaliser=tensor(f"{name}.normaliser", like.normaliser.dtype, batch, *like.normaliser.shape[1:]),
-            folded=folded,
-            recent=cached(f"{name}.recent", made["recent"], like.recent, length - folded, like.recent.capacity),
-            tainted=flags(f"{name}.bad", batch, like.sums.shape[1]),
-            padding=table(f"{name}.folded", folded),
-        )
-
     stack = model.stack if isinstance(model, Decoder) else model.decoder
     empty = stack.start(batch=1, capacity=0)
-    layers = zip(plan["layers"], empty.layers, empty.windows, strict=True)
+
+    def stored(prefix: str, plan: dict[str, Any] | None = None, window: int | None = None) -> _Stored:
+        return _Stored(source, model.device, prefix, batch, length, plan or {}, window)
+
+    def layer(index: int, plan: dict[str, Any], like: Any, window: int | None) -> Any:
+        if plan.get("kind") != (kind := like.saved()[0].get("kind")):
+            raise TypeError(f"{plan.get('kind')} where {kind} is expected in layer {index}")
+        return like.restored(stored(f"layer.{index}.", plan, window))
+
+    parts = zip(plan["layers"], empty.layers, empty.windows, strict=True)
     memory, sources = None, 0
     if not decoder:
         sources = source.shapes[f"memory.0.{PARTS[0]}"][2]
         crosses = [_empty(block.cross) for block in stack.layers]
-        memory = tuple(pair(f"memory.{index}", like, batch, sources) for index, like in enumerate(crosses))
+        buffers = (
+            stored_buffer(stored(f"memory.{index}."), "", like, batch, sources) for index, like in enumerate(crosses)
+        )
+        memory = tuple(buffer.tensors for buffer in buffers)
     state = replace(
         empty,
-        layers=tuple(layer(f"layer.{index}", made, *like) for index, (made, *like) in enumerate(layers)),
+        layers=tuple(layer(index, *part) for index, part in enumerate(parts)),
         length=length,
-        padding=table("padding", length),
+        padding=stored("").padding("padding", length),
         memory=memory,
-        memory_mask=table("memory.padding", sources),
+        memory_mask=stored("memory.").padding("padding", sources),
     )
     logits = source.read("logits").clone().to(model.device)
     if not logits.is_floating_point():
@@ -346,7 +300,7 @@ def _unflatten(source: Source, plan: dict[str, Any], model: Decoder | Transforme
 def _empty(layer: MultiHeadAttention) -> Buffer:
     """Keys and values like those a layer's cross-attention remembers, of no tokens."""
     sizes = layer.num_kv_heads, layer.qk_length, layer.value_length
-    return KeyValueState.empty(1, *sizes, 0, layer.dtype, layer.W_k.weight.device).buffer
+    return KeyValueState.empty(Sizes(1, *sizes, layer.dtype, layer.W_k.weight.device), 0).buffer
 
 
 def _expect(name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 
 from regard.generation.engine import Growth, Limits, Row
-from regard.generation.prompt import CHUNK, Prompt, first_room, read, unlike
+from regard.generation.prompt import CHUNK, Prompt, read, unlike
 from regard.generation.sampling import Sampling
 from regard.generation.text import Writer
+from regard.key_values import first_room
 from regard.models.base import Model
 from regard.models.decoder import Decoder
 from regard.models.transformer import Transformer

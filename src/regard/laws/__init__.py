@@ -14,7 +14,8 @@ from typing import Any
 from regard.laws.case import DTYPES, HEADS, LENGTH_PAIRS, MASKS, plain_output
 from regard.laws.report import Cell, Report
 from regard.laws.statements import LAWS
-from regard.mechanism import Mechanism, probe
+from regard.mechanism import Mechanism
+from regard.owned import probe
 
 Progress = Callable[[str], object]
 

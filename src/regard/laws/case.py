@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from regard.call import Call
+from regard.families.features import RECENT
 from regard.mask import Mask, causal, global_tokens, padding, window
-from regard.mechanism import Mechanism, own_dtype, replaced
-from regard.mechanisms.kernel import RECENT
+from regard.mechanism import Mechanism
+from regard.owned import own_dtype, replaced
 from regard.paths.sums import CHUNK
 
 LENGTHS = (1, 2, 3, 5, 17, 0, 63, RECENT, RECENT + 1, CHUNK - 1, CHUNK, CHUNK + 1)
@@ -143,10 +144,7 @@ def plain_output(mechanism: Mechanism, q: Tensor, k: Tensor, v: Tensor, rule: Ma
     if call.empty:
         return q.new_zeros(*q.shape[:3], v.shape[3]) + q[..., :0].sum() + k[..., :0].sum() + v[..., :0].sum()
     visible = None if rule is None else rule.visible(call.batch, call.heads, call.queries, call.keys)
-    out = mechanism.mix(mechanism.weigh(q, k, visible).to(q.dtype), v)
-    if not mechanism.by_pairs and visible is not None:
-        out = out.masked_fill(~visible[:, :, 0, :, None], 0)
-    return out
+    return mechanism.mix(mechanism.weigh(q, k, visible).to(q.dtype), v, visible)
 
 
 def exact_output(mechanism: Mechanism, q: Tensor, k: Tensor, v: Tensor, rule: Mask | None) -> Tensor:

@@ -14,6 +14,7 @@ from regard.laws.case import Broken, Case, in_dtype
 from regard.laws.report import Cell
 from regard.laws.statements import Law
 from regard.mechanism import Mechanism
+from regard.owned import weighs_tokens
 
 Lengths = Sequence[tuple[int, int]]
 """Pairs of qk_length and value_length to draw from."""
@@ -34,10 +35,10 @@ def nothing_kept() -> Iterator[None]:
 def search(law: Law, mechanism: Mechanism, mask: str, heads: str, dtype: str, examples: int, lengths: Lengths) -> Cell:
     """The outcome of a law in one cell: held by all cases drawn, or broken, with the smallest case that breaks it."""
     probe = Case(mask, heads, dtype, batch=2, queries=8, keys=8, qk_length=lengths[0][0], value_length=4, seed=0)
-    if not mechanism.by_pairs:
+    if not weighs_tokens(mechanism, probe.qk_length):
         probe = replace(probe, value_length=probe.qk_length)
     mechanism = in_dtype(mechanism, probe.kind)
-    reason = _refused(mechanism, probe) or law.excuse(mechanism, probe)
+    reason = mechanism.excuses.get(law.name) or _refused(mechanism, probe) or law.excuse(mechanism, probe)
     if reason is not None:
         return Cell(law.name, mask, heads, dtype, "not applicable", reason)
     failing: list[Case] = []
@@ -85,18 +86,20 @@ def _broken(error: Exception, case: Case, law: Law) -> Cell:
 def _edge(law: Law, mechanism: Mechanism, probe: Case, number: int) -> Case:
     """A case at one of the law's lengths, by turns over the cells, so that every edge is met and not left to chance."""
     length = law.lengths[number % len(law.lengths)]
-    more = 0 if law.square or not mechanism.by_pairs else number % 4
-    value_length = 3 if mechanism.by_pairs else probe.qk_length
+    tokens = weighs_tokens(mechanism, probe.qk_length)
+    more = 0 if law.square or not tokens else number % 4
+    value_length = 3 if tokens else probe.qk_length
     return replace(probe, queries=length, keys=length + more, value_length=value_length, seed=number % 10**6)
 
 
 def _cases(
     law: Law, mechanism: Mechanism, mask: str, heads: str, dtype: str, lengths: Lengths
 ) -> st.SearchStrategy[Case]:
+    tokens = weighs_tokens(mechanism, lengths[0][0])
+
     def build(batch: int, queries: int, more: int, pair: tuple[int, int], number: int) -> Case:
-        square = law.square or not mechanism.by_pairs
-        keys = queries if square else max(0, queries + more)
-        value_length = pair[1] if mechanism.by_pairs else pair[0]
+        keys = queries if law.square or not tokens else max(0, queries + more)
+        value_length = pair[1] if tokens else pair[0]
         return Case(mask, heads, dtype, batch, queries, keys, pair[0], value_length, number)
 
     return st.builds(

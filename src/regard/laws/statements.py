@@ -27,6 +27,7 @@ from regard.laws.case import (
 )
 from regard.mask import Mask, causal, dense, global_tokens, padding, window
 from regard.mechanism import FOREVER, Mechanism
+from regard.owned import weighs_tokens
 from regard.paths import reference
 from regard.structure import EVERYTHING, structure
 
@@ -148,8 +149,8 @@ def _cropped(mechanism: Mechanism, case: Case, tensors: Triple, early: Any, rest
         return
     q, k, v = tensors
     full = _stream(mechanism, case, (q, k, v), early, rest)[1]
-    if getattr(full, "folded", 0) > early.length:
-        return  # a kernel's sums cannot be taken apart, and say so
+    if full.earliest > early.length:
+        return  # sums cannot be taken apart, and say so
     out, _ = _stream(mechanism, case, (q, k, v), full.crop(early.length), rest)
     piece, rule = slice(early.length, None), _causal_rule(case)
     exact, plain = exact_output(mechanism, q, k, v, rule), plain_output(mechanism, q, k, v, rule)
@@ -210,35 +211,48 @@ def _weighed(mechanism: Mechanism, case: Case) -> None:
     q, k, v = case.tensors()
     rule = case.rule()
     before = attend(q, k, v, mechanism, rule)
-    found = weights(q, k, mechanism, rule)
+    table = weights(q, k, mechanism, rule)
     if not torch.equal(before, attend(q, k, v, mechanism, rule)):
         raise Broken("asking for the weights changed the output")
-    if found.numel() == 0:
+    if table.numel() == 0:
         return
-    if not bool((found >= 0).all()):
-        raise Broken(f"a weight is {found.min().item():.3g}")
-    total = found.double().sum(-1)
+    visible = None if rule is None else rule.visible(case.batch, 4, case.queries, case.keys)
+    exact, plain = exact_output(mechanism, q, k, v, rule), plain_output(mechanism, q, k, v, rule)
+    within_budget("weights @ v", mechanism.mix(table, v, visible), exact, plain)
+    within_budget("the output", before, exact, plain)
+    if weighs_tokens(mechanism, case.qk_length) and case.queries:
+        some = weights(q, k, mechanism, rule, rows=[-1], heads=[2])
+        if not torch.allclose(some, table[:, [2], -1:], rtol=0, atol=4 * torch.finfo(case.kind).eps * _size(table)):
+            raise Broken("the weights of one row and head differ from the same row and head among all")
+
+
+def _size(tensor: Tensor) -> float:
+    return max(1.0, tensor.abs().max().item())
+
+
+@torch.no_grad()
+def _normalised(mechanism: Mechanism, case: Case) -> None:
+    q, k, _ = case.tensors()
+    rule = case.rule()
+    table = weights(q, k, mechanism, rule)
+    if table.numel() == 0:
+        return
+    if not bool((table >= 0).all()):
+        raise Broken(f"a weight is {table.min().item():.3g}")
+    total = table.double().sum(-1)
     none = total == 0
     size = {torch.float64: 1e-12, torch.float32: 1e-5}.get(case.kind, torch.finfo(case.kind).eps)
     if not bool(((total - 1).abs() <= size)[~none].all()):
         raise Broken(f"a row of weights sums to {total[~none].flatten()[(total[~none] - 1).abs().argmax()].item():.6g}")
+    if not weighs_tokens(mechanism, case.qk_length):
+        return
     visible = torch.ones(1, 1, 1, 1).bool() if rule is None else rule.visible(case.batch, 4, case.queries, case.keys)
-    sees = visible.any(-1).expand(case.batch, 4, case.queries) if mechanism.by_pairs else ~none
+    sees = visible.any(-1).expand(case.batch, 4, case.queries)
     # Only a similarity that can be 0 for every visible key may leave a row without weights.
     if type(mechanism).weigh is not Mechanism.weigh and bool((none & sees).any()):
         raise Broken("a query that sees a key has no weights")
     if bool((~none & ~sees).any()):
         raise Broken("a query that sees no key has weights")
-    out = mechanism.mix(found, v)
-    if not mechanism.by_pairs and rule is not None:
-        out = out.masked_fill(~visible[:, :, 0, :, None], 0)
-    exact = exact_output(mechanism, q, k, v, rule)
-    within_budget("weights @ v", out, exact, plain_output(mechanism, q, k, v, rule))
-    within_budget("the output", before, exact, plain_output(mechanism, q, k, v, rule))
-    if mechanism.by_pairs and case.queries:
-        some = weights(q, k, mechanism, rule, rows=[-1], heads=[2])
-        if not torch.allclose(some, found[:, [2], -1:], rtol=0, atol=4 * torch.finfo(case.kind).eps):
-            raise Broken("the weights of one row and head differ from the same row and head among all")
 
 
 def _blind(mechanism: Mechanism, case: Case) -> None:
@@ -250,7 +264,7 @@ def _blind(mechanism: Mechanism, case: Case) -> None:
     if case.keys and weights(q, k, mechanism, nobody if rule is None else rule & nobody).abs().sum() != 0:
         raise Broken("a query with no visible key has weights")
     _finite_gradients(out, (q, k, v))
-    if mechanism.by_pairs:
+    if weighs_tokens(mechanism, case.qk_length):
         first = attend(torch.cat([q, q], 2), k, v, mechanism, _past(case))
         if first[:, :, : case.queries * 2 - case.keys].abs().sum() != 0:
             raise Broken("a query before the first key gets something")
@@ -282,7 +296,8 @@ def _leakless(mechanism: Mechanism, case: Case) -> None:
         return
     hidden = ~visible.any(2).any(1)  # keys nobody sees, and one that some may see
     bad = hidden.clone()
-    if mechanism.by_pairs:
+    tokens = weighs_tokens(mechanism, case.qk_length)
+    if tokens:
         bad[:, int(torch.randint(0, case.keys, (1,), generator=case.generator))] = True
     sees = (visible & bad[:, None, None]).any(-1)
     for poison in (float("nan"), float("inf"), float("-inf"), 50.0):
@@ -294,7 +309,7 @@ def _leakless(mechanism: Mechanism, case: Case) -> None:
         clean = k.masked_fill(bad[:, None, :, None], 0), v.masked_fill(bad[:, None, :, None], 0)
         exact, plain = exact_output(mechanism, q, *clean, rule), plain_output(mechanism, q, *clean, rule)
         kept = ~sees[..., None]
-        if not mechanism.by_pairs:
+        if not tokens:
             kept = ~hidden[:, None, :, None].expand(case.batch, 4, case.queries, 1)
         zero = torch.zeros(())
         within_budget(
@@ -303,7 +318,7 @@ def _leakless(mechanism: Mechanism, case: Case) -> None:
             torch.where(kept, exact, zero.double()),
             torch.where(kept, plain, zero.to(plain.dtype)),
         )
-        if poison != 50 and mechanism.by_pairs and bool(out.detach()[sees].isfinite().any()):
+        if poison != 50 and tokens and bool(out.detach()[sees].isfinite().any()):
             raise Broken(f"a visible {poison} is hidden from a query that sees it")
         grads = _finite_gradients(out, (query, dirty_k, dirty_v), kept.expand_as(out).to(out.dtype))
         for name, one in zip("kv", grads[1:], strict=True):
@@ -517,10 +532,8 @@ def _count_flops(mechanism: Mechanism, case: Case, tensors: Triple, rule: Mask |
     if form == "linear":
         return count_flops(lambda: attend(q, k, v, mechanism, rule))
     whole = count_flops(lambda: reference.run(Call(mechanism, q, k, v, None)))
-    tokens = 0
-    if type(mechanism).similarity is not Mechanism.similarity:
-        tokens += count_flops(lambda: mechanism.grouped(mechanism.similarity, q, k[:, :, :0]))
-        tokens += count_flops(lambda: mechanism.grouped(mechanism.similarity, q[:, :, :0], k))
+    tokens = count_flops(lambda: mechanism.grouped(mechanism.compare, q, k[:, :, :0]))
+    tokens += count_flops(lambda: mechanism.grouped(mechanism.compare, q[:, :, :0], k))
     seen = 1 if rule is None else rule.visible(case.batch, 1, case.queries, case.keys).double().mean().item()
     return tokens + round((whole - tokens) * seen)
 
@@ -558,7 +571,8 @@ LAWS: dict[str, Law] = {
         Law("forked", "a forked, reordered or cropped state is its own history", _forked, _no_stream, square=True),
         Law("batched", "batch = one by one", _batched, always),
         Law("padded", "padded = unpadded", _padded, always, square=True),
-        Law("weights", "weights ≥ 0, rows sum to 1, weights @ v = output, asking changes nothing", _weighed, always),
+        Law("weights", "weights @ v = output, asking changes nothing, chosen rows are those of all", _weighed, always),
+        Law("normalised", "weights ≥ 0, rows sum to 1", _normalised, always),
         Law("empty", "a query with no visible key gives exactly 0, and finite gradients", _blind, always, square=True),
         Law(
             "leakless", "nothing masked leaks, not even NaN, and gets gradient exactly 0", _leakless, _no_hidden, SHORT

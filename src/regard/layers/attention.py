@@ -24,8 +24,9 @@ from regard.layers.positions import Rotary, Tables
 from regard.layers.ragged import Ragged
 from regard.layers.slots import Slot
 from regard.mask import Mask, MaskFunction, as_mask
-from regard.mechanism import Mechanism, named_tensors, replaced
+from regard.mechanism import Mechanism
 from regard.mechanisms import Softmax, named
+from regard.owned import named_tensors, replaced
 from regard.paths import gpu
 
 AnyMask = Mask | MaskFunction | Tensor | None
@@ -91,8 +92,7 @@ class Attend(nn.Module):
 
     The mechanism's tensors and modules are registered under the names of its fields, as they are, not copied.
 
-    `dropout` drops weights in training. It drops none where a state is extended, and none of mechanisms whose weights
-    are between channels.
+    `dropout` drops weights in training, but none where a state is extended.
 
     >>> import regard as rg, torch
     >>> from regard.layers.attention import Attend
@@ -142,12 +142,13 @@ class Attend(nn.Module):
             return state.attend(mechanism, q, k, v), state
         if state is not None:
             return mechanism.extend(q, k, v, state, mask, bias=bias)
-        if self.training and self.dropout > 0 and mechanism.by_pairs:
+        if self.training and self.dropout > 0:
             # Dropping weights needs the weights: the plain form, in training only. A weight of 0 does not hide a NaN.
             mask = as_mask(mask)
             tainted = None if mask is None else taint(k, v)
             kept = F.dropout(weights(q, cleaned(k, tainted), mechanism, mask, bias=bias), self.dropout)
-            out = mechanism.mix(kept, cleaned(v, tainted)).to(q.dtype)
+            visible = None if mask is None else mask.visible(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.device)
+            out = mechanism.mix(kept, cleaned(v, tainted), visible).to(q.dtype)
             return poisoned(out, mask, tainted), None
         return attend(q, k, v, mechanism, mask, bias=bias), None
 
@@ -187,7 +188,7 @@ class MultiHeadAttention(nn.Module):
         """`bias` is that of all projections, `output_bias` of W_o if it differs. `key_dim` and `value_dim` are the
         widths of the inputs that keys and values are made of, the queries' if not given. The tensors of `mechanism` are
         registered as they are: layers made with the same one share them. `dropout` drops weights in training; none in
-        `extend`, and none of mechanisms whose weights are between channels."""
+        `extend`."""
         super().__init__()
         groups = num_heads if num_kv_heads is None else num_kv_heads
         lengths = {"qk_length": qk_length, "value_length": value_length, "key_dim": key_dim, "value_dim": value_dim}

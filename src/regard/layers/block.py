@@ -15,14 +15,15 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from regard.call import refusal
 from regard.layers.attention import AnyMask, MultiHeadAttention, as_mechanism, own_copy
 from regard.layers.network import PositionWise, norm
 from regard.layers.positions import Rotary, Tables
 from regard.layers.ragged import Ragged
 from regard.layers.streaming import ModelState, recalled
-from regard.mask import Band, Mask, as_mask, causal, window
+from regard.mask import Band, Mask, as_mask, window
+from regard.mask import causal as causal_mask
 from regard.mechanism import Mechanism
-from regard.state import KeyValueState
 from regard.structure import Structure, padding_between, structure
 
 
@@ -136,9 +137,9 @@ class Stack(nn.Module):
         and, unless `causal`, as many after it; `bias` a module that gives the scores' bias from (queries, keys)."""
         super().__init__()
         mechanism = as_mechanism(config.mechanism)
-        if causal and not mechanism.by_pairs:
+        if causal and refusal(mechanism, causal_mask) is not None:
             raise ValueError(f"mechanism: expected one that can be causal, got {mechanism!r}")
-        if bias is not None and not mechanism.takes_bias:
+        if bias is not None and refusal(mechanism, bias=True) is not None:
             raise ValueError(f"mechanism: expected one with additive scores, for a bias by distance, got {mechanism!r}")
         qk_length = config.qk_length or config.embedding_dim // config.num_heads
         for size in windows or () if causal else ():
@@ -205,7 +206,7 @@ class Stack(nn.Module):
 
     def _masked(self, rule: Mask | None, size: int | None) -> Mask | None:
         near = None if size is None else window(before=size - 1, after=0 if self.causal else size - 1)
-        for more in (causal if self.causal else None, near):
+        for more in (causal_mask if self.causal else None, near):
             rule = more if rule is None else rule if more is None else more & rule
         return rule
 
@@ -226,7 +227,7 @@ class Stack(nn.Module):
 def _held(state: ModelState, index: int, size: int | None, tokens: int) -> tuple[Any, int]:
     """A layer's state with room for more tokens if it has a window, and how many tokens have left it."""
     held = state.layers[index]
-    if size is not None and isinstance(held, KeyValueState):
+    if size is not None:
         held = held.windowed(size - 1, tokens)
     return held, state.length - held.length
 

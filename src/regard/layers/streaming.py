@@ -9,7 +9,7 @@ from torch import Tensor
 
 from regard.buffer import quantize
 from regard.mask import Mask, Padding
-from regard.state import join_padding, reorder_padding
+from regard.padded import join_padding, reorder_padding
 from regard.structure import padding_between
 
 

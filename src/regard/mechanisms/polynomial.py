@@ -23,7 +23,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from regard.eager import transformed
-from regard.mechanisms.kernel import FeatureMechanism
+from regard.families.features import FeatureMechanism
 
 
 @dataclass(frozen=True, kw_only=True)

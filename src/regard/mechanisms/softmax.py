@@ -12,17 +12,17 @@ import math
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from regard.call import Call, Path
 from regard.cost import Cost, Work, score_cost
-from regard.mechanism import Mechanism
+from regard.families.scores import ScoreMechanism
 from regard.paths import band, blocks, cudnn, decode, grouped, masked, parts, products, reference, sdpa, split
 
 
 @dataclass(frozen=True, kw_only=True)
-class Softmax(Mechanism):
+class Softmax(ScoreMechanism):
     """Softmax (softargmax) of beta·q·k over the visible keys. `beta=None` is 1/sqrt(qk_length).
 
     >>> import regard as rg, torch
@@ -46,54 +46,21 @@ class Softmax(Mechanism):
     def hard(self) -> bool:
         return self.beta == math.inf
 
-    @property
-    def takes_bias(self) -> bool:
-        return not self.hard
-
     def precision(self, dtype: torch.dtype) -> torch.dtype:
         # A choice is discontinuous: in float64 only true ties tie, whatever order the products are summed in.
         return torch.float64 if self.hard else super().precision(dtype)
 
-    def similarity(self, q: Float[Tensor, "*b T K"], k: Float[Tensor, "*b S K"]) -> Float[Tensor, "*b T S"]:
-        """The plain scores q·k; `weigh` turns them into weights."""
-        return q @ k.transpose(-1, -2)
+    def score(self, q: Float[Tensor, "*b T K"], k: Float[Tensor, "*b S K"]) -> Float[Tensor, "*b T S"]:
+        products = q @ k.transpose(-1, -2)
+        if self.softcap is None:
+            return products
+        return self.softcap * torch.tanh(products * (self._beta(q.shape[-1]) / self.softcap))
 
-    def weigh(
-        self,
-        q: Float[Tensor, "B H T K"],
-        k: Float[Tensor, "B G S K"],
-        visible: Bool[Tensor, "..."] | None,
-        bias: Float[Tensor, "..."] | None = None,
-    ) -> Float[Tensor, "B H T S"]:
-        if bias is not None:
-            reachable = bias != -math.inf
-            visible = reachable if visible is None else visible & reachable
-        empty = hidden = None
-        if visible is not None:
-            empty = ~visible.any(-1, keepdim=True)
-            hidden = ~(visible | empty)
-            q = q.masked_fill(empty, 0)  # a query that sees nothing must not reach the keys' gradients either
+    def scale(self, qk_length: int) -> float:
+        return self._beta(qk_length) if self.softcap is None else 1.0
 
-        def shown(scores: Tensor) -> Tensor:
-            return scores if hidden is None else scores.masked_fill(hidden, -math.inf)
-
-        scores = self.grouped(self.similarity, q, k)
-        beta = q.shape[-1] ** -0.5 if self.beta is None else self.beta
-        best = shown(scores.detach()).amax(-1, keepdim=True)
-        if self.hard:
-            ties = shown(scores.detach()) == best
-            weights = ties / ties.sum(-1, keepdim=True, dtype=scores.dtype)
-        else:
-            if self.softcap is not None:
-                scores = self.softcap * torch.tanh(scores * (beta / self.softcap))
-            else:
-                # The shift changes no weight; it keeps beta·score within range for any beta.
-                scores = beta * (scores - best)
-            if bias is not None:
-                bias = bias.masked_fill(bias == -math.inf, 0)
-                scores = scores + (bias if empty is None else bias.masked_fill(empty, 0))
-            weights = torch.softmax(shown(scores), dim=-1)
-        return weights if empty is None else weights.masked_fill(empty, 0)
+    def _beta(self, qk_length: int) -> float:
+        return qk_length**-0.5 if self.beta is None else float(self.beta)
 
     def refuses(self, call: Call) -> str | None:
         if call.bias is not None and self.hard:
@@ -101,13 +68,14 @@ class Softmax(Mechanism):
         return None
 
     def sdpa_scale(self, qk_length: int) -> float | None:
-        if self.softcap is not None:
+        """The scale with which PyTorch's SDPA computes this mechanism; None if it does not."""
+        if self.softcap is not None or type(self).score is not Softmax.score:
             return None
-        scale = qk_length**-0.5 if self.beta is None else float(self.beta)
+        scale = self._beta(qk_length)
         return scale if scale <= 1e6 else None
 
     def cost(self, work: Work) -> Cost:
-        if type(self).similarity is not Softmax.similarity:
+        if type(self).score is not Softmax.score:
             return super().cost(work)
         return score_cost(work, self.precision(work.dtype))
 

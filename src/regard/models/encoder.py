@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from regard.call import refusal
 from regard.layers.attention import AnyMask, as_mechanism
 from regard.layers.block import Stack
 from regard.layers.linear import Linear, linear
@@ -100,8 +101,8 @@ class EncoderConfig(Config):
             )
         if self.window is not None and self.window < 1:
             raise ValueError(f"window: expected at least 1 token, got {self.window}")
-        if self.window is not None and not as_mechanism(self.mechanism).by_pairs:
-            raise ValueError(f"window: expected none with {self.mechanism!r}, which weighs no pairs, got {self.window}")
+        if self.window is not None and refusal(as_mechanism(self.mechanism), window(before=1)) is not None:
+            raise ValueError(f"window: expected none with {self.mechanism!r}, which takes no window, got {self.window}")
 
 
 class Encoder(Model):

@@ -24,11 +24,11 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from regard.layers.attention import AnyMask, without_mechanisms
+from regard.call import refusal
+from regard.layers.attention import AnyMask, as_mechanism, without_mechanisms
 from regard.layers.block import Stack
 from regard.layers.linear import Linear
-from regard.mask import Mask, as_mask, dense, window2d
-from regard.mechanism import Mechanism
+from regard.mask import Mask, as_mask, dense, window, window2d
 from regard.models.base import Model
 from regard.models.config import Config, block_config, check_class_names
 
@@ -83,8 +83,8 @@ class VisionConfig(Config):
             raise ValueError(f"image_size: expected multiples of patch_size = {patch}, got {image}")
         if self.window is not None and self.window < 1:
             raise ValueError(f"window: expected at least 1 patch, or None for all, got {self.window}")
-        if self.window is not None and not (isinstance(self.mechanism, Mechanism) and self.mechanism.by_pairs):
-            raise ValueError(f"window: expected none with {self.mechanism!r}, which weighs no pairs, got {self.window}")
+        if self.window is not None and refusal(as_mechanism(self.mechanism), window(before=1)) is not None:
+            raise ValueError(f"window: expected none with {self.mechanism!r}, which takes no window, got {self.window}")
         check_class_names(self.class_names, self.num_classes)
 
     @property

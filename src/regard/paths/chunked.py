@@ -18,7 +18,7 @@ from regard.paths.sums import Step, alone, compare, diagonal_of, fold, meet, no_
 from regard.structure import Structure, reached
 
 if TYPE_CHECKING:
-    from regard.mechanisms.kernel import FeatureMechanism
+    from regard.families.features import FeatureMechanism
 
 
 def quadratic(mechanism: "FeatureMechanism", qk_length: int, known: Structure) -> str | None:

@@ -16,7 +16,7 @@ def run(call: Call) -> Tensor:
     if call.mask is not None:
         visible = call.mask.visible(call.batch, call.heads, call.queries, call.keys, call.q.device)
     weights = call.mechanism.weigh(call.q, call.k, visible, call.bias)
-    return call.mechanism.mix(weights, call.v).to(call.q.dtype)
+    return call.mechanism.mix(weights, call.v, visible).to(call.q.dtype)
 
 
 PATH = Path("reference", cannot, run)

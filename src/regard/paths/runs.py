@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from regard.call import Call, choose, nothing
+from regard.key_values import KeyValueState
 from regard.mask import Mask
-from regard.state import KeyValueState
 from regard.structure import part_of, structure
 
 if TYPE_CHECKING:

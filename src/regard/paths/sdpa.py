@@ -26,7 +26,7 @@ def unfit(call: Call) -> str | None:
     """Why SDPA cannot compute this mechanism under any mask; None if it can."""
     if transformed():
         return "transforms of torch.func and forward derivatives reach into plain operators alone"
-    return "SDPA does not compute this mechanism" if call.mechanism.sdpa_scale(call.qk_length) is None else None
+    return "SDPA does not compute this mechanism" if _scale(call) is None else None
 
 
 def few(call: Call) -> str | None:
@@ -86,9 +86,14 @@ def run(call: Call) -> Tensor:
 
 def scale(call: Call) -> float:
     """What SDPA multiplies the scores by for this mechanism."""
-    found = call.mechanism.sdpa_scale(call.qk_length)
-    assert found is not None
-    return found
+    factor = _scale(call)
+    assert factor is not None
+    return factor
+
+
+def _scale(call: Call) -> float | None:
+    mechanism: Any = call.mechanism  # one that lists this path
+    return mechanism.sdpa_scale(call.qk_length)
 
 
 def fitted(q: Tensor, k: Tensor, v: Tensor, scale: float, longest: int) -> tuple[Tensor, Tensor, Tensor, float]:

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from regard.call import cleaned, poisoned, taint
 from regard.eager import readable
+from regard.kernel_state import KernelState
 from regard.mask import Padding
 from regard.mask import causal as causal_mask
 from regard.paths import fused_stream
 from regard.paths.sums import steps, sweep, tiled
-from regard.state import KernelState
 from regard.structure import both
 
 

@@ -13,12 +13,16 @@ from regard.layers.attention import Attend
 from regard.layers.block import Stack
 from regard.mask import Mask, Padding, as_mask
 from regard.mechanism import Mechanism
-from regard.mechanisms import Softmax
-from regard.state import KernelState, KeyValueState, join_padding
-from regard.structure import structure
+from regard.owned import weighs_tokens
+from regard.padded import join_padding
+from regard.paths.exact import choose_scores
+from regard.state import State
+from regard.structure import padding_between, structure
 from regard.tracing.gather import Met, Recorder
 from regard.tracing.record import Kind
 
+History = tuple[Tensor, Tensor, Padding | None]
+"""Keys, values, and which of them are real."""
 ARGUMENTS = inspect.signature(Attend.forward)
 
 
@@ -33,8 +37,8 @@ class Adapter:
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
-        self.histories: WeakKeyDictionary[KernelState, tuple[Tensor, Tensor]] = WeakKeyDictionary()
-        """Keys and values behind a state that holds only their sums."""
+        self.histories: WeakKeyDictionary[State, History] = WeakKeyDictionary()
+        """Keys, values and padding behind states that do not keep them."""
 
     def attach(self, model: nn.Module) -> list[Any]:
         """Hooks at every attention of a model."""
@@ -49,36 +53,30 @@ class Adapter:
         rule, state = as_mask(given.get("mask")), given.get("state")
         self.recorder.enter(module)
         if state is not None:
-            k, v, held = self._history(module, k, v, state, output[1])
+            k, v, held = self._history(module, k, v, rule, state, output[1])
             rule = held if rule is None else rule if held is None else rule & held
         kind: Kind = "cross" if given.get("cross") else "self"
         self.recorder.meet(module, met(kind, module.mechanism, q, k, v, rule, given.get("bias")))
 
-    def _history(self, module: Attend, k: Tensor, v: Tensor, state: Any, longer: Any) -> Any:
+    def _history(
+        self, module: Attend, k: Tensor, v: Tensor, rule: Mask | None, state: State, longer: State
+    ) -> "History":
         """All keys and values up to now, and their padding."""
-        if isinstance(longer, KeyValueState):
-            keys = longer.keys
-            if longer.tainted is not None:  # the state holds zeros in their place
-                keys = keys.masked_fill(longer.tainted[..., None], torch.nan)
-            return keys, longer.values, longer.padding
-        before = self.histories.get(state)
-        if before is None:
-            if state.folded:
-                raise ValueError(
-                    f"state: expected one whose tokens all came under the trace, got one with {state.folded} tokens "
-                    f"already summed by {module.mechanism!r}; trace from the start of the sequence"
-                )
-            before = state.recent.keys, state.recent.values
-        history = torch.cat([before[0], k.detach()], dim=2), torch.cat([before[1], v.detach()], dim=2)
+        if longer.earliest == 0 and (history := longer.history()) is not None:
+            return history
+        before = self.histories.get(state) or state.history()
+        if before is None and state.length:
+            raise ValueError(
+                f"state: expected one whose tokens all came under the trace, got one with {state.length} tokens "
+                f"already summed by {module.mechanism!r}; trace from the start of the sequence"
+            )
+        keys, values, padding = before or (k[:, :, :0], v[:, :, :0], None)
+        new, total = k.shape[2], state.length + k.shape[2]
+        fresh = padding_between(rule, state.length, total, total)
+        joined = join_padding(padding, state.length, fresh, new, k.shape[0], k.device)
+        history = torch.cat([keys, k.detach()], dim=2), torch.cat([values, v.detach()], dim=2), joined
         self.histories[longer] = history
-        return *history, _padding(longer)
-
-
-def _padding(state: KernelState) -> Padding | None:
-    recent = state.recent
-    return join_padding(
-        state.padding, state.folded, recent.padding, recent.length, state.sums.shape[0], state.sums.device
-    )
+        return history
 
 
 def met(
@@ -86,7 +84,7 @@ def met(
 ) -> Met:
     """One run of a mechanism, for a recorder."""
     batch, heads, queries, keys = *q.shape[:3], k.shape[2]
-    if not mechanism.by_pairs:
+    if not weighs_tokens(mechanism, q.shape[3]):
         return Met(
             kind=kind,
             mechanism=repr(mechanism),
@@ -98,6 +96,7 @@ def met(
             see=lambda rows, chosen: None,
             by_pairs=False,
         )
+    added = None if bias is None else bias.expand(batch, heads, queries, keys)
 
     def see(rows: list[int] | None, chosen: list[int] | None) -> Tensor | None:
         places = torch.arange(queries) if rows is None else torch.tensor(rows, dtype=torch.long)
@@ -105,25 +104,22 @@ def met(
         if rule is not None:
             seen = rule.at(batch, heads, places + keys - queries, torch.arange(keys), q.device)
             seen = seen if chosen is None or seen.shape[1] == 1 else seen[:, chosen]
-        reachable = None if bias is None else _rows_heads(bias, q, keys, rows, chosen) != -torch.inf
+        reachable = None if added is None else choose_scores(added, rows, chosen) != -torch.inf
         if reachable is None or bool(reachable.all()):
             return seen
         return reachable if seen is None else seen & reachable
 
     def score(rows: list[int] | None, chosen: list[int] | None) -> Tensor | None:
-        if type(mechanism).similarity is Mechanism.similarity:  # weights of a user's own making
-            return None
         every = range(heads) if chosen is None else chosen
-        wanted = q[:, list(every)][:, :, list(range(queries) if rows is None else rows)]
-        shared = k if chosen is None else k[:, [head // (heads // k.shape[1]) for head in chosen]]
-        found = mechanism.grouped(mechanism.similarity, wanted, shared)
-        if isinstance(mechanism, Softmax):
-            found = _softmax_scores(mechanism, found, q.shape[3])
-            found = found if bias is None else found + _rows_heads(bias, q, keys, rows, chosen)
-        seen = see(rows, chosen)
-        return (found if seen is None else found.masked_fill(~seen, hidden)).to(q.dtype)
+        wanted = choose_scores(q, rows, chosen)
+        shared = k if chosen is None else k[:, [head // (heads // k.shape[1]) for head in every]]
+        extra = None if added is None else choose_scores(added, rows, chosen)
+        scores, seen = mechanism.trace_scores(wanted, shared, extra), see(rows, chosen)
+        if scores is None:
+            return None
+        return (scores if seen is None else scores.masked_fill(~seen, mechanism.hidden)).to(q.dtype)
 
-    known, hidden = structure(rule, queries, keys), -torch.inf if isinstance(mechanism, Softmax) else 0.0
+    known = structure(rule, queries, keys)
     return Met(
         kind=kind,
         mechanism=repr(mechanism),
@@ -135,21 +131,5 @@ def met(
         see=see,
         real=known.valid(keys, q.device),
         causal=kind == "self" and (known.causal or queries == 1),
-        hidden_score=hidden,
+        hidden_score=mechanism.hidden,
     )
-
-
-def _softmax_scores(mechanism: Softmax, plain: Tensor, qk_length: int) -> Tensor:
-    beta = qk_length**-0.5 if mechanism.beta is None else mechanism.beta
-    if mechanism.hard:  # an infinite scale: the choice is by the plain products
-        return plain
-    if mechanism.softcap is not None:
-        return mechanism.softcap * torch.tanh(plain * (beta / mechanism.softcap))
-    return plain * beta
-
-
-def _rows_heads(bias: Tensor, q: Tensor, keys: int, rows: list[int] | None, heads: list[int] | None) -> Tensor:
-    """The chosen rows and heads of what broadcasts to (B, H, T, S)."""
-    full = bias.expand(*q.shape[:3], keys)
-    full = full if heads is None else full[:, heads]
-    return full if rows is None else full[:, :, rows]

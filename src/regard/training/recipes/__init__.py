@@ -4,8 +4,10 @@ the task."""
 import importlib
 from types import ModuleType
 
-from regard.mechanisms.kernel import FeatureMechanism
+from regard.call import refusal
+from regard.mask import causal
 from regard.mechanisms.text import from_text
+from regard.structure import Structure
 
 NAMES = ("translate", "lm", "bert", "classify", "vision")
 
@@ -29,7 +31,7 @@ def check_causal(mechanism: str, window: int | None) -> None:
     >>> check_causal("softmax", window=16)
     """
     found = from_text(mechanism)
-    if not found.by_pairs:
+    if refusal(found, causal) is not None:
         raise ValueError(f"mechanism: expected one that can be causal, got {mechanism}")
-    if window is not None and isinstance(found, FeatureMechanism):
+    if window is not None and found.streams(1, Structure(before=window - 1, after=0)) is not None:
         raise ValueError(f"window: expected none with {mechanism}, whose sums forget nothing, got {window}")

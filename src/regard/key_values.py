@@ -1,0 +1,357 @@
+"""Keys and values of a history: the state of mechanisms that look at every key again.
+
+Appending does not copy: states of one history share buffers with room to spare (buffer.py), each with its own length.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from regard.buffer import Buffer, roomy
+from regard.eager import readable
+from regard.mask import Padding, Span
+from regard.padded import join_padding, reorder_padding
+from regard.state import Sizes, State, Stored, check_tokens, row_index
+
+PARTS = ("keys", "values", "key_scales", "value_scales")
+"""What a file calls the tensors of a buffer; scales are those of int8 ones."""
+LEAST_MORE = 256
+"""New tokens that a state gets room for at the least, if it may have so many."""
+PAGE = 64
+"""Tokens of padding that a batch row may store for the sake of sharing a run with others."""
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """Keys and values of some batch rows from one position on, one after another in one buffer.
+
+    A batch of unequal prompts, padded on the left, is kept in a few runs, so that its padding takes no memory.
+    """
+
+    rows: tuple[int, ...]
+    buffer: Buffer
+    begin: int = 0
+    """The position of its first key."""
+    waiting: bool = True
+    """Whether none of its rows has met a real token: it has no keys yet, and may still begin later."""
+
+    def keys(self, length: int) -> Tensor:
+        """The keys of a history of `length` tokens, (rows, G, length - begin, K)."""
+        return self.buffer.read(0, max(0, length - self.begin))
+
+    def values(self, length: int) -> Tensor:
+        """The values of a history of `length` tokens, (rows, G, length - begin, V)."""
+        return self.buffer.read(1, max(0, length - self.begin))
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Its rows of a tensor (B, …): a view where they are neighbours."""
+        if len(self.rows) == len(tensor):
+            return tensor
+        low, high = self.rows[0], self.rows[-1] + 1
+        return tensor[low:high] if high - low == len(self.rows) else tensor[list(self.rows)]
+
+    def split(self, spans: tuple[Span, ...] | None, start: int, end: int, capacity: int) -> "list[Run]":
+        """The runs of rows that waited until `start`, once tokens up to `end` come, real at `spans` (None: all)."""
+        begins = {row: start if spans is None else max(start, spans[row][0]) for row in self.rows}
+        later = tuple(row for row in self.rows if spans is not None and spans[row][0] >= min(spans[row][1], end))
+        groups = _together({row: begin for row, begin in begins.items() if row not in later}, start, end)
+        if not self.rows or (not later and [begin for _, begin in groups] == [self.begin] and self.buffer.room):
+            return [replace(self, waiting=False)]
+
+        runs = [Run(rows, self.buffer.blank(len(rows), capacity - begin), begin, False) for rows, begin in groups]
+        return [*runs, Run(later, self.buffer.blank(len(later), 0), end)] if later else runs
+
+    def chosen(self, index: list[int], length: int, capacity: int) -> "Run | None":
+        """What is left of it where batch row i becomes row `index[i]`; None if nothing is."""
+        rows = tuple(new for new, old in enumerate(index) if old in self.rows)
+        if not rows:
+            return None
+        kept = max(0, length - self.begin)
+        place = torch.tensor([self.rows.index(index[new]) for new in rows], device=self.buffer.keys.device)
+        room = roomy(kept, capacity - self.begin) if kept else self.buffer.room
+        return replace(self, rows=rows, buffer=self.buffer.moved(0, kept, room, place))
+
+
+@dataclass(frozen=True, eq=False)
+class KeyValueState(State):
+    """All keys and values met so far, for mechanisms that look at each of them again.
+
+    >>> import regard as rg, torch
+    >>> state = rg.Softmax().start(batch=1, num_kv_heads=2, qk_length=4, value_length=4, capacity=8)
+    >>> q = k = v = torch.randn(1, 2, 3, 4)
+    >>> out, longer = rg.Softmax().extend(q, k, v, state, mask=rg.causal)
+    >>> state.length, longer.length, longer.nbytes
+    (0, 3, 512)
+    """
+
+    runs: tuple[Run, ...]
+    """Every batch row is in one of them."""
+    capacity: int
+    """Tokens it may hold at most. A fork's buffer grows up to it; that of `start` has the room from the beginning."""
+    length: int = 0
+    padding: Padding | None = None
+    """Which of the keys are real; None while all are."""
+    tainted: Tensor | None = None
+    """Which keys (B, G, length) came with a NaN or infinity in them; None while none did."""
+    mechanism: None = None
+    """Keys and values are alike for every mechanism that keeps them."""
+
+    @classmethod
+    def empty(cls, sizes: Sizes, capacity: int, storage: torch.dtype | None = None) -> "KeyValueState":
+        """No tokens, and room for `capacity`; `storage=torch.int8` keeps numbers and scales."""
+
+        def room(length: int, dtype: torch.dtype) -> Tensor:
+            shape = sizes.batch, sizes.num_kv_heads, capacity, length
+            return torch.empty(shape, dtype=dtype, device=sizes.device)
+
+        kind = storage or sizes.dtype
+        keys, values = room(sizes.qk_length, kind), room(sizes.value_length, kind)
+        if storage is None:
+            buffer = Buffer(keys, values)
+        else:
+            fine = torch.promote_types(sizes.dtype, torch.float32)
+            buffer = Buffer(keys, values, scales=(room(1, fine), room(1, fine)), rounded=sizes.dtype)
+        return cls((Run(tuple(range(sizes.batch)), buffer),), capacity)
+
+    @property
+    def whole(self) -> bool:
+        """Whether all rows are in one run from the first position on."""
+        return len(self.runs) == 1 and self.runs[0].begin == 0
+
+    @property
+    def buffer(self) -> Buffer:
+        """What holds the tokens of the first run: all of them, where the state is whole."""
+        return self.runs[0].buffer
+
+    @property
+    def batch(self) -> int:
+        return len(self.runs[0].rows) if len(self.runs) == 1 else sum(len(run.rows) for run in self.runs)
+
+    @property
+    def earliest(self) -> int:
+        return 0
+
+    def check(self, k: Tensor, v: Tensor) -> None:
+        buffer = self.buffer
+        for name, tensor, held in (("k", k, buffer.keys), ("v", v, buffer.values)):
+            check_tokens(name, tensor, (self.batch, held.shape[1], held.shape[3]), buffer.dtype, held.device)
+
+    @property
+    def keys(self) -> Tensor:
+        """The keys met so far, (B, G, length, K): a view, unless they are int8 or in several runs, 0 in between."""
+        return self._read(0)
+
+    @property
+    def values(self) -> Tensor:
+        """The values met so far, (B, G, length, V): a view, unless they are int8 or in several runs, 0 in between."""
+        return self._read(1)
+
+    def _read(self, which: int) -> Tensor:
+        if self.whole:
+            return self.buffer.read(which, self.length)
+        parts = [run.values(self.length) if which else run.keys(self.length) for run in self.runs]
+        padded = torch.cat([F.pad(part, (0, 0, self.length - part.shape[2], 0)) for part in parts])
+        rows = [row for run in self.runs for row in run.rows]
+        return padded[torch.tensor(rows, device=padded.device).argsort()]
+
+    @property
+    def nbytes(self) -> int:
+        held = [tensor for run in self.runs for tensor in run.buffer.tensors]
+        table = None if self.padding is None else self.padding.table
+        held += [t for t in (self.tainted, table) if t is not None]
+        return sum(t.numel() * t.element_size() for t in held)
+
+    def append(
+        self,
+        k: Tensor,
+        v: Tensor,
+        padding: Padding | None = None,
+        tainted: Tensor | None = None,
+        *,
+        recorded: bool = False,
+    ) -> "KeyValueState":
+        """The state with T more keys and values. `padding` says which of the T are real, in positions 0…T.
+
+        `recorded` says that autograd will hold views of the longer state for gradients of something else.
+        """
+        new = k.shape[2]
+        end = self.length + new
+        if end > self.capacity:
+            raise ValueError(
+                f"state: expected at most {self.capacity} tokens (its capacity), got {self.length} + {new}; "
+                f"start it with capacity={end} or more"
+            )
+        if self.padding is not None or padding is not None:
+            padding = join_padding(self.padding, self.length, padding, new, k.shape[0], k.device)
+        if self.tainted is not None or tainted is not None:
+            tainted = _join_tainted(self.tainted, self.length, tainted, k)
+        runs: list[Run] = []
+        for run in self.runs:
+            if run.waiting and new:
+                runs += run.split(None if padding is None else padding.rows, self.length, end, self.capacity)
+            else:
+                runs.append(run)
+        longer = []
+        for run in runs:
+            here = max(0, run.begin - self.length)
+            if here < new:
+                keys, values = run.of(k), run.of(v)
+                if here:
+                    keys, values = keys[:, :, here:], values[:, :, here:]
+                start, room = max(0, self.length - run.begin), self.capacity - run.begin
+                buffer = run.buffer.extended(start, keys, values, room, recorded)
+                run = run if buffer is run.buffer else replace(run, buffer=buffer)
+            longer.append(run)
+        return KeyValueState(tuple(longer), self.capacity, end, padding, tainted)
+
+    def reorder(self, index: Tensor) -> "KeyValueState":
+        index = row_index(index, self.batch, self.buffer.keys.device)
+        order = index.tolist()
+        chosen = (run.chosen(order, self.length, self.capacity) for run in self.runs)
+        runs = tuple(run for run in chosen if run is not None)
+        return replace(
+            self,
+            runs=runs or (Run((), self.buffer.blank(0, self.capacity), waiting=False),),
+            padding=reorder_padding(self.padding, index, self.length),
+            tainted=None if self.tainted is None else self.tainted[index],
+        )
+
+    def crop(self, length: int) -> "KeyValueState":
+        if not isinstance(length, int) or not 0 <= length <= self.length:
+            raise ValueError(f"length: expected 0 to {self.length} (the state's length), got {length}")
+        padding = self.padding
+        if padding is not None:
+            padding = padding.between(0, length, self.length)
+        return replace(
+            self,
+            # Rows that began later wait again: what they had before was padding.
+            runs=tuple(
+                run if run.begin < length or self.whole else replace(run, begin=length, waiting=True)
+                for run in self.runs
+            ),
+            length=length,
+            padding=padding,
+            tainted=None if self.tainted is None else self.tainted[..., :length],
+        )
+
+    def __repr__(self) -> str:
+        return f"KeyValueState(length={self.length}, capacity={self.capacity}, nbytes={self.nbytes})"
+
+    def windowed(self, before: int, new: int) -> "KeyValueState":
+        if self.length + new <= self.capacity:
+            return self
+        kept = min(self.length, before)
+        return self.resized(max(kept + new, 2 * (before + 1)), self.length - kept)
+
+    def with_room(self, more: int, most: int) -> "KeyValueState":
+        if self.length + more <= self.capacity:
+            return self
+        return self.resized(self.length + max(more, first_room([self.length], most)))
+
+    def history(self) -> tuple[Tensor, Tensor, Padding | None]:
+        keys = self.keys
+        if self.tainted is not None:  # the state holds zeros in their place
+            keys = keys.masked_fill(self.tainted[..., None], torch.nan)
+        return keys, self.values, self.padding
+
+    def saved(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        tensors: dict[str, Tensor] = {}
+        for index, run in enumerate(self.runs):
+            for part, tensor in zip(PARTS, run.buffer.tensors, strict=False):
+                tensors[f"{index}.{part}"] = tensor.narrow(2, 0, max(0, self.length - run.begin))
+        if self.padding is not None:
+            # Layers share their tables, and a file holds no tensor twice: clones.
+            tensors["padding"] = self.padding.valid(self.length).clone()
+        if self.tainted is not None:
+            tensors["tainted"] = self.tainted
+        runs = [{"rows": run.rows, "begin": run.begin, "waiting": run.waiting} for run in self.runs]
+        return {"kind": "keys", "length": self.length, "runs": runs}, tensors
+
+    def restored(self, stored: Stored) -> "KeyValueState":
+        count = stored.plan["length"]
+        least = stored.length if stored.window is None else min(stored.length, stored.window - 1)
+        if type(count) is not int or not least <= count <= stored.length:
+            raise ValueError(f"{count!r} tokens of {stored.length}")
+        return self.filled(stored, count, count)
+
+    def filled(self, stored: Stored, count: int, capacity: int) -> "KeyValueState":
+        """A state of `count` tokens from a file, given an empty one like it."""
+        padding = stored.padding("padding", count)
+        runs = [_restored_run(stored, index, self.buffer, count, padding) for index in range(len(stored.plan["runs"]))]
+        if sorted(row for run in runs for row in run.rows) != list(range(stored.batch)):
+            raise ValueError(f"runs that are not of {stored.batch} rows, each once")
+        tainted = stored.flags("tainted", stored.batch, self.buffer.keys.shape[1], count)
+        return KeyValueState(tuple(runs), capacity, count, padding, tainted)
+
+    def resized(self, capacity: int, drop: int = 0) -> "KeyValueState":
+        """The state in buffers of its own with another capacity, without its first `drop` tokens."""
+        kept = self.length - drop
+        assert kept <= capacity
+
+        def moved(run: Run) -> Run:
+            begin = max(0, run.begin - drop)
+            low, high = max(0, drop - run.begin), max(0, self.length - run.begin)
+            recorded = torch.is_grad_enabled() and any(t.requires_grad for t in run.buffer.tensors)
+            room = capacity - begin if high > low or not self.length else 0
+            return replace(run, begin=begin, buffer=run.buffer.moved(low, high, room, recorded=recorded))
+
+        padding, tainted = self.padding, self.tainted
+        if padding is not None:
+            padding = padding.between(drop, self.length, self.length)
+        if tainted is not None:
+            left = tainted[..., drop:]
+            tainted = None if readable(left) and not bool(left.any()) else left
+        return KeyValueState(tuple(moved(run) for run in self.runs), capacity, kept, padding, tainted)
+
+
+def _together(begins: dict[int, int], start: int, end: int) -> list[tuple[tuple[int, ...], int]]:
+    """Rows that share a run, and where it begins, so that little of it is padding and the runs are few."""
+    groups: list[tuple[list[int], int]] = []
+    for begin, row in sorted((begin, row) for row, begin in begins.items()):
+        if groups and begin - groups[-1][1] <= max(PAGE, (end - begin) // 4):
+            groups[-1][0].append(row)
+        else:
+            groups.append(([row], max(start, begin - begin % PAGE)))
+    return [(tuple(sorted(rows)), begin) for rows, begin in groups]
+
+
+def _join_tainted(old: Tensor | None, length: int, new: Tensor | None, k: Tensor) -> Tensor:
+    batch, groups, count = k.shape[:3]
+    clean = torch.zeros(batch, groups, max(length, count), dtype=torch.bool, device=k.device)
+    return torch.cat([clean[..., :length] if old is None else old, clean[..., :count] if new is None else new], dim=-1)
+
+
+def first_room(lengths: Iterable[int], most: int) -> int:
+    """New tokens to make room for before any has come: not by what is allowed, but by what is there."""
+    return min(most, max(LEAST_MORE, *lengths))
+
+
+def _restored_run(stored: Stored, index: int, like: Buffer, count: int, padding: Padding | None) -> Run:
+    plan = stored.plan["runs"][index]
+    rows, begin, waiting = tuple(plan["rows"]), plan["begin"], plan["waiting"]
+    if not all(type(row) is int for row in rows):
+        raise ValueError(f"a run of rows {rows!r:.40}")
+    if type(begin) is not int or not 0 <= begin <= count or type(waiting) is not bool or list(rows) != sorted(rows):
+        raise ValueError(f"a run that begins at {begin!r} of {count} tokens")
+    if (begin and (padding is None or padding.valid(count)[list(rows), :begin].any())) or (waiting and begin < count):
+        raise ValueError(f"a run without the first {begin} tokens, which are real")
+    return Run(rows, stored_buffer(stored, f"{index}.", like, len(rows), count - begin), begin, waiting)
+
+
+def stored_buffer(stored: Stored, prefix: str, like: Buffer, rows: int, count: int) -> Buffer:
+    """Keys and values from a file, as int8 numbers with their scales if the file has scales."""
+    small = stored.holds(prefix + PARTS[2])
+
+    def read(part: int, dtype: torch.dtype, length: int) -> Tensor:
+        return stored.tensor(prefix + PARTS[part], dtype, rows, like.keys.shape[1], count, length)
+
+    pairs = enumerate((like.keys, like.values))
+    keys, values = (read(part, torch.int8 if small else held.dtype, held.shape[3]) for part, held in pairs)
+    if not small:
+        return Buffer(keys, values, count)
+    fine = torch.promote_types(like.dtype, torch.float32)
+    return Buffer(keys, values, count, scales=(read(2, fine, 1), read(3, fine, 1)), rounded=like.dtype)

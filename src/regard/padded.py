@@ -1,0 +1,54 @@
+"""Which tokens of a history are real, as histories grow and batch rows change places."""
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from regard.mask import Padding, Span, padding_of
+
+
+def reorder_padding(padding: Padding | None, index: Tensor, length: int) -> Padding | None:
+    """The padding of other batch rows."""
+    if padding is None or padding.rows is None:
+        return None if padding is None else padding_of(padding.valid(length)[index.cpu()])
+    return Padding(tuple(padding.rows[row] for row in index.tolist()), label=padding.label)
+
+
+def join_padding(
+    old: Padding | None, length: int, new: Padding | None, count: int, batch: int, device: torch.device
+) -> Padding | None:
+    """Which of `length` tokens and `count` more are real; None if all are."""
+    if old is None and new is None:
+        return None
+    old_rows = ((0, length),) * batch if old is None else old.rows
+    new_rows = ((0, count),) * batch if new is None else new.rows
+    if old_rows is not None and new_rows is not None:
+        joined = _join_spans(old_rows, length, new_rows, count)
+        if joined is not None:
+            return joined
+    parts = [
+        torch.ones(batch, n, dtype=torch.bool, device=device) if part is None else part.valid(n, device)
+        for part, n in ((old, length), (new, count))
+    ]
+    return padding_of(torch.cat(parts, dim=1))
+
+
+@lru_cache(maxsize=64)
+def _join_spans(old: tuple[Span, ...], length: int, new: tuple[Span, ...], count: int) -> Padding | None:
+    """The padding of [old | new] where each row stays one interval, without touching a tensor; None otherwise.
+
+    Every layer of a model asks the same at a step, and gets the same answer.
+    """
+    spans: list[Span] = []
+    for (a, b), (c, d) in zip(old, new, strict=True):
+        b, d = min(b, length), min(d, count)
+        if c >= d:
+            spans.append((a, b))
+        elif a >= b:
+            spans.append((length + c, length + d))
+        elif b == length and c == 0:
+            spans.append((a, length + d))
+        else:
+            return None
+    return Padding(tuple(spans), label=f"padding(valid={(len(old), length + count)})")
