@@ -12,10 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import regard as rg
-from regard.call import Call
+from regard.call import Call, refusal
 from regard.families.features import RECENT
 from regard.mechanisms import REGISTRY
-from regard.call import refusal
 from regard.owned import weighs_tokens
 
 PAIRS = {name: one for name, one in REGISTRY.items() if weighs_tokens(one, 8)}
