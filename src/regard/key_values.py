@@ -23,6 +23,28 @@ LEAST_MORE = 256
 """New tokens that a state gets room for at the least, if it may have so many."""
 PAGE = 64
 """Tokens of padding that a batch row may store for the sake of sharing a run with others."""
+SHARED = 256
+"""Tokens from which on rows that have them in common share them: for fewer, a copy costs less than a second pass."""
+
+
+@dataclass(frozen=True, eq=False)
+class Prefix:
+    """The first tokens of some histories, stored once for all batch rows that have them in common."""
+
+    buffer: Buffer
+    length: int
+    places: tuple[int, ...]
+    """The row in the buffer, for each row of the run."""
+
+    def of(self, chosen: list[int]) -> "Prefix":
+        """The prefix of other rows of the run, without histories that none of them has."""
+        places = [self.places[row] for row in chosen]
+        parents = sorted(set(places))
+        if len(parents) == len(self.buffer.keys):
+            return replace(self, places=tuple(places))
+        kept = torch.tensor(parents, device=self.buffer.keys.device)
+        buffer = self.buffer.moved(0, self.length, self.length, kept)
+        return Prefix(buffer, self.length, tuple(parents.index(place) for place in places))
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,14 +60,40 @@ class Run:
     """The position of its first key."""
     waiting: bool = True
     """Whether none of its rows has met a real token: it has no keys yet, and may still begin later."""
+    prefix: Prefix | None = None
+    """Its first tokens, if they are stored apart; the buffer has those after them."""
 
-    def keys(self, length: int) -> Tensor:
-        """The keys of a history of `length` tokens, (rows, G, length - begin, K)."""
-        return self.buffer.read(0, max(0, length - self.begin))
+    @property
+    def shared(self) -> int:
+        """Tokens that are stored apart."""
+        return 0 if self.prefix is None else self.prefix.length
 
-    def values(self, length: int) -> Tensor:
-        """The values of a history of `length` tokens, (rows, G, length - begin, V)."""
-        return self.buffer.read(1, max(0, length - self.begin))
+    def read(self, which: int, length: int) -> Tensor:
+        """The keys (0) or values (1) of a history of `length` tokens, (rows, G, length - begin, ·)."""
+        count = max(0, length - self.begin)
+        if self.prefix is None:
+            return self.buffer.read(which, count)
+        first = self.prefix.buffer.read(which, self.prefix.length)[list(self.prefix.places)]
+        return torch.cat([first, self.buffer.read(which, count - self.prefix.length)], dim=2)
+
+    def apart(self, length: int) -> "Run":
+        """The run with all its tokens in a buffer of its own."""
+        if self.prefix is None:
+            return self
+        prefix, rest = self.prefix, length - self.begin - self.prefix.length
+        places = torch.tensor(self.prefix.places, device=self.buffer.keys.device)
+        buffer = prefix.buffer.moved(0, prefix.length, prefix.length + max(rest, self.buffer.room), places)
+        for whole, tail in zip(buffer.tensors, self.buffer.tensors, strict=True):
+            whole.narrow(2, prefix.length, rest).copy_(tail.narrow(2, 0, rest))
+        buffer.used = prefix.length + rest
+        return replace(self, buffer=buffer, prefix=None)
+
+    def cropped(self, length: int) -> "Run":
+        """The run of a shorter history."""
+        count = max(0, length - self.begin)
+        if self.prefix is None or count >= self.prefix.length:
+            return self
+        return replace(self, prefix=replace(self.prefix, length=count) if count else None)
 
     def of(self, tensor: Tensor) -> Tensor:
         """Its rows of a tensor (B, …): a view where they are neighbours."""
@@ -65,15 +113,29 @@ class Run:
         runs = [Run(rows, self.buffer.blank(len(rows), capacity - begin), begin, False) for rows, begin in groups]
         return [*runs, Run(later, self.buffer.blank(len(later), 0), end)] if later else runs
 
-    def chosen(self, index: list[int], length: int, capacity: int) -> "Run | None":
-        """What is left of it where batch row i becomes row `index[i]`; None if nothing is."""
+    def chosen(self, index: list[int], length: int, capacity: int, shares: bool) -> "Run | None":
+        """What is left of it where batch row i becomes row `index[i]`; None if nothing is.
+
+        Rows that repeat share what they have in common, where `shares` says that attention can do with that.
+        """
         rows = tuple(new for new, old in enumerate(index) if old in self.rows)
         if not rows:
             return None
-        kept = max(0, length - self.begin)
-        place = torch.tensor([self.rows.index(index[new]) for new in rows], device=self.buffer.keys.device)
-        room = roomy(kept, capacity - self.begin) if kept else self.buffer.room
-        return replace(self, rows=rows, buffer=self.buffer.moved(0, kept, room, place))
+        kept, places = max(0, length - self.begin), [self.rows.index(index[new]) for new in rows]
+        prefix = None if self.prefix is None else self.prefix.of(places)
+        if prefix is None and shares and kept >= SHARED and len(set(places)) < len(places) and not self.derived:
+            prefix = Prefix(self.buffer, kept, tuple(range(len(self.rows)))).of(places)
+            buffer = self.buffer.blank(len(rows), roomy(0, capacity - self.begin - kept))
+            return replace(self, rows=rows, buffer=buffer, prefix=prefix)
+        kept, room = kept - self.shared, capacity - self.begin - self.shared
+        room = roomy(kept, room) if kept else min(room, self.buffer.room)
+        place = torch.tensor(places, device=self.buffer.keys.device)
+        return replace(self, rows=rows, buffer=self.buffer.moved(0, kept, room, place), prefix=prefix)
+
+    @property
+    def derived(self) -> bool:
+        """Whether autograd records what it holds."""
+        return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.buffer.tensors)
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,9 +161,13 @@ class KeyValueState(State):
     """Which keys (B, G, length) came with a NaN or infinity in them; None while none did."""
     mechanism: None = None
     """Keys and values are alike for every mechanism that keeps them."""
+    shares: bool = False
+    """Whether batch rows that repeat share their first tokens: for mechanisms that can attend to parts and merge."""
 
     @classmethod
-    def empty(cls, sizes: Sizes, capacity: int, storage: torch.dtype | None = None) -> "KeyValueState":
+    def empty(
+        cls, sizes: Sizes, capacity: int, storage: torch.dtype | None = None, *, shares: bool = False
+    ) -> "KeyValueState":
         """No tokens, and room for `capacity`; `storage=torch.int8` keeps numbers and scales."""
 
         def room(length: int, dtype: torch.dtype) -> Tensor:
@@ -115,12 +181,21 @@ class KeyValueState(State):
         else:
             fine = torch.promote_types(sizes.dtype, torch.float32)
             buffer = Buffer(keys, values, scales=(room(1, fine), room(1, fine)), rounded=sizes.dtype)
-        return cls((Run(tuple(range(sizes.batch)), buffer),), capacity)
+        return cls((Run(tuple(range(sizes.batch)), buffer),), capacity, shares=shares)
 
     @property
     def whole(self) -> bool:
-        """Whether all rows are in one run from the first position on."""
-        return len(self.runs) == 1 and self.runs[0].begin == 0
+        """Whether all rows are in one buffer from the first position on."""
+        return len(self.runs) == 1 and self.runs[0].begin == 0 and self.runs[0].prefix is None
+
+    @property
+    def shared(self) -> bool:
+        """Whether some rows share their first tokens."""
+        return any(run.prefix is not None for run in self.runs)
+
+    def apart(self) -> "KeyValueState":
+        """The state with every row's tokens in buffers of its own."""
+        return replace(self, runs=tuple(run.apart(self.length) for run in self.runs), shares=False)
 
     @property
     def buffer(self) -> Buffer:
@@ -153,7 +228,7 @@ class KeyValueState(State):
     def _read(self, which: int) -> Tensor:
         if self.whole:
             return self.buffer.read(which, self.length)
-        parts = [run.values(self.length) if which else run.keys(self.length) for run in self.runs]
+        parts = [run.read(which, self.length) for run in self.runs]
         padded = torch.cat([F.pad(part, (0, 0, self.length - part.shape[2], 0)) for part in parts])
         rows = [row for run in self.runs for row in run.rows]
         return padded[torch.tensor(rows, device=padded.device).argsort()]
@@ -161,6 +236,7 @@ class KeyValueState(State):
     @property
     def nbytes(self) -> int:
         held = [tensor for run in self.runs for tensor in run.buffer.tensors]
+        held += [tensor for run in self.runs if run.prefix is not None for tensor in run.prefix.buffer.tensors]
         table = None if self.padding is None else self.padding.table
         held += [t for t in (self.tainted, table) if t is not None]
         return sum(t.numel() * t.element_size() for t in held)
@@ -202,16 +278,16 @@ class KeyValueState(State):
                 keys, values = run.of(k), run.of(v)
                 if here:
                     keys, values = keys[:, :, here:], values[:, :, here:]
-                start, room = max(0, self.length - run.begin), self.capacity - run.begin
+                start, room = max(0, self.length - run.begin) - run.shared, self.capacity - run.begin - run.shared
                 buffer = run.buffer.extended(start, keys, values, room, recorded)
                 run = run if buffer is run.buffer else replace(run, buffer=buffer)
             longer.append(run)
-        return KeyValueState(tuple(longer), self.capacity, end, padding, tainted)
+        return KeyValueState(tuple(longer), self.capacity, end, padding, tainted, shares=self.shares)
 
     def reorder(self, index: Tensor) -> "KeyValueState":
         index = row_index(index, self.batch, self.buffer.keys.device)
         order = index.tolist()
-        chosen = (run.chosen(order, self.length, self.capacity) for run in self.runs)
+        chosen = (run.chosen(order, self.length, self.capacity, self.shares) for run in self.runs)
         runs = tuple(run for run in chosen if run is not None)
         return replace(
             self,
@@ -230,7 +306,9 @@ class KeyValueState(State):
             self,
             # Rows that began later wait again: what they had before was padding.
             runs=tuple(
-                run if run.begin < length or self.whole else replace(run, begin=length, waiting=True)
+                run.cropped(length)
+                if run.begin < length or (len(self.runs) == 1 and run.begin == 0)
+                else replace(run, begin=length, waiting=True, prefix=None)
                 for run in self.runs
             ),
             length=length,
@@ -260,7 +338,7 @@ class KeyValueState(State):
 
     def saved(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         tensors: dict[str, Tensor] = {}
-        for index, run in enumerate(self.runs):
+        for index, run in enumerate(self.apart().runs):
             for part, tensor in zip(PARTS, run.buffer.tensors, strict=False):
                 tensors[f"{index}.{part}"] = tensor.narrow(2, 0, max(0, self.length - run.begin))
         if self.padding is not None:
@@ -285,7 +363,7 @@ class KeyValueState(State):
         if sorted(row for run in runs for row in run.rows) != list(range(stored.batch)):
             raise ValueError(f"runs that are not of {stored.batch} rows, each once")
         tainted = stored.flags("tainted", stored.batch, self.buffer.keys.shape[1], count)
-        return KeyValueState(tuple(runs), capacity, count, padding, tainted)
+        return KeyValueState(tuple(runs), capacity, count, padding, tainted, shares=self.shares)
 
     def resized(self, capacity: int, drop: int = 0) -> "KeyValueState":
         """The state in buffers of its own with another capacity, without its first `drop` tokens."""
@@ -293,11 +371,11 @@ class KeyValueState(State):
         assert kept <= capacity
 
         def moved(run: Run) -> Run:
+            run = run.apart(self.length) if drop else run
             begin = max(0, run.begin - drop)
-            low, high = max(0, drop - run.begin), max(0, self.length - run.begin)
-            recorded = torch.is_grad_enabled() and any(t.requires_grad for t in run.buffer.tensors)
-            room = capacity - begin if high > low or not self.length else 0
-            return replace(run, begin=begin, buffer=run.buffer.moved(low, high, room, recorded=recorded))
+            low, high = max(0, drop - run.begin), max(0, self.length - run.begin) - run.shared
+            room = capacity - begin - run.shared if high > low or run.shared or not self.length else 0
+            return replace(run, begin=begin, buffer=run.buffer.moved(low, high, room, recorded=run.derived))
 
         padding, tainted = self.padding, self.tainted
         if padding is not None:
@@ -305,7 +383,8 @@ class KeyValueState(State):
         if tainted is not None:
             left = tainted[..., drop:]
             tainted = None if readable(left) and not bool(left.any()) else left
-        return KeyValueState(tuple(moved(run) for run in self.runs), capacity, kept, padding, tainted)
+        runs = tuple(moved(run) for run in self.runs)
+        return KeyValueState(runs, capacity, kept, padding, tainted, shares=self.shares)
 
 
 def _together(begins: dict[int, int], start: int, end: int) -> list[tuple[tuple[int, ...], int]]:

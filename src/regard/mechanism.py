@@ -31,7 +31,7 @@ from regard.key_values import KeyValueState
 from regard.mask import Mask, MaskFunction, as_mask
 from regard.owned import brief, flat, foreign, leaves, made_on, own_dtype, probe, same
 from regard.paths import blocks, exact, reference
-from regard.paths.runs import over_runs
+from regard.paths.runs import over_runs, settled
 from regard.state import Sizes, State
 from regard.structure import EVERYTHING, Structure, padding_between, structure
 
@@ -306,6 +306,7 @@ class Mechanism:
         longer = state.append(k, v, fresh, tainted, recorded=recorded)
         if longer.padding is not None:
             rule = longer.padding if rule is None else rule & longer.padding
+        longer = settled(self, q, longer, rule, bias, recorded)
         return poisoned(over_runs(self, q, longer, rule, bias), rule, longer.tainted), longer
 
     def cost(self, work: Work) -> Cost:

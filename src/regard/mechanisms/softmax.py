@@ -18,7 +18,9 @@ from torch import Tensor
 from regard.call import Call, Path
 from regard.cost import Cost, Work, score_cost
 from regard.families.scores import ScoreMechanism
+from regard.key_values import KeyValueState
 from regard.paths import band, blocks, cudnn, decode, grouped, masked, parts, products, reference, sdpa, split
+from regard.state import Sizes, State
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +75,11 @@ class Softmax(ScoreMechanism):
             return None
         scale = self._beta(qk_length)
         return scale if scale <= 1e6 else None
+
+    def empty_state(self, sizes: Sizes, capacity: int, storage: torch.dtype | None = None) -> State:
+        # SDPA's kernels give the log-sum-exp by which a shared prefix and the rest are merged.
+        shares = self.sdpa_scale(sizes.qk_length) is not None
+        return KeyValueState.empty(sizes, capacity, storage, shares=shares)
 
     def cost(self, work: Work) -> Cost:
         if type(self).score is not Softmax.score:

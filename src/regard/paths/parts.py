@@ -41,13 +41,13 @@ def cannot(call: Call) -> str | None:
 def run(call: Call) -> Tensor:
     """old keys without a mask and new ones with is_causal, merged by their log-sum-exps."""
     offset = call.keys - call.queries
-    own = _by_ourselves(call)
+    own = by_ourselves(call)
     if call.structure.rows is None:
         return _interval(call.q, call.k, call.v, sdpa.scale(call), offset, own)
     return by_interval(call, lambda q, k, v, low, high: _interval(q, k, v, sdpa.scale(call), offset - low, own))
 
 
-def _by_ourselves(call: Call) -> bool:
+def by_ourselves(call: Call) -> bool:
     """Whether machine code of our own reads the old keys, for all query heads of a key/value head at once."""
     rows = call.heads // call.groups
     if symbolic(call.queries, call.keys):
@@ -80,12 +80,12 @@ def _merged(q: Tensor, k: Tensor, v: Tensor, scale: float, old: int, own: bool) 
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         out = _Merged.apply(q, k, v, scale, old)  # type: ignore[no-untyped-call]
     else:
-        out, _ = _merge(*_over_old(q, k[:, :, :old], v[:, :, :old], scale, own), *_over_new(q, k, v, scale, old))
+        out, _ = merge(*over_old(q, k[:, :, :old], v[:, :, :old], scale, own), *over_new(q, k, v, scale, old))
     out = out if out.shape[-1] == size else out[..., :size]
     return out.to(kind)
 
 
-def _over_old(q: Tensor, k: Tensor, v: Tensor, scale: float, own: bool) -> tuple[Tensor, Tensor]:
+def over_old(q: Tensor, k: Tensor, v: Tensor, scale: float, own: bool) -> tuple[Tensor, Tensor]:
     """The output over keys that all queries see, and its log-sum-exp: the heads of a group as rows of one query."""
     if own:
         size = 1 << (sdpa.MOST_ROWS * k.shape[1] // q.shape[1]).bit_length() - 1
@@ -96,12 +96,22 @@ def _over_old(q: Tensor, k: Tensor, v: Tensor, scale: float, own: bool) -> tuple
     return out.reshape(q.shape), lse.reshape(q.shape[:3])
 
 
-def _over_new(q: Tensor, k: Tensor, v: Tensor, scale: float, old: int) -> tuple[Tensor, Tensor]:
+def over_new(q: Tensor, k: Tensor, v: Tensor, scale: float, old: int) -> tuple[Tensor, Tensor]:
     """The output over the keys from `old` on, as many as queries, and its log-sum-exp."""
     return _flash(q, k[:, :, old:], v[:, :, old:], 0.0, True, scale=scale)
 
 
-def _merge(one: Tensor, one_lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
+def over_tail(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """The output over keys of which the last are the queries' own, each query up to its own; and its log-sum-exp."""
+    old = k.shape[2] - q.shape[2]
+    if q.shape[2] == 1:
+        return over_old(q, k, v, scale, own=False)
+    if old == 0:
+        return over_new(q, k, v, scale, 0)
+    return merge(*over_old(q, k[:, :, :old], v[:, :, :old], scale, own=False), *over_new(q, k, v, scale, old))
+
+
+def merge(one: Tensor, one_lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
     """Two parts as one, in the dtype of their log-sum-exps: float32 or better."""
     share = torch.sigmoid(one_lse - other_lse)[..., None]
     out = other.to(share.dtype).lerp(one.to(share.dtype), share)
@@ -113,8 +123,8 @@ class _Merged(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, old: int) -> Tensor:
-        over_old = _over_old(q, k[:, :, :old], v[:, :, :old], scale, own=False)
-        out, lse = _merge(*over_old, *_over_new(q, k, v, scale, old))
+        history = over_old(q, k[:, :, :old], v[:, :, :old], scale, own=False)
+        out, lse = merge(*history, *over_new(q, k, v, scale, old))
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.scale, ctx.old = scale, old
         return out

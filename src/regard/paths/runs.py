@@ -10,10 +10,24 @@ from torch import Tensor
 from regard.call import Call, choose, nothing
 from regard.key_values import KeyValueState
 from regard.mask import Mask
+from regard.paths import shared
 from regard.structure import part_of, structure
 
 if TYPE_CHECKING:
     from regard.mechanism import Mechanism
+
+
+def settled(
+    mechanism: "Mechanism", q: Tensor, state: KeyValueState, mask: Mask | None, bias: Tensor | None, recorded: bool
+) -> KeyValueState:
+    """The state as this attention can use it: without shared prefixes, if that is what it takes."""
+    if state.whole or not state.shared:
+        return state
+    for run in state.runs:
+        part, keys = part_of(mask, run.rows, run.begin, state.length), state.length - run.begin
+        if run.prefix is not None and shared.cannot(mechanism, q, keys, part, bias, recorded) is not None:
+            return state.apart()
+    return state
 
 
 def over_runs(
@@ -30,11 +44,16 @@ def over_runs(
             continue
         # Causal queries of positions before the run's first key see padding alone, and give 0.
         first = max(0, q.shape[2] - keys) if causal else 0
+        if run.prefix is not None:
+            outputs[list(run.rows)] = shared.attend(mechanism, run.of(q), run, state.length)
+            continue
         part = part_of(mask, run.rows, run.begin, state.length)
         scores = bias
         if bias is not None:
             scores = run.of(bias.expand(*q.shape[:3], state.length))[:, :, first:, run.begin :]
-        call = Call(mechanism, run.of(q)[:, :, first:], run.keys(state.length), run.values(state.length), part, scores)
+        call = Call(
+            mechanism, run.of(q)[:, :, first:], run.read(0, state.length), run.read(1, state.length), part, scores
+        )
         outputs[list(run.rows), :, first:] = _run(call)
     return outputs
 
