@@ -116,7 +116,7 @@ class Sequences(RuleBasedStateMachine):
     @rule(data=st.data(), back=st.integers(1, 70))
     def crop(self, data: Any, back: int) -> None:
         past = self.pick(data)
-        length = max(getattr(past.state, "folded", 0), past.state.length - back)
+        length = max(past.state.earliest, past.state.length - back)
         cut = past.keys[:, :, :length], past.values[:, :, :length], past.valid[:, :length]
         self.remember(History(past.state.crop(length), *cut))
 
@@ -129,14 +129,71 @@ class Sequences(RuleBasedStateMachine):
             assert past.state.length == past.keys.shape[2]
 
 
-@every_stream
-def test_any_sequence_of_operations_is_its_history(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "shared"), [(name, 256) for name in STREAMING] + [(name, 8) for name in ("softmax", "uniform", "argmax")]
+)
+def test_any_sequence_of_operations_is_its_history(name: str, shared: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where rows that repeat share a prefix at almost any length."""
+    monkeypatch.setattr("regard.key_values.SHARED", shared)
     kind = type("Sequences", (Sequences,), {"mechanism": STREAMING[name]})
     limits = settings(
         max_examples=40, stateful_step_count=8, phases=[Phase.generate], deadline=None, database=None, derandomize=True,
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
     run_state_machine_as_test(kind, settings=limits)
+
+
+def test_a_hundred_continuations_of_a_prompt_hold_it_once() -> None:
+    """Memory of one prompt and a hundred tails, whatever the dtype, and the same numbers as a hundred copies."""
+    length, rows, sizes = 4096, 100, {"num_kv_heads": 2, "qk_length": 16, "value_length": 16}
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(batch: int, heads: int, tokens: int) -> Tensor:
+        return torch.randn(batch, heads, tokens, 16, generator=generator)
+
+    for storage in (None, torch.int8):
+        mechanism = rg.Softmax()
+        prompt = mechanism.start(batch=1, capacity=length + 300, storage=storage, **sizes)
+        _, prompt = mechanism.extend(draw(1, 4, length), draw(1, 2, length), draw(1, 2, length), prompt, rg.causal)
+        many = prompt.reorder(torch.zeros(rows, dtype=torch.long))
+        keys, values = prompt.keys.expand(rows, -1, -1, -1), prompt.values.expand(rows, -1, -1, -1)
+        for count in (1, 3, 1):
+            q, k, v = draw(rows, 4, count), draw(rows, 2, count), draw(rows, 2, count)
+            out, many = mechanism.extend(q, k, v, many, rg.causal)
+            kept = many.runs[0].buffer
+            keys, values = (
+                torch.cat([t, kept.read(w, many.length - length)[:, :, -count:]], 2)
+                for w, t in enumerate((keys, values))
+            )
+            assert torch.allclose(out, rg.attend(q, keys, values, mechanism, rg.causal, path="reference"), atol=1e-5)
+        tails = prompt.nbytes // (length + 300) * rows * 64
+        assert many.nbytes <= prompt.nbytes + tails
+
+
+def test_what_cannot_be_merged_gets_copies_once() -> None:
+    """A window, a bias or a gradient over a shared prefix: right, and no copy at the next step."""
+    mechanism, sizes = rg.Softmax(), {"num_kv_heads": G, "qk_length": K, "value_length": V, "dtype": torch.float64}
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(batch: int, heads: int, tokens: int, size: int) -> Tensor:
+        return torch.randn(batch, heads, tokens, size, generator=generator, dtype=torch.float64)
+
+    q, k, v = draw(1, H, 300, K), draw(1, G, 300, K), draw(1, G, 300, V)
+    prompt = mechanism.extend(q, k, v, mechanism.start(batch=1, capacity=310, **sizes), rg.causal)[1]
+    many = prompt.reorder(torch.zeros(3, dtype=torch.long))
+    assert many.shared
+    assert not prompt.shared
+    q, new_k, new_v = draw(3, H, 1, K), draw(3, G, 1, K), draw(3, G, 1, V)
+    keys = torch.cat([k.expand(3, -1, -1, -1), new_k], 2), torch.cat([v.expand(3, -1, -1, -1), new_v], 2)
+    bias = draw(1, 1, 1, 301)
+    for mask, term, query in (
+        (rg.causal & rg.window(before=9), None, q),
+        (rg.causal, bias, q),
+        (rg.causal, None, q.clone().requires_grad_()),
+    ):
+        out, longer = mechanism.extend(query, new_k, new_v, many, mask, bias=term)
+        assert not longer.shared
+        assert torch.allclose(out, rg.attend(q, *keys, mechanism, mask, bias=term, path="reference"), atol=1e-12)
 
 
 @every_stream
@@ -150,7 +207,7 @@ def test_every_allowed_crop_goes_on(name: str) -> None:
     start = mechanism.start(batch=1, num_kv_heads=G, qk_length=K, value_length=V, capacity=length, dtype=torch.float64)
     for met in (130, 200):
         _, state = mechanism.extend(q[:, :, :met], k[:, :, :met], v[:, :, :met], start, mask=rg.causal)
-        for kept in range(getattr(state, "folded", 0), met):
+        for kept in range(state.earliest, met):
             here = slice(kept, kept + 1)
             out, _ = mechanism.extend(q[:, :, here], k[:, :, here], v[:, :, here], state.crop(kept), mask=rg.causal)
             assert torch.allclose(out, whole[:, :, here], atol=1e-9)
