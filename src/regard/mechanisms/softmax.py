@@ -89,7 +89,7 @@ class Softmax(ScoreMechanism):
     def paths(self) -> tuple[Path, ...]:
         few = (decode.PATH, products.PATH, grouped.PATH)
         gpu = (split.PATH, cudnn.PATH, band.PATH, masked.PATH)
-        return (*few, *gpu, sdpa.PATH, parts.PATH, blocks.PATH, reference.PATH)
+        return (*few, *gpu, sdpa.PATH, parts.PATH, blocks.FUSED, reference.PATH)
 
 
 def Argmax() -> Softmax:  # noqa: N802 - named as the mechanism it is

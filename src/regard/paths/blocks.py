@@ -4,6 +4,8 @@ For a mask whose structure is known (a band, global tokens, segments, padding) a
 that hold all it may see, and the mask is evaluated there only. Work follows the visible part; memory is one block's.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -28,13 +30,45 @@ def cannot(call: Call) -> str | None:
 
 def run(call: Call) -> Tensor:
     """blocks of queries, each with only the keys its mask can show it."""
+    return _in_blocks(call, _by_weights)
+
+
+def run_fused(call: Call) -> Tensor:
+    """blocks of queries, each with only the keys its mask can show it."""
+    return _in_blocks(call, _by_weights if call.bias is not None or sdpa.unfit(call) is not None else _by_sdpa)
+
+
+Block = Callable[[Call, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None], Tensor]
+"""Attention of a block's queries to its keys: call, q, k, v, what it sees, rows that see nothing, bias."""
+
+
+def _in_blocks(call: Call, attend: Block) -> Tensor:
     size = WINDOW_BLOCK if call.structure.windowed else QUERY_BLOCK
-    views = _Views(call)
-    parts = [
-        _block(call, start, stop, spans, views)
-        for start, stop, spans in blocks(call.mask, call.queries, call.keys, size)
-    ]
+    views, parts = _Views(call), []
+    for start, stop, spans in blocks(call.mask, call.queries, call.keys, size):
+        if not spans:
+            parts.append(nothing(call, stop - start))
+            continue
+        visible, blind = views(start, stop, spans) if call.mask is not None else (None, None)
+        bias = None if call.bias is None else _bias(call.bias, start, stop, spans)
+        k, v = _gather(call.k, spans), _gather(call.v, spans)
+        parts.append(attend(call, call.q[:, :, start:stop], k, v, visible, blind, bias))
     return torch.cat(parts, dim=2)
+
+
+def _by_weights(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, blind: Tensor | None, bias: Tensor | None
+) -> Tensor:
+    return call.mechanism.mix(call.mechanism.weigh(q, k, visible, bias), v).to(q.dtype)
+
+
+def _by_sdpa(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, blind: Tensor | None, bias: Tensor | None
+) -> Tensor:
+    if visible is None or blind is None:
+        return sdpa.plain(q, k, v, scale=sdpa.scale(call), attn_mask=visible)
+    q = q.masked_fill(blind, 0)
+    return sdpa.plain(q, k, v, scale=sdpa.scale(call), attn_mask=visible | blind).masked_fill(blind, 0)
 
 
 class _Views:
@@ -60,22 +94,6 @@ class _Views:
         return visible, blind
 
 
-def _block(call: Call, start: int, stop: int, spans: list[Span], views: _Views) -> Tensor:
-    q = call.q[:, :, start:stop]
-    if not spans:
-        return nothing(call, stop - start)
-    k, v = _gather(call.k, spans), _gather(call.v, spans)
-    visible, blind = views(start, stop, spans) if call.mask is not None else (None, None)
-    bias = None if call.bias is None else _bias(call.bias, start, stop, spans)
-    if bias is not None or sdpa.unfit(call) is not None:
-        weights = call.mechanism.weigh(q, k, visible, bias)
-        return call.mechanism.mix(weights, v).to(q.dtype)
-    if visible is None or blind is None:
-        return sdpa.plain(q, k, v, scale=sdpa.scale(call), attn_mask=visible)
-    q = q.masked_fill(blind, 0)
-    return sdpa.plain(q, k, v, scale=sdpa.scale(call), attn_mask=visible | blind).masked_fill(blind, 0)
-
-
 def _gather(tensor: Tensor, spans: list[Span]) -> Tensor:
     parts = [tensor[:, :, low:high] for low, high in spans]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
@@ -87,3 +105,5 @@ def _bias(bias: Tensor, start: int, stop: int, spans: list[Span]) -> Tensor:
 
 
 PATH = Path("blocks", cannot, run)
+FUSED = Path("blocks", cannot, run_fused)
+"""For softmax: each block by PyTorch's fused kernel, where that computes it."""
