@@ -231,7 +231,7 @@ def taint(k: Tensor, v: Tensor) -> Tensor | None:
     if k.requires_grad or v.requires_grad:
         k, v = k.detach(), v.detach()
     look = readable(k, v)
-    if look and math.isfinite((k.sum() + v.sum()).item()):
+    if look and math.isfinite((k + v if k.shape == v.shape else k.sum() + v.sum()).sum().item()):
         return None
     tainted = ~(k.isfinite().all(-1) & v.isfinite().all(-1))
     return None if look and not bool(tainted.any()) else tainted

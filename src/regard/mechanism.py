@@ -342,6 +342,17 @@ def check_start(
         raise ValueError(reason)
 
 
+def _fit(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether queries, keys and values are certainly of one call: asked at every step, so in a few comparisons."""
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
+        return False
+    queries, keys, values = q.shape, k.shape, v.shape
+    if not (len(queries) == len(keys) == len(values) == 4 and keys[1] and keys[3] and not queries[1] % keys[1]):
+        return False
+    alike = queries[0] == keys[0] and queries[3] == keys[3] and keys[:3] == values[:3]
+    return alike and q.dtype == k.dtype == v.dtype and q.device == k.device == v.device
+
+
 def check_extend(
     mechanism: Mechanism,
     q: Tensor,
@@ -352,7 +363,8 @@ def check_extend(
     bias: Tensor | None,
 ) -> None:
     """Raise ValueError for tokens that do not belong to a state, or a mask under which it cannot go on."""
-    Call(mechanism, q, k, v).check()
+    if foreign(mechanism) or not _fit(q, k, v):
+        Call(mechanism, q, k, v).check()  # says what is wrong, if anything is
     state.check(k, v)
     if q.shape[2] != k.shape[2]:
         raise ValueError(f"q: expected as many new queries as new keys, {k.shape[2]}, got {q.shape[2]}")
