@@ -70,7 +70,7 @@ class Mechanism:
         """Whether all fields are equal; tensors are compared as they are hashed, by identity."""
         return same(other, self) if isinstance(other, Mechanism) else NotImplemented
 
-    hidden: ClassVar[float] = 0.0
+    hidden_score: ClassVar[float] = 0.0
     """What stands in a hidden key's place among the scores that a trace shows."""
     excuses: ClassVar[Mapping[str, str]] = {}
     """Laws of `regard.check` that this family of mechanisms does not claim to keep, and why."""

@@ -7,7 +7,7 @@ nothing more. Mechanisms that look at every key again keep keys and values (key_
 """
 
 from dataclasses import dataclass, fields, replace
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -92,11 +92,11 @@ class State(Protocol):
         """Raise ValueError for keys and values that are not of its batch, heads, lengths, dtype and device."""
         ...
 
-    def reorder(self, index: Tensor) -> Self:
+    def reorder(self, index: Tensor) -> "State":
         """The state of other batch rows: row i becomes row `index[i]`. Rows may repeat (beam search)."""
         ...
 
-    def crop(self, length: int) -> Self:
+    def crop(self, length: int) -> "State":
         """The state as it was at an earlier length, `earliest` or more."""
         ...
 
@@ -104,15 +104,15 @@ class State(Protocol):
         """What it takes to make it again: plain values, and tensors by name."""
         ...
 
-    def restored(self, stored: Stored) -> Self:
+    def restored(self, stored: Stored) -> "State":
         """The state that was saved, given an empty one like it."""
         ...
 
-    def with_room(self, more: int, most: int) -> Self:
+    def with_room(self, more: int, most: int) -> "State":
         """The state with room for `more` tokens, and for `most` at the most; itself if it needs no room."""
         return self
 
-    def windowed(self, before: int, new: int) -> Self:
+    def windowed(self, before: int, new: int) -> "State":
         """The state with room for `new` tokens, without those that none of them sees, `before` back at the most."""
         return self
 
@@ -156,12 +156,12 @@ class FixedState(State):
     def device(self) -> torch.device:
         return next(iter(self._tensors().values())).device
 
-    def reorder(self, index: Tensor) -> Self:
+    def reorder(self, index: Tensor) -> "FixedState":
         index = row_index(index, self.batch, self.device)
         chosen: dict[str, Any] = {name: tensor[index] for name, tensor in self._tensors().items()}
         return replace(self, **chosen, sizes=replace(self.sizes, batch=len(index)))
 
-    def crop(self, length: int) -> Self:
+    def crop(self, length: int) -> "FixedState":
         if type(length) is not int or length != self.length:
             raise ValueError(
                 f"length: expected {self.length}, since {type(self).__name__} cannot be taken back, got {length!r}"
@@ -171,7 +171,7 @@ class FixedState(State):
     def saved(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         return {}, self._tensors()
 
-    def restored(self, stored: Stored) -> Self:
+    def restored(self, stored: Stored) -> "FixedState":
         shapes = {name: tensor for name, tensor in self._tensors().items() if name != "tainted"}
         tensors: dict[str, Any] = {
             name: stored.tensor(name, tensor.dtype, stored.batch, *tensor.shape[1:]) for name, tensor in shapes.items()

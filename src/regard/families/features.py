@@ -36,7 +36,20 @@ RECENT = 128
 
 @dataclass(frozen=True, kw_only=True)
 class FeatureMechanism(Mechanism):
-    """A mechanism with phi. A subclass states `features` and `feature_length`, and any shorter form of `similarity`."""
+    """A mechanism with phi. A subclass states `features` and `feature_length`, and any shorter form of `similarity`.
+
+    >>> import regard as rg, torch
+    >>> from dataclasses import dataclass
+    >>> @dataclass(frozen=True, kw_only=True)
+    ... class Squared(rg.FeatureMechanism):
+    ...     def features(self, x):
+    ...         return x.relu().square()
+    ...     def feature_length(self, qk_length):
+    ...         return qk_length
+    >>> q = k = v = torch.randn(1, 2, 300, 4)
+    >>> rg.explain(q, k, v, Squared(), rg.causal).path
+    'chunked'
+    """
 
     short: ClassVar[bool] = False
     """Whether `similarity` has a form shorter than the product of features."""

@@ -33,7 +33,7 @@ class ScoreMechanism(Mechanism):
     torch.Size([1, 2, 5, 4])
     """
 
-    hidden: ClassVar[float] = -math.inf
+    hidden_score: ClassVar[float] = -math.inf
 
     def score(self, q: Float[Tensor, "*b T K"], k: Float[Tensor, "*b S K"]) -> Float[Tensor, "*b T S"]:
         """The score of each query and key, of any size and sign."""

@@ -117,7 +117,7 @@ def met(
         scores, seen = mechanism.trace_scores(wanted, shared, extra), see(rows, chosen)
         if scores is None:
             return None
-        return (scores if seen is None else scores.masked_fill(~seen, mechanism.hidden)).to(q.dtype)
+        return (scores if seen is None else scores.masked_fill(~seen, mechanism.hidden_score)).to(q.dtype)
 
     known = structure(rule, queries, keys)
     return Met(
@@ -131,5 +131,5 @@ def met(
         see=see,
         real=known.valid(keys, q.device),
         causal=kind == "self" and (known.causal or queries == 1),
-        hidden_score=mechanism.hidden,
+        hidden_score=mechanism.hidden_score,
     )
