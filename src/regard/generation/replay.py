@@ -15,7 +15,9 @@ from torch.nn.modules import module as nn_module
 
 from regard.call import all_finite
 from regard.eager import untouched
-from regard.generation.prompt import Prompt, first_room, with_room
+from regard.generation.prompt import Prompt, with_room
+from regard.kernel_state import KernelState
+from regard.key_values import KeyValueState, first_room
 from regard.layers.slots import CacheSlot, Clock, Slot, SumSlot
 from regard.layers.streaming import ModelState, recalled
 from regard.mask import Padding
@@ -23,7 +25,6 @@ from regard.models.decoder import Decoder
 from regard.models.transformer import Transformer
 from regard.paths import gpu
 from regard.paths.stream import folded
-from regard.state import KernelState, KeyValueState
 
 LEAST = 8
 """New tokens from which on a capture pays: it takes about as long as two steps."""

@@ -13,11 +13,11 @@ from einops import rearrange
 from torch import Tensor
 
 from regard.buffer import Buffer, quantize
+from regard.kernel_state import KernelState
+from regard.key_values import KeyValueState, Run
 from regard.mask import Padding
-from regard.mechanism import Mechanism
-from regard.paths import gpu
+from regard.paths import gpu, split
 from regard.paths.sums import Step, fold, sweep, tiled
-from regard.state import KernelState, KeyValueState, Run
 
 
 @dataclass(eq=False)
@@ -74,13 +74,13 @@ class CacheSlot:
         self.tensors = tuple(_placed(state, which, clock.capacity) for which in range(len(state.buffer.tensors)))
         self.bounds = clock.bounds()
 
-    def attend(self, mechanism: Mechanism, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, mechanism: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Keep one more token's key and value, and attend from it to all there are."""
         new = (k, v) if self.rounded is None else _apart(quantize(k), quantize(v))
         for room, tensor in zip(self.tensors, new, strict=True):
             room.index_copy_(2, self.clock.newest, tensor)
         keys, values, *scales = self.tensors
-        scale = mechanism.sdpa_scale(q.shape[3])
+        scale = mechanism.sdpa_scale(q.shape[3]) if split.PATH in mechanism.paths() else None
         if scale is not None and gpu.serves(q, values):
             # Triton is imported only where it is used.
             from regard.kernels import decode_attention
@@ -173,5 +173,5 @@ def _placed(state: KeyValueState, which: int, capacity: int) -> Tensor:
         if (count := state.length - run.begin) > 0:
             whole = len(run.rows) == state.batch
             rows: Any = slice(None) if whole else torch.tensor(run.rows, device=room.device)
-            room[rows, :, run.begin : state.length] = run.buffer.tensors[which][:, :, :count]
+            room[rows, :, run.begin : state.length] = run.apart(state.length).buffer.tensors[which][:, :, :count]
     return room
