@@ -341,10 +341,12 @@ class MultiHeadAttention(nn.Module):
         if not isinstance(x, Tensor) or x.ndim != axes or x.shape[-1] != width:
             given = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise ValueError(f"{name}: expected {'(B, T, ' if axes == 3 else '(N, '}{width}), got {given}")
+        own = self.W_o.weight.dtype
+        if x.dtype == own or not own.is_floating_point:  # int8 projections say themselves what they take
+            return
         # Autocast makes any floating-point input the projections' dtype.
-        cast = x.is_floating_point() and not x.is_meta and torch.is_autocast_enabled(x.device.type)
-        if x.dtype != self.dtype and not cast:
-            raise ValueError(f"{name}: expected the layer's dtype {self.dtype}, got {x.dtype}")
+        if not x.is_floating_point() or x.is_meta or not torch.is_autocast_enabled(x.device.type):
+            raise ValueError(f"{name}: expected the layer's dtype {own}, got {x.dtype}")
 
 
 def _check_heads(embedding_dim: int, num_heads: int, groups: int, dropout: float, **lengths: int | None) -> None:
