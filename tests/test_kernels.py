@@ -10,7 +10,7 @@ import torch
 
 import regard as rg
 from regard.call import Call
-from regard.kernels import feature_attention, square_attention, token_attention
+from regard.kernels import feature_attention, square_attention, step_attention
 from regard.laws.case import within_budget
 from regard.paths import fused, fused_stream, stream
 from regard.structure import padding_between
@@ -129,8 +129,8 @@ def streams_by_kernels(monkeypatch):
         return fused_stream.unfit(mechanism, q, v, sums, causal, padding)
 
     monkeypatch.setattr(fused_stream, "cannot", cannot)
-    monkeypatch.setattr(token_attention, "PROGRAMS", 4)
-    token_attention._work.cache_clear()
+    monkeypatch.setattr(step_attention, "PROGRAMS", 4)
+    step_attention._work.cache_clear()
 
 
 def streamed(mechanism, q, k, v, pieces, rule=rg.causal):

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from regard.kernels import feature_attention, square_attention
-from regard.kernels.token_attention import Form
+from regard.kernels.step_attention import Form
 
 
 @dataclass(frozen=True, eq=False)

@@ -64,19 +64,20 @@ def _token(
     fold_to: int, pairs: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """`run` for one query, in the state's own layout."""
-    from regard.kernels import token_attention
+    from regard.kernels import step_attention
 
-    form = token_attention.Form(mechanism.fused_form) if pairs is None else pairs.form
+    form = step_attention.Form(mechanism.fused_form) if pairs is None else pairs.form
     tables = None if pairs is None else pairs.tables
     if form.name == "given":
         wide = torch.promote_types(q.dtype, torch.float32)
         q, k = mechanism.summed_features(q.to(wide)), mechanism.summed_features(k.to(wide))
     if fold_to:
         old, values, span = k[:, :, :fold_to], v[:, :, :fold_to], _between(rows, 0, fold_to, q.device)
-        sums, normaliser = token_attention.fold(old, values, span, sums, normaliser, tables, form.name)
+        sums, normaliser = step_attention.fold(old, values, span, sums, normaliser, tables, form.name)
     span = _between(rows, fold_to, k.shape[2], q.device)
-    out = token_attention.token(q, k[:, :, fold_to:], v[:, :, fold_to:], span, sums, normaliser, tables, form)
-    return out, sums, normaliser
+    if fold_to:
+        k, v = k[:, :, fold_to:], v[:, :, fold_to:]
+    return step_attention.token(q, k, v, span, sums, normaliser, tables, form), sums, normaliser
 
 
 def _many(

@@ -1,4 +1,4 @@
-"""One token of a kernel mechanism's stream on a GPU: what is launched. The kernels are in token.py."""
+"""One token of a kernel mechanism's stream on a GPU: what is launched. The kernels are in step.py."""
 
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 
 from regard.kernels.launch import Launches, ceil_divide, launch, strides
-from regard.kernels.token import combine_kernel, fold_kernel, token_kernel
+from regard.kernels.step import combine_kernel, fold_kernel, token_kernel
 
 PROGRAMS = 264
 """Programs that read sums side by side: two for each multiprocessor of an H200."""
@@ -66,6 +66,8 @@ def token(
     tables: tuple[Tensor, Tensor, Tensor] | None, form: Form,
 ) -> Tensor:  # fmt: skip
     """The output (B, H, 1, V) of queries (B, H, 1, K) that see the sums and the newest keys (B, G, S, K)."""
+    q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
+    sums, normaliser = sums.contiguous(), normaliser.contiguous()
     (batch, heads, _, qk_length), (_, groups, keys, value_length) = q.shape, v.shape
     shared, lines = heads // groups, batch * groups
     features, norms = sums.shape[2], normaliser.shape[2]
@@ -96,6 +98,8 @@ def fold(
     tables: tuple[Tensor, Tensor, Tensor] | None, form: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The sums and the normaliser with a few more keys (B, G, S, K) in them."""
+    k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (k, v))
+    sums, normaliser = sums.contiguous(), normaliser.contiguous()
     (batch, groups, keys, qk_length), value_length = k.shape, v.shape[3]
     features, norms = sums.shape[2], normaliser.shape[2]
     kinds = k.dtype, v.dtype, form, strides(k), strides(v), k.device
