@@ -12,6 +12,7 @@ import regard as rg
 from regard.call import Call
 from regard.kernels import feature_attention, square_attention, step_attention
 from regard.laws.case import within_budget
+from regard.layers.slots import Clock, SumSlot
 from regard.paths import fused, fused_stream, stream
 from regard.structure import padding_between
 
@@ -183,6 +184,26 @@ def test_one_token_of_any_number_of_query_heads(heads, mechanism, streams_by_ker
     out, _ = streamed(mechanism, q, k, v, [35, 1])
     exact = rg.attend(q.double(), k.double(), v.double(), mechanism, rg.causal, path="reference")
     torch.testing.assert_close(out.double(), exact, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["quadratic", "elu", "given"])
+def test_a_slot_goes_on_with_a_stream_by_kernels(name, streams_by_kernels):
+    mechanism, count = MECHANISMS[name], 46
+    q, k, v = (torch.randn(2, heads, 50, 8) for heads in (2, 1, 1))
+    whole, begun = (
+        rg.causal & rg.padding(valid=torch.arange(total) >= torch.tensor([[0], [19]])) for total in (50, count)
+    )
+    exact = rg.attend(q.double(), k.double(), v.double(), mechanism, whole, path="reference")
+    _, state = streamed(mechanism, *(t[:, :, :count] for t in (q, k, v)), [count], begun)
+    clock = Clock.at(count, (0, 19), 100, q.device)
+    slot = SumSlot(state, clock)
+    for at in range(count, 50):
+        if stream.folded(at + 1, 32) > slot.folded:
+            slot.fold(mechanism)
+        clock.tick()
+        out = slot.attend(mechanism, *(t[:, :, at : at + 1] for t in (q, k, v)))
+        torch.testing.assert_close(out.double(), exact[:, :, at : at + 1], rtol=0, atol=1e-5)
+    assert slot.folded > state.folded
 
 
 @pytest.mark.parametrize("name", ["quadratic", "elu", "given"])

@@ -95,16 +95,17 @@ def token(
 
 def fold(
     k: Tensor, v: Tensor, bounds: Tensor | None, sums: Tensor, normaliser: Tensor,
-    tables: tuple[Tensor, Tensor, Tensor] | None, form: str,
+    tables: tuple[Tensor, Tensor, Tensor] | None, form: str, in_place: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The sums and the normaliser with a few more keys (B, G, S, K) in them."""
+    assert not in_place or (sums.is_contiguous() and normaliser.is_contiguous())
     k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (k, v))
     sums, normaliser = sums.contiguous(), normaliser.contiguous()
     (batch, groups, keys, qk_length), value_length = k.shape, v.shape[3]
     features, norms = sums.shape[2], normaliser.shape[2]
     kinds = k.dtype, v.dtype, form, strides(k), strides(v), k.device
     work = _work(batch * groups, 1, qk_length, value_length, features, norms, *kinds)
-    new_sums, new_normaliser = torch.empty_like(sums), torch.empty_like(normaliser)
+    new_sums, new_normaliser = (t if in_place else torch.empty_like(t) for t in (sums, normaliser))
     low, high = (None, None) if bounds is None else (bounds[0], bounds[1])
     left, right, scale = (None, None, None) if tables is None else tables
     tiles = ceil_divide(features, work.block) + (ceil_divide(norms, work.block) if form == "square" else 0)

@@ -16,7 +16,7 @@ from regard.buffer import Buffer, quantize
 from regard.kernel_state import KernelState
 from regard.key_values import KeyValueState, Run
 from regard.mask import Padding
-from regard.paths import gpu, split
+from regard.paths import fused_stream, gpu, split
 from regard.paths.sums import Step, fold, sweep, tiled
 
 
@@ -112,11 +112,18 @@ class SumSlot:
         recent = state.recent
         self.tensors = tuple(_placed(recent, which, 2 * self.half) for which in range(2))
         self.folded, self.gone = state.folded, clock.newest.new_full((1,), state.folded)
+        first = torch.zeros(len(state.sums), dtype=torch.int32, device=self.sums.device)
+        first = first if clock.low is None else (clock.low - state.folded).clamp_(min=0)
+        self.limits = torch.stack([first, torch.full_like(first, recent.length)])
+        """The first real one of the newest tokens of each row and the one after the last, (2, B)."""
 
     def attend(self, mechanism: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Keep one more token's key and value, and attend from it to the sums and the newest tokens."""
         for room, tensor in zip(self.tensors, (k, v), strict=True):
             room.index_copy_(2, self.clock.newest - self.gone, tensor)
+        self.limits[1].add_(1)
+        if fused_stream.cannot(mechanism, q, k, v, self.sums, True, None) is None:
+            return fused_stream.token(mechanism, q, *self.tensors, self.limits, *self._by_head())
         visible = self.clock.visible(2 * self.half, self.gone).expand(q.shape[0], -1)
         rows, keys, values, real = tiled(q, self.tensors[0], self.tensors[1], visible)
         plan = [Step(0, 1, 0, 2 * self.half)]
@@ -126,17 +133,25 @@ class SumSlot:
     def fold(self, mechanism: Any) -> None:
         """Take the older half of the newest tokens into the sums, which makes room for as many."""
         half = self.half
-        real = None if self.clock.low is None else self.clock.visible(half, self.gone)
         keys, values = (t[:, :, :half] for t in self.tensors)
-        _, keys, values, real = tiled(keys, keys, values, real)
-        kind = self.sums.dtype
-        phi, shown, count = fold(mechanism, keys.to(kind), values.to(kind), real)
-        self.sums.baddbmm_(phi.transpose(-1, -2), shown)
-        self.normaliser.add_(count)
+        if fused_stream.cannot(mechanism, keys, keys, values, self.sums, True, None) is None:
+            fused_stream.fold(mechanism, keys, values, self.limits, *self._by_head(), in_place=True)
+        else:
+            real = None if self.clock.low is None else self.clock.visible(half, self.gone)
+            _, keys, values, real = tiled(keys, keys, values, real)
+            kind = self.sums.dtype
+            phi, shown, count = fold(mechanism, keys.to(kind), values.to(kind), real)
+            self.sums.baddbmm_(phi.transpose(-1, -2), shown)
+            self.normaliser.add_(count)
         for room in self.tensors:
             room[:, :, :half] = room[:, :, half:]
+        self.limits.sub_(half).clamp_(min=0)
         self.gone.add_(half)
         self.folded += half
+
+    def _by_head(self) -> tuple[Tensor, Tensor]:
+        """The sums (B, G, C, V) and the normaliser (B, G, N)."""
+        return self.sums.unflatten(0, (-1, self.heads)), self.normaliser.unflatten(0, (-1, self.heads))
 
     def state(self, like: KernelState, length: int, padding: Padding | None) -> KernelState:
         """A state of the first `length` tokens, which takes the slot's memory."""

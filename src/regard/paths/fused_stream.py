@@ -52,43 +52,65 @@ def run(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The output of the last tokens of k and v, which come after those in the sums; and the sums with the first
     `fold_to` tokens in them."""
-    rows, form = None if padding is None else padding.rows, mechanism.fused_form
-    pairs = _pairs(mechanism, k.shape[3], q.device) if form == "square" else None
-    if q.shape[2] == 1:
-        return _token(mechanism, q, k, v, rows, sums, normaliser, fold_to, pairs)
-    return _many(mechanism, q, k, v, rows, sums, normaliser, fold_to, pairs)
+    rows = None if padding is None else padding.rows
+    if q.shape[2] > 1:
+        return _many(mechanism, q, k, v, rows, sums, normaliser, fold_to)
+    if fold_to:
+        old, values, limits = k[:, :, :fold_to], v[:, :, :fold_to], _between(rows, 0, fold_to, q.device)
+        sums, normaliser = fold(mechanism, old, values, limits, sums, normaliser)
+        k, v = k[:, :, fold_to:], v[:, :, fold_to:]
+    limits = _between(rows, fold_to, fold_to + k.shape[2], q.device)
+    return token(mechanism, q, k, v, limits, sums, normaliser), sums, normaliser
 
 
-def _token(
-    mechanism: Any, q: Tensor, k: Tensor, v: Tensor, rows: tuple[Span, ...] | None, sums: Tensor, normaliser: Tensor,
-    fold_to: int, pairs: Any,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """`run` for one query, in the state's own layout."""
+def token(
+    mechanism: Any, q: Tensor, k: Tensor, v: Tensor, limits: Tensor | None, sums: Tensor, normaliser: Tensor
+) -> Tensor:
+    """The output of one query for each head, which sees the sums and, within `limits` (2, B), the keys."""
     from regard.kernels import step_attention
 
-    form = step_attention.Form(mechanism.fused_form) if pairs is None else pairs.form
-    tables = None if pairs is None else pairs.tables
-    if form.name == "given":
-        wide = torch.promote_types(q.dtype, torch.float32)
-        q, k = mechanism.summed_features(q.to(wide)), mechanism.summed_features(k.to(wide))
-    if fold_to:
-        old, values, span = k[:, :, :fold_to], v[:, :, :fold_to], _between(rows, 0, fold_to, q.device)
-        sums, normaliser = step_attention.fold(old, values, span, sums, normaliser, tables, form.name)
-    span = _between(rows, fold_to, k.shape[2], q.device)
-    if fold_to:
-        k, v = k[:, :, fold_to:], v[:, :, fold_to:]
-    return step_attention.token(q, k, v, span, sums, normaliser, tables, form), sums, normaliser
+    if mechanism.fused_form == "square":
+        pairs = _pairs(mechanism, k.shape[3], q.device)
+        return step_attention.token(q, k, v, limits, sums, normaliser, pairs.tables, pairs.form)
+    form = step_attention.Form(mechanism.fused_form)
+    q, k = _mapped(mechanism, q), _mapped(mechanism, k)
+    return step_attention.token(q, k, v, limits, sums, normaliser, None, form)
+
+
+def fold(
+    mechanism: Any,
+    k: Tensor,
+    v: Tensor,
+    limits: Tensor | None,
+    sums: Tensor,
+    normaliser: Tensor,
+    in_place: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The sums and the normaliser with a few keys more, those within `limits` (2, B)."""
+    from regard.kernels import step_attention
+
+    form = mechanism.fused_form
+    tables = _pairs(mechanism, k.shape[3], k.device).tables if form == "square" else None
+    return step_attention.fold(_mapped(mechanism, k), v, limits, sums, normaliser, tables, form, in_place)
+
+
+def _mapped(mechanism: Any, x: Tensor) -> Tensor:
+    """Features, where the kernels do not compute them."""
+    if mechanism.fused_form != "given":
+        return x
+    return mechanism.summed_features(x.to(torch.promote_types(x.dtype, torch.float32)))
 
 
 def _many(
     mechanism: Any, q: Tensor, k: Tensor, v: Tensor, rows: tuple[Span, ...] | None, sums: Tensor, normaliser: Tensor,
-    fold_to: int, pairs: Any,
+    fold_to: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """`run` by the kernels of `fused`: the tokens that are folded and their queries first, then the others."""
     from regard.kernels import carried, feature_attention, square_attention
 
     first, value_length = max(0, fold_to - (k.shape[2] - q.shape[2])), v.shape[3]
     form = mechanism.fused_form
+    pairs = _pairs(mechanism, k.shape[3], q.device) if form == "square" else None
     if pairs is None and (form == "given" or k.shape[3] % fused.ALIGNED):  # padding before a map is not 0 after it
         wide, form = torch.promote_types(q.dtype, torch.float32), "given"
         q, k = (mechanism.summed_features(x.to(wide)).to(v.dtype) for x in (q, k))
@@ -101,8 +123,8 @@ def _many(
     held, outs = layout.unpack(sums, normaliser), []
     for start, stop, low, high in ((0, first, 0, fold_to), (first, q.shape[2], fold_to, k.shape[2])):
         if low < high:
-            span, folds = _between(rows, low, high, q.device), high == fold_to
-            out, final = layout.extend(q[:, :, start:stop], k[:, :, low:high], v[:, :, low:high], span, held, folds)
+            limits, folds = _between(rows, low, high, q.device), high == fold_to
+            out, final = layout.extend(q[:, :, start:stop], k[:, :, low:high], v[:, :, low:high], limits, held, folds)
             outs.append(out)
             held = final if folds else held
     if fold_to:
