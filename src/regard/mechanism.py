@@ -285,9 +285,13 @@ class Mechanism:
             given = type(state).__name__ if owner is None else f"a {type(state).__name__} of {owner!r}"
             raise ValueError(f"state: expected one from {self!r}.start(…), got {given}")
         check_extend(self, q, k, v, state, rule, bias)
-        tainted = taint(k, v)
+        tainted = None if self.guards(k) else taint(k, v)
         with in_own_dtype(q):
             return self.advance(q, cleaned(k, tainted), cleaned(v, tainted), state, rule, bias, tainted)
+
+    def guards(self, k: Tensor) -> bool:
+        """Whether `advance` by itself keeps a NaN or infinity in these new keys from queries that do not see it."""
+        return False
 
     def advance(
         self,

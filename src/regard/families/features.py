@@ -139,6 +139,9 @@ class FeatureMechanism(Mechanism):
             recent=KeyValueState.empty(sizes, RECENT),
         )
 
+    def guards(self, k: Tensor) -> bool:
+        return k.is_cuda and self.linear(k.shape[3])
+
     def advance(
         self,
         q: Tensor,

@@ -122,8 +122,10 @@ class SumSlot:
         for room, tensor in zip(self.tensors, (k, v), strict=True):
             room.index_copy_(2, self.clock.newest - self.gone, tensor)
         self.limits[1].add_(1)
-        if fused_stream.cannot(mechanism, q, k, v, self.sums, True, None) is None:
-            return fused_stream.token(mechanism, q, *self.tensors, self.limits, *self._by_head())
+        sums, normaliser = self._by_head()
+        if fused_stream.cannot(mechanism, q, k, v, sums, True, None) is None:
+            keys, values = self.tensors
+            return fused_stream.token(mechanism, q, keys, values, self.limits, sums, normaliser)
         visible = self.clock.visible(2 * self.half, self.gone).expand(q.shape[0], -1)
         rows, keys, values, real = tiled(q, self.tensors[0], self.tensors[1], visible)
         plan = [Step(0, 1, 0, 2 * self.half)]
@@ -134,8 +136,9 @@ class SumSlot:
         """Take the older half of the newest tokens into the sums, which makes room for as many."""
         half = self.half
         keys, values = (t[:, :, :half] for t in self.tensors)
-        if fused_stream.cannot(mechanism, keys, keys, values, self.sums, True, None) is None:
-            fused_stream.fold(mechanism, keys, values, self.limits, *self._by_head(), in_place=True)
+        sums, normaliser = self._by_head()
+        if fused_stream.cannot(mechanism, keys, keys, values, sums, True, None) is None:
+            fused_stream.fold(mechanism, keys, values, self.limits, sums, normaliser, in_place=True)
         else:
             real = None if self.clock.low is None else self.clock.visible(half, self.gone)
             _, keys, values, real = tiled(keys, keys, values, real)
