@@ -382,3 +382,18 @@ def test_mechanisms_are_equal_by_the_very_same_tensors(make):
 def test_a_number_is_no_tensor_where_mechanisms_are_compared():
     one, many = Shifted(shift=0.5), Shifted(shift=torch.ones(3))
     assert (one == many, many == one, one == Shifted(shift=0.5)) == (False, False, True)
+
+
+@pytest.mark.parametrize("heads", [[2], [3, 2, 1, 0], [1, 1]], ids=str)
+def test_chosen_heads_keep_their_own_part_of_a_formula(heads):
+    layer = rg.MultiHeadAttention(8, 4, mechanism=Shifted(shift=nn.Parameter(torch.randn(4, 1, 1))))
+    q, k = torch.randn(2, 4, 5, 2), torch.randn(2, 4, 5, 2)
+    expected = rg.weights(q, k, layer.mechanism, rg.causal, rows=[1, 4])[:, heads]
+    assert torch.equal(rg.weights(q, k, layer.mechanism, rg.causal, rows=[1, 4], heads=heads), expected)
+    x, chosen = torch.randn(2, 5, 8), sorted(set(heads))
+    with rg.trace(layer, keep=("weights", "scores")) as whole:
+        layer(x, mask=rg.causal)
+    with rg.trace(layer, heads=chosen, keep=("weights", "scores")) as part:
+        layer(x, mask=rg.causal)
+    for kept in ("weights", "scores"):
+        assert torch.equal(getattr(part.layers[0], kept), getattr(whole.layers[0], kept)[:, chosen])

@@ -166,6 +166,8 @@ class Mechanism:
 
     def choose_weights(self, call: Call, rows: list[int] | None, heads: list[int] | None) -> Tensor:
         """The exact weights of chosen query rows and heads (None: all), NaN for a query that sees one in a key."""
+        if heads is not None and foreign(self):  # a user's formula may have a part for each head, in their order
+            return exact.weights(call, rows, None)[:, heads]
         return exact.weights(call, rows, heads)
 
     def grouped(self, compare: Callable[[Tensor, Tensor], Tensor], q: Tensor, k: Tensor) -> Tensor:

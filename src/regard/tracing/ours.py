@@ -13,7 +13,7 @@ from regard.layers.attention import Attend
 from regard.layers.block import Stack
 from regard.mask import Mask, Padding, as_mask
 from regard.mechanism import Mechanism
-from regard.owned import weighs_tokens
+from regard.owned import foreign, weighs_tokens
 from regard.padded import join_padding
 from regard.paths.exact import choose_scores
 from regard.state import State
@@ -110,13 +110,14 @@ def met(
         return reachable if seen is None else seen & reachable
 
     def score(rows: list[int] | None, chosen: list[int] | None) -> Tensor | None:
-        every = range(heads) if chosen is None else chosen
-        wanted = choose_scores(q, rows, chosen)
-        shared = k if chosen is None else k[:, [head // (heads // k.shape[1]) for head in every]]
-        extra = None if added is None else choose_scores(added, rows, chosen)
+        computed = None if foreign(mechanism) else chosen  # a user's formula may have a part for each head
+        wanted = choose_scores(q, rows, computed)
+        shared = k if computed is None else k[:, [head // (heads // k.shape[1]) for head in computed]]
+        extra = None if added is None else choose_scores(added, rows, computed)
         scores, seen = mechanism.trace_scores(wanted, shared, extra), see(rows, chosen)
         if scores is None:
             return None
+        scores = scores if computed is chosen else choose_scores(scores, None, chosen)
         return (scores if seen is None else scores.masked_fill(~seen, mechanism.hidden_score)).to(q.dtype)
 
     known = structure(rule, queries, keys)
