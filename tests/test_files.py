@@ -657,6 +657,8 @@ def test_gguf_tokenizers_of_unknown_form_are_named():
         ({"tokenizer.ggml.model": "rwkv"}, "rwkv"),
         ({"tokenizer.ggml.model": 3}, "expected gpt2 or llama, got 3"),
         ({"tokenizer.ggml.pre": "martian"}, "martian"),
+        ({"tokenizer.ggml.eos_token_id": 1}, "eos_token_id: expected 0 to 0, got 1"),
+        ({"tokenizer.ggml.eos_token_id": "a"}, "eos_token_id: expected 0 to 0, got 'a'"),
         ({"tokenizer.ggml.tokens": None}, "a list of strings"),
         ({"tokenizer.ggml.tokens": ["a", "a"]}, "distinct"),
         ({"tokenizer.ggml.merges": ["ab"]}, "two tokens"),

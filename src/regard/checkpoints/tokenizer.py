@@ -283,6 +283,9 @@ class Tokenizer:
             inner = builders[model](names, metadata)
             found = {role: metadata.get(f"tokenizer.ggml.{key}_token_id") for role, key in GGUF_ROLES.items()}
             special = {role: names[i] for role, i in found.items() if isinstance(i, int) and 0 <= i < len(names)}
+            if found["eos"] is not None and "eos" not in special:  # without it texts would not end
+                given = f"{found['eos']!r:.40}"
+                raise CheckpointError(f"tokenizer.ggml.eos_token_id: expected 0 to {len(names) - 1}, got {given}")
             _add_typed(inner, names, metadata.get("tokenizer.ggml.token_type", ()))
             before = special.get("bos") if metadata.get("tokenizer.ggml.add_bos_token", model == "llama") else None
             after = special.get("eos") if metadata.get("tokenizer.ggml.add_eos_token", False) else None
