@@ -248,6 +248,9 @@ def test_streams_by_kernels_keep_the_error_budget(name, dtype):
     mechanism, tensors, state = stream_case(name, dtype)
     rule = left_padded(len(tensors[0]))
     with torch.no_grad():
+        assert rg.explain(*tensors, mechanism, rg.causal).notes == (
+            "a state is extended by such tokens by the kernels of `fused`",
+        )
         out, last = stream_all(mechanism, tensors, state, rule)
         whole = rg.causal & rule(sum(PIECES))
         exact, half = (plain(mechanism, *(t.to(kind) for t in tensors), whole) for kind in (torch.float64, dtype))

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import regard as rg
 from regard.call import Call
@@ -126,8 +127,8 @@ def test_queries_that_see_nothing_give_zero():
 def streams_by_kernels(monkeypatch):
     """`extend` by our kernels wherever they can compute it, on this CPU too."""
 
-    def cannot(mechanism, q, k, v, sums, causal, padding):
-        return fused_stream.unfit(mechanism, q, v, sums, causal, padding)
+    def cannot(mechanism, q, k, v, sums, causal, holes):
+        return fused_stream.unfit(mechanism, q, v, sums, causal, holes)
 
     monkeypatch.setattr(fused_stream, "cannot", cannot)
     monkeypatch.setattr(step_attention, "PROGRAMS", 4)
@@ -240,3 +241,14 @@ def test_explain_says_why_not():
     assert "more than 64 features" in fused.unfit(Call(rg.RandomFeatures(n=300), q, q, q))
     half = q.bfloat16()
     assert "more than 128 features" in fused.unfit(Call(rg.RandomFeatures(n=300), half, half, half))
+    assert fused_stream.unfit(rg.Quadratic(), q, q, None, False, False) == "new tokens that see later ones"
+    assert fused_stream.unfit(rg.Quadratic(), q, q, None, True, True) == "padding with holes"
+    assert "more than 64 features" in fused_stream.unfit(rg.RandomFeatures(n=300), q, q, None, True, False)
+
+
+def test_explain_says_how_a_state_is_extended():
+    with FakeTensorMode():
+        q = torch.empty(1, 1, 4, 8, device="cuda")
+        plan = rg.explain(q, q, q, rg.Quadratic(), rg.causal)
+    assert plan.path == "fused"
+    assert "extended by such tokens by PyTorch's operators: a trace or transform" in plan.notes[0]

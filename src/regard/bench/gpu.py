@@ -19,11 +19,13 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from regard.attention import attend
+from regard.bench.rates import Rates, overtaken
+from regard.cost import Work, cost, crossover, with_length
 from regard.files import write_text
 from regard.laws.case import within_budget
 from regard.mask import causal
 from regard.mechanism import Mechanism
-from regard.mechanisms import Elu, Quadratic
+from regard.mechanisms import Elu, Quadratic, Softmax
 from regard.training.records import commit
 
 LENGTH, HEADS, SHORT = 65536, 16, 2048
@@ -122,6 +124,47 @@ def measure(mechanism: Mechanism, size: int, backward: bool, rates: tuple[float,
     return Row(name, ours_ms, peers, 1e3 * max(work, moved), memory / 1e9)
 
 
+RATED, BETWEEN = (512, 2048, 8192, 32768), (1024, 3072, 4096, 6144, 12288, 16384)
+"""Lengths whose rates predict where the quadratic kernel overtakes softmax, and more at which both are timed."""
+
+
+def crossing(size: int = 64) -> dict[str, Any]:
+    """From which length on the quadratic kernel takes less time than cuDNN's softmax: by FLOPs, as rates measured here
+    predict it, and as it is."""
+    both = Softmax(), Quadratic()
+    work = Work(query_length=SHORT, key_length=SHORT, num_heads=HEADS, num_kv_heads=HEADS, qk_length=size,
+                value_length=size, mask=causal, dtype=torch.bfloat16)  # fmt: skip
+    times: dict[int, tuple[float, float]] = {}
+    for length in sorted((*RATED, *BETWEEN)):
+        times[length] = _both_ms(*_inputs(length, size)[:3])
+    rates = [
+        tuple((n, cost(mechanism, with_length(work, n)).flops / times[n][place] * 1e3) for n in RATED)
+        for place, mechanism in enumerate(both)
+    ]
+    seconds = Rates(tuple(zip(both, rates, strict=True))).seconds
+    return {
+        "by_flops": crossover(*both, work),
+        "predicted": crossover(*both, work, seconds=seconds),
+        "measured": overtaken([(length, softmax / quadratic) for length, (softmax, quadratic) in times.items()]),
+        "softmax_and_quadratic_ms": times,
+    }
+
+
+def _both_ms(q: Tensor, k: Tensor, v: Tensor) -> tuple[float, float]:
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        softmax = milliseconds(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True))
+    return softmax, milliseconds(lambda: attend(q, k, v, Quadratic(), causal))
+
+
+def million(size: int = 64) -> dict[str, float]:
+    """Time and memory above inputs of the quadratic kernel's forward pass over 2**20 tokens, in one call."""
+    q, k, v = _inputs(1 << 20, size)[:3]
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    ms = milliseconds(lambda: attend(q, k, v, Quadratic(), causal), 5)
+    return {"ms": ms, "memory_gb": (torch.cuda.max_memory_allocated() - before) / 1e9}
+
+
 def _fla() -> Callable[..., Tensor] | None:
     """flash-linear-attention's kernel for features that are given, where it is installed."""
     try:
@@ -151,6 +194,8 @@ def run() -> dict[str, Any]:
         "matrix_tflops": rates[0] / 1e12,
         "copy_terabytes_per_s": rates[1] / 1e12,
         "rows": rows,
+        "crossover_of_softmax_and_quadratic": crossing(),
+        "quadratic_forward_of_a_million_tokens": million(),
     }
 
 

@@ -23,7 +23,7 @@ from regard.key_values import KeyValueState
 from regard.mask import Mask
 from regard.mechanism import Mechanism
 from regard.owned import made_on, own_dtype, probe
-from regard.paths import blocks, chunked, fused, reference, stream, sums_cost
+from regard.paths import blocks, chunked, fused, fused_stream, reference, stream, sums_cost
 from regard.state import Sizes, State
 from regard.structure import EVERYTHING, Structure, padding_between, structure
 
@@ -113,7 +113,14 @@ class FeatureMechanism(Mechanism):
 
     def notes(self, call: Call) -> tuple[str, ...]:
         why = chunked.cannot(call)
-        return () if why is None else (f"quadratic in the length: {why}",)
+        if why is not None:
+            return (f"quadratic in the length: {why}",)
+        if not call.q.is_cuda:
+            return ()
+        holes = bool(call.structure.paddings) and call.structure.rows is None
+        why = fused_stream.cannot(self, call.q, call.k, call.v, None, call.structure.causal, holes)
+        how = "by the kernels of `fused`" if why is None else f"by PyTorch's operators: {why}"
+        return (f"a state is extended by such tokens {how}",)
 
     def streams(self, qk_length: int, known: Structure = EVERYTHING) -> str | None:
         if self.linear(qk_length) and (known.rest is not None or known.windowed):

@@ -123,7 +123,7 @@ class SumSlot:
             room.index_copy_(2, self.clock.newest - self.gone, tensor)
         self.limits[1].add_(1)
         sums, normaliser = self._by_head()
-        if fused_stream.cannot(mechanism, q, k, v, sums, True, None) is None:
+        if fused_stream.cannot(mechanism, q, k, v, sums, True, False) is None:
             keys, values = self.tensors
             return fused_stream.token(mechanism, q, keys, values, self.limits, sums, normaliser)
         visible = self.clock.visible(2 * self.half, self.gone).expand(q.shape[0], -1)
@@ -137,7 +137,7 @@ class SumSlot:
         half = self.half
         keys, values = (t[:, :, :half] for t in self.tensors)
         sums, normaliser = self._by_head()
-        if fused_stream.cannot(mechanism, keys, keys, values, sums, True, None) is None:
+        if fused_stream.cannot(mechanism, keys, keys, values, sums, True, False) is None:
             fused_stream.fold(mechanism, keys, values, self.limits, sums, normaliser, in_place=True)
         else:
             real = None if self.clock.low is None else self.clock.visible(half, self.gone)

@@ -21,28 +21,33 @@ END = 1 << 30
 
 
 def cannot(
-    mechanism: Any, q: Tensor, k: Tensor, v: Tensor, sums: Tensor, causal: bool, padding: Padding | None
+    mechanism: Any, q: Tensor, k: Tensor, v: Tensor, sums: Tensor | None, causal: bool, holes: bool
 ) -> str | None:
-    """Why these kernels cannot extend a state; None if they can."""
+    """Why these kernels cannot extend a state by tokens, with padding that may have holes; None if they can.
+
+    Without the state's sums: one that needs no gradient.
+    """
     if not q.is_cuda:
         return "made for GPUs"
     if not fused.TRITON:
         return "Triton is not installed"
     if not untouched():
         return "a trace or transform reaches into plain operators alone"
-    derived = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, sums))
+    derived = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sums))
     if derived or mechanism.learns(k.shape[3]):
         return "gradients are recorded, which it does not have"
-    return unfit(mechanism, q, v, sums, causal, padding)
+    return unfit(mechanism, q, v, sums, causal, holes)
 
 
-def unfit(mechanism: Any, q: Tensor, v: Tensor, sums: Tensor, causal: bool, padding: Padding | None) -> str | None:
+def unfit(mechanism: Any, q: Tensor, v: Tensor, sums: Tensor | None, causal: bool, holes: bool) -> str | None:
     """Why these kernels cannot compute an extension, wherever it is; None if they can."""
     if not causal and q.shape[2] > 1:
         return "new tokens that see later ones"
-    if padding is not None and padding.rows is None:
+    if holes:
         return "padding with holes"
-    features = sums.shape[2] if mechanism.fused_form == "given" else q.shape[3]
+    features = q.shape[3]
+    if mechanism.fused_form == "given":
+        features = mechanism.feature_length(features) if sums is None else sums.shape[2]
     return fused.too_long(mechanism.fused_form, q.dtype, features, v.shape[3])
 
 

@@ -46,7 +46,8 @@ def stream(
     recorded = q.requires_grad or mechanism.learns(k.shape[3])
     held = held.append(k, v, None, tainted, recorded=recorded)
     held = replace(held, padding=both(held.padding, padding, held.length))
-    if fused_stream.cannot(mechanism, q, k, v, state.sums, causal, held.padding) is None:
+    holes = held.padding is not None and held.padding.rows is None
+    if fused_stream.cannot(mechanism, q, k, v, state.sums, causal, holes) is None:
         out, sums, normaliser = fused_stream.run(
             mechanism, q, held.keys, held.values, held.padding, state.sums, state.normaliser, fold_to
         )
