@@ -29,6 +29,7 @@ from regard.generation.prompt import _Stored
 from regard.key_values import PAGE
 from regard.mask import as_mask
 from regard.mechanisms import REGISTRY
+from regard.structure import Structure
 
 H, G, K, V = 2, 1, 4, 3
 CAPACITY = 600
@@ -196,6 +197,42 @@ def test_a_hundred_continuations_of_a_prompt_hold_it_once() -> None:
             assert torch.allclose(out, rg.attend(q, keys, values, mechanism, rg.causal, path="reference"), atol=1e-5)
         tails = prompt.nbytes // (length + 300) * rows * 64
         assert many.nbytes <= prompt.nbytes + tails
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in STREAMING if STREAMING[name].streams(K, Structure(before=9, after=0)) is None]
+)
+@pytest.mark.parametrize("hidden", [False, True], ids=["whole", "left padding"])
+def test_a_window_streams_for_ever_in_the_room_it_needs(name: str, hidden: bool) -> None:
+    """Keys that no window shows any more make room for new ones; what saw them is refused, and nothing changes."""
+    mechanism, length, capacity = STREAMING[name], 150, 40
+    window = rg.causal & rg.window(before=9)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(2, heads, length, size, generator=generator, dtype=torch.float64)
+        for heads, size in ((H, K), (G, K), (G, V))
+    )
+    valid = torch.arange(length) >= torch.tensor([[70 if hidden else 0], [0]])
+    expected = rg.attend(q, k, v, mechanism, window & rg.padding(valid=valid), path="reference")
+    state = mechanism.start(
+        batch=2, num_kv_heads=G, qk_length=K, value_length=V, capacity=capacity, dtype=torch.float64
+    )
+    size, at = state.nbytes, 0
+    for count in [1] * 60 + [7, 30, 1, 1, 20, 1, 29, 1]:
+        here, end = slice(at, at + count), at + count
+        mask = window & rg.padding(valid=valid[:, :end]) if hidden else window
+        out, longer = mechanism.extend(q[:, :, here], k[:, :, here], v[:, :, here], state, mask=mask)
+        again, _ = mechanism.extend(q[:, :, here], k[:, :, here], v[:, :, here], state, mask=mask)  # a value, as ever
+        assert torch.allclose(out, expected[:, :, here], atol=1e-12)
+        assert torch.equal(out, again)
+        assert longer.nbytes <= size + 4 * 2 * 64 * (K + V) * 8  # a copy has room for twice as much
+        state, at = longer, end
+    assert state.length == length
+    assert state.earliest > 0
+    with pytest.raises(ValueError, match=r"^mask: expected a window that does not reach the first"):
+        mechanism.extend(q[:, :, :1], k[:, :, :1], v[:, :, :1], state, mask=rg.causal)
+    with pytest.raises(ValueError, match=r"^length: expected"):
+        state.crop(state.earliest - 1)
 
 
 def test_what_cannot_be_merged_gets_copies_once() -> None:

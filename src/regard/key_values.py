@@ -163,6 +163,8 @@ class KeyValueState(State):
     """Keys and values are alike for every mechanism that keeps them."""
     shares: bool = False
     """Whether batch rows that repeat share their first tokens: for mechanisms that can attend to parts and merge."""
+    forgotten: int = 0
+    """How many of the first tokens are not held any more: a window had left them behind, and room was needed."""
 
     @classmethod
     def empty(
@@ -208,7 +210,7 @@ class KeyValueState(State):
 
     @property
     def earliest(self) -> int:
-        return 0
+        return self.forgotten
 
     def check(self, k: Tensor, v: Tensor) -> None:
         buffer = self.buffer
@@ -256,10 +258,10 @@ class KeyValueState(State):
         """
         new = k.shape[2]
         end = self.length + new
-        if end > self.capacity:
+        if end - self.forgotten > self.capacity:
             raise ValueError(
-                f"state: expected at most {self.capacity} tokens (its capacity), got {self.length} + {new}; "
-                f"start it with capacity={end} or more"
+                f"state: expected at most {self.capacity} tokens (its capacity), got {self.length - self.forgotten} + "
+                f"{new}; start it with capacity={end - self.forgotten} or more"
             )
         if self.padding is not None or padding is not None:
             padding = join_padding(self.padding, self.length, padding, new, k.shape[0], k.device)
@@ -268,7 +270,8 @@ class KeyValueState(State):
         runs: list[Run] = []
         for run in self.runs:
             if run.waiting and new:
-                runs += run.split(None if padding is None else padding.rows, self.length, end, self.capacity)
+                spans = None if padding is None else padding.rows
+                runs += run.split(spans, self.length, end, self.capacity + self.forgotten)
             else:
                 runs.append(run)
         longer = []
@@ -278,16 +281,32 @@ class KeyValueState(State):
                 keys, values = run.of(k), run.of(v)
                 if here:
                     keys, values = keys[:, :, here:], values[:, :, here:]
-                start, room = max(0, self.length - run.begin) - run.shared, self.capacity - run.begin - run.shared
+                start = max(0, self.length - run.begin) - run.shared
+                room = self.capacity + self.forgotten - run.begin - run.shared
                 buffer = run.buffer.extended(start, keys, values, room, recorded)
                 run = run if buffer is run.buffer else replace(run, buffer=buffer)
             longer.append(run)
-        return KeyValueState(tuple(longer), self.capacity, end, padding, tainted, shares=self.shares)
+        return KeyValueState(tuple(longer), self.capacity, end, padding, tainted, None, self.shares, self.forgotten)
+
+    def forget(self, first: int) -> "KeyValueState":
+        """The state without the keys before position `first`, which no later token sees."""
+        if first <= self.forgotten:
+            return self
+
+        def later(run: Run) -> Run:
+            if run.begin >= first:
+                return run
+            run = run.apart(self.length)
+            buffer = run.buffer.moved(first - run.begin, self.length - run.begin, self.capacity, recorded=run.derived)
+            return replace(run, buffer=buffer, begin=first)
+
+        return replace(self, runs=tuple(later(run) for run in self.runs), forgotten=first)
 
     def reorder(self, index: Tensor) -> "KeyValueState":
         index = row_index(index, self.batch, self.buffer.keys.device)
         order = index.tolist()
-        chosen = (run.chosen(order, self.length, self.capacity, self.shares) for run in self.runs)
+        room = self.capacity + self.forgotten
+        chosen = (run.chosen(order, self.length, room, self.shares) for run in self.runs)
         runs = tuple(run for run in chosen if run is not None)
         return replace(
             self,
@@ -297,8 +316,8 @@ class KeyValueState(State):
         )
 
     def crop(self, length: int) -> "KeyValueState":
-        if not isinstance(length, int) or not 0 <= length <= self.length:
-            raise ValueError(f"length: expected 0 to {self.length} (the state's length), got {length}")
+        if not isinstance(length, int) or not self.forgotten <= length <= self.length:
+            raise ValueError(f"length: expected {self.forgotten} to {self.length} (the state's length), got {length}")
         padding = self.padding
         if padding is not None:
             padding = padding.between(0, length, self.length)
@@ -326,9 +345,8 @@ class KeyValueState(State):
         return self.resized(max(kept + new, 2 * (before + 1)), self.length - kept)
 
     def with_room(self, more: int, most: int) -> "KeyValueState":
-        if self.length + more <= self.capacity:
-            return self
-        return self.resized(self.length + max(more, first_room([self.length], most)))
+        held = self.length - self.forgotten
+        return self if held + more <= self.capacity else self.resized(held + max(more, first_room([held], most)))
 
     def history(self) -> tuple[Tensor, Tensor, Padding | None]:
         keys = self.keys
@@ -347,7 +365,7 @@ class KeyValueState(State):
         if self.tainted is not None:
             tensors["tainted"] = self.tainted
         runs = [{"rows": run.rows, "begin": run.begin, "waiting": run.waiting} for run in self.runs]
-        return {"kind": "keys", "length": self.length, "runs": runs}, tensors
+        return {"kind": "keys", "length": self.length, "forgotten": self.forgotten, "runs": runs}, tensors
 
     def restored(self, stored: Stored) -> "KeyValueState":
         count = stored.plan["length"]
@@ -358,23 +376,25 @@ class KeyValueState(State):
 
     def filled(self, stored: Stored, count: int, capacity: int) -> "KeyValueState":
         """A state of `count` tokens from a file, given an empty one like it."""
-        padding = stored.padding("padding", count)
+        padding, forgotten = stored.padding("padding", count), stored.plan["forgotten"]
+        if type(forgotten) is not int or not 0 <= forgotten <= count:
+            raise ValueError(f"{forgotten!r} forgotten tokens of {count}")
         runs = [_restored_run(stored, index, self.buffer, count, padding) for index in range(len(stored.plan["runs"]))]
         if sorted(row for run in runs for row in run.rows) != list(range(stored.batch)):
             raise ValueError(f"runs that are not of {stored.batch} rows, each once")
         tainted = stored.flags("tainted", stored.batch, self.buffer.keys.shape[1], count)
-        return KeyValueState(tuple(runs), capacity, count, padding, tainted, shares=self.shares)
+        return KeyValueState(tuple(runs), capacity, count, padding, tainted, shares=self.shares, forgotten=forgotten)
 
     def resized(self, capacity: int, drop: int = 0) -> "KeyValueState":
         """The state in buffers of its own with another capacity, without its first `drop` tokens."""
-        kept = self.length - drop
-        assert kept <= capacity
+        kept, forgotten = self.length - drop, max(0, self.forgotten - drop)
+        assert kept - forgotten <= capacity
 
         def moved(run: Run) -> Run:
             run = run.apart(self.length) if drop else run
             begin = max(0, run.begin - drop)
             low, high = max(0, drop - run.begin), max(0, self.length - run.begin) - run.shared
-            room = capacity - begin - run.shared if high > low or run.shared or not self.length else 0
+            room = capacity + forgotten - begin - run.shared if high > low or run.shared or not self.length else 0
             return replace(run, begin=begin, buffer=run.buffer.moved(low, high, room, recorded=run.derived))
 
         padding, tainted = self.padding, self.tainted
@@ -384,7 +404,7 @@ class KeyValueState(State):
             left = tainted[..., drop:]
             tainted = None if readable(left) and not bool(left.any()) else left
         runs = tuple(moved(run) for run in self.runs)
-        return KeyValueState(runs, capacity, kept, padding, tainted, shares=self.shares)
+        return KeyValueState(runs, capacity, kept, padding, tainted, shares=self.shares, forgotten=forgotten)
 
 
 def _together(begins: dict[int, int], start: int, end: int) -> list[tuple[tuple[int, ...], int]]:
@@ -416,7 +436,9 @@ def _restored_run(stored: Stored, index: int, like: Buffer, count: int, padding:
         raise ValueError(f"a run of rows {rows!r:.40}")
     if type(begin) is not int or not 0 <= begin <= count or type(waiting) is not bool or list(rows) != sorted(rows):
         raise ValueError(f"a run that begins at {begin!r} of {count} tokens")
-    if (begin and (padding is None or padding.valid(count)[list(rows), :begin].any())) or (waiting and begin < count):
+    first = stored.plan["forgotten"]
+    hides = begin <= first or (padding is not None and not padding.valid(count)[list(rows), first:begin].any())
+    if not hides or begin < first or (waiting and begin < count):
         raise ValueError(f"a run without the first {begin} tokens, which are real")
     return Run(rows, stored_buffer(stored, f"{index}.", like, len(rows), count - begin), begin, waiting)
 

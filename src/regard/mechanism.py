@@ -31,12 +31,9 @@ from regard.key_values import KeyValueState
 from regard.mask import Mask, MaskFunction, as_mask
 from regard.owned import brief, flat, foreign, leaves, made_on, own_dtype, probe, same
 from regard.paths import blocks, exact, reference
-from regard.paths.runs import over_runs, settled
+from regard.paths.runs import over_runs, settled, with_space
 from regard.state import Sizes, State
-from regard.structure import EVERYTHING, Structure, padding_between, structure
-
-FOREVER = 1 << 62
-"""A length no mask's limit reaches."""
+from regard.structure import EVERYTHING, FOREVER, Structure, padding_between, structure
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -308,6 +305,7 @@ class Mechanism:
         """`extend`, once everything is checked and new keys and values are free of NaN."""
         total = state.length + k.shape[2]
         fresh = padding_between(rule, state.length, total, total)
+        state = with_space(state, rule, k.shape[2])
         recorded = q.requires_grad or (bias is not None and bias.requires_grad) or self.learns(k.shape[3])
         longer = state.append(k, v, fresh, tainted, recorded=recorded)
         if longer.padding is not None:

@@ -16,6 +16,8 @@ from torch import Tensor
 from regard.eager import symbolic
 from regard.mask import And, Band, Mask, Padding, Part, Span, padding_of
 
+FOREVER = 1 << 62
+"""A length no mask's limit reaches."""
 QUERY_BLOCK = 128
 """Rows looked at together wherever a mask is walked block by block."""
 

@@ -24,7 +24,7 @@ from regard.models.decoder import Decoder
 from regard.models.transformer import Transformer
 from regard.state import Sizes
 
-KEY, VERSION = "regard.prompt", 3
+KEY, VERSION = "regard.prompt", 4
 UNREAD = ("dropout", "attention_dropout", "end_tokens", "padding_token")
 """Fields of a config that a model's state does not depend on."""
 SAMPLE = 1024

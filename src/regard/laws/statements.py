@@ -26,10 +26,10 @@ from regard.laws.case import (
     within_budget,
 )
 from regard.mask import Mask, causal, dense, global_tokens, padding, window
-from regard.mechanism import FOREVER, Mechanism
+from regard.mechanism import Mechanism
 from regard.owned import weighs_tokens
 from regard.paths import reference
-from regard.structure import EVERYTHING, structure
+from regard.structure import EVERYTHING, FOREVER, structure
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,25 @@ from regard.call import Call, choose, nothing
 from regard.key_values import KeyValueState
 from regard.mask import Mask
 from regard.paths import shared
-from regard.structure import part_of, structure
+from regard.structure import FOREVER, part_of, structure
 
 if TYPE_CHECKING:
     from regard.mechanism import Mechanism
+
+
+def with_space(state: KeyValueState, mask: Mask | None, new: int) -> KeyValueState:
+    """The state with room for `new` tokens: where it is full, without the keys that a window has left behind."""
+    if not state.forgotten and state.length + new <= state.capacity:
+        return state
+    before = structure(mask, FOREVER, FOREVER).before
+    first = 0 if before is None else max(0, state.length - before)
+    if first < state.forgotten:
+        shown = "all keys" if before is None else f"keys from position {first} on"
+        raise ValueError(
+            f"mask: expected a window that does not reach the first {state.forgotten} tokens, which were left behind "
+            f"by a window and forgotten to make room, got {mask!r}, which shows {shown}"
+        )
+    return state.forget(first) if state.length + new - state.forgotten > state.capacity else state
 
 
 def settled(
