@@ -1,4 +1,4 @@
-"""The machine code of decode steps: it agrees with the reference, and what it cannot serve goes another way."""
+"""The machine code for a few queries: it agrees with the reference, and what it cannot serve goes another way."""
 
 import math
 import multiprocessing
@@ -20,7 +20,7 @@ import regard as rg
 from regard import cpu
 from regard.laws.case import HEADS, MASKS, Case, exact_output, plain_output
 from regard.laws.statements import LAWS
-from regard.paths import decode, decode_code, machine_code
+from regard.paths import compiler, decode, decode_code
 
 pytestmark = pytest.mark.skipif(cpu.missing() is not None, reason=str(cpu.missing()))
 KINDS = (torch.float32, torch.bfloat16, torch.float16)
@@ -57,7 +57,7 @@ def agree(q: Tensor, k: Tensor, v: Tensor, mask: rg.Mask | None = None, mechanis
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-@pytest.mark.parametrize("lanes", [8, 16])
+@pytest.mark.parametrize("lanes", [4, 8, 16])
 @pytest.mark.parametrize("keys", [1, 7, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 5])
 def test_it_agrees_with_the_reference(monkeypatch, kind, lanes, keys):
     monkeypatch.setattr(cpu, "LANES", min(lanes, cpu.LANES))
@@ -65,17 +65,48 @@ def test_it_agrees_with_the_reference(monkeypatch, kind, lanes, keys):
         agree(*tensors(kind, repeats=repeats, keys=keys, K=K, V=V))
 
 
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("lanes", [4, 8, 16])
+@pytest.mark.parametrize("rows", [2, 3, 5, 8, 16, 20, 32, 64, 130])
+def test_new_tokens_over_a_history_agree(monkeypatch, kind, lanes, rows):
+    """Every tile there is, whole and with rows to spare, one head or several in it."""
+    monkeypatch.setattr(cpu, "LANES", min(lanes, cpu.LANES))
+    for repeats in (1, 2, 5):
+        if rows % repeats == 0:
+            case = tensors(kind, repeats=repeats, keys=2 * BLOCK + 7, queries=rows // repeats)
+            assert rg.explain(*case, mask=rg.causal).path == "decode"
+            agree(*case, rg.causal)
+
+
 @settings(max_examples=30, deadline=None)
 @given(
     batch=st.integers(1, 3), groups=st.integers(1, 3), repeats=st.integers(1, 9),
-    keys=st.integers(1, 300), K=st.sampled_from([16, 32, 256]), V=st.sampled_from([16, 80, 256]),
-    beta=st.sampled_from([None, 0.0, 0.3]), data=st.data(),
+    queries=st.sampled_from([1, 1, 2, 3, 9, 40]), keys=st.integers(1, 300),
+    K=st.sampled_from([16, 32, 256]), V=st.sampled_from([16, 80, 256]),
+    beta=st.sampled_from([None, 0.0, 0.3]), bad=st.sampled_from([None, math.nan, math.inf]), data=st.data(),
 )  # fmt: skip
-def test_it_agrees_at_any_shape(batch, groups, repeats, keys, K, V, beta, data):
+def test_it_agrees_under_any_band_and_padding_and_nothing_hidden_leaks(
+    batch, groups, repeats, queries, keys, K, V, beta, bad, data
+):
+    q, k, v = tensors(torch.float32, batch, groups, repeats, keys, K, V, queries)
     spans = [sorted(data.draw(st.tuples(st.integers(0, keys), st.integers(0, keys)))) for _ in range(batch)]
     valid = torch.tensor([[low <= s < high for s in range(keys)] for low, high in spans])
-    mask = data.draw(st.sampled_from([None, rg.padding(valid=valid)]))
-    agree(*tensors(torch.float32, batch, groups, repeats, keys, K, V), mask, rg.Softmax(beta=beta))
+    distance = st.integers(0, 60) | st.just(keys)
+    mask = rg.window(before=data.draw(distance), after=data.draw(distance)) & rg.padding(valid=valid)
+    mechanism = rg.Softmax(beta=beta)
+    wanted, plain = (compute(mechanism, q, k, v, mask) for compute in (exact_output, plain_output))
+    if bad is not None:
+        place = data.draw(st.integers(0, batch - 1)), data.draw(st.integers(0, groups - 1))
+        token, spoiled = data.draw(st.integers(0, keys - 1)), data.draw(st.sampled_from([k, v]))
+        spoiled[place[0], place[1], token] = bad
+        heads = slice(place[1] * repeats, (place[1] + 1) * repeats)
+        sees = mask.visible(batch, 1, queries, keys)[place[0], 0, :, token]
+    found = rg.attend(q, k, v, mechanism, mask, path="decode")
+    if bad is not None:
+        rows = found[place[0], heads, sees]
+        assert rows.isfinite().sum() == 0 or (spoiled is k and bad == math.inf)
+        found[place[0], heads, sees] = wanted[place[0], heads, sees].float()
+    assert (found - wanted).abs().max() <= 2 * (plain - wanted).abs().max() + 1e-6
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
@@ -129,14 +160,14 @@ def test_padding_and_windows_are_never_read():
     assert (found[2] == 0).all()
     # … by the code itself, without the guard that cleans NaN away
     spans = torch.tensor([[0, 300], [0, 7], [0, 0]])
-    assert torch.ops.regard.decode(q, k, v, 1.0, spans, None).isfinite().all()
-    assert torch.ops.regard.decode(q[1:], k[1:].flip(2), v[1:].flip(2), 1.0, None, 6)[:1].isfinite().all()
+    assert torch.ops.regard.decode(q, k, v, 1.0, spans, None, None).isfinite().all()
+    assert torch.ops.regard.decode(q[1:], k[1:].flip(2), v[1:].flip(2), 1.0, None, 6, 0)[:1].isfinite().all()
 
 
 def test_spans_end_where_the_cache_does():
     q, k, v = tensors(keys=40)
     spans = torch.tensor([[-5, 1000], [3, 41]])
-    found = torch.ops.regard.decode(q, k, v, 32**-0.5, spans, 1000)
+    found = torch.ops.regard.decode(q, k, v, 32**-0.5, spans, 1000, None)
     wanted = exact(q, k, v, rg.padding(valid=torch.arange(40) >= torch.tensor([[0], [3]])))
     assert (found - wanted).abs().max() < 2e-6
 
@@ -200,8 +231,6 @@ def test_what_it_cannot_serve_says_why(monkeypatch):
     assert "float32, bfloat16" in _reason(q.double(), k.double(), v.double())
     assert "multiples of" in _reason(*tensors(K=20))
     assert "up to 256" in _reason(*tensors(K=512))
-    assert "one query" in _reason(*tensors(queries=2))
-    assert "up to 64 heads" in _reason(*tensors(repeats=65))
     assert "interval" in _reason(q, k, v, rg.window(before=3) | rg.global_tokens(2))
     assert "interval" in _reason(q, k, v, rg.padding(valid=torch.arange(100).reshape(2, 50) % 2 == 0))
     assert "gradients" in _reason(q.requires_grad_(), k, v)
@@ -232,25 +261,25 @@ def test_transforms_go_another_way():
 
 
 def test_torch_knows_the_operation():
-    case = (*tensors(), 0.3, torch.tensor([[0, 50], [3, 20]]), 40)
-    torch.library.opcheck(torch.ops.regard.decode.default, case, test_utils=["test_schema", "test_faketensor"])
+    case = (*tensors(queries=2), 0.3, torch.tensor([[0, 50], [3, 20]]), 40, 0)
+    torch.library.opcheck(torch.ops.regard.decode.default, case)
     with FlopCounterMode(display=False) as counter:
         torch.ops.regard.decode(*case)
-    assert counter.get_total_flops() == 2 * 6 * (41 + 11) * (32 + 16)
+    assert counter.get_total_flops() == 2 * 6 * (41 + 41 + 11 + 12) * (32 + 16)
 
 
 def test_the_operation_has_no_gradient_and_says_so():
     q, k, v = tensors()
     with pytest.raises(NotImplementedError, match="regard::decode has no derivative"):
-        torch.ops.regard.decode(q.requires_grad_(), k, v, 0.3, None, None)
+        torch.ops.regard.decode(q.requires_grad_(), k, v, 0.3, None, None, None)
     with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="regard::decode has no derivative"):
-        torch.ops.regard.decode(q.detach(), forward_ad.make_dual(k, k), v, 0.3, None, None)
+        torch.ops.regard.decode(q.detach(), forward_ad.make_dual(k, k), v, 0.3, None, None, None)
 
 
-@pytest.mark.parametrize("case", [tensors(queries=2), tensors(K=20), (*tensors()[:2], tensors(torch.float16)[2])])
+@pytest.mark.parametrize("case", [tensors(K=20), (*tensors()[:2], tensors(torch.float16)[2])])
 def test_the_operation_refuses_what_it_was_not_made_for(case):
-    with pytest.raises(ValueError, match="decode: expected one query, one dtype"):
-        torch.ops.regard.decode(*case, 0.3, None, None)
+    with pytest.raises(ValueError, match="decode: expected one dtype"):
+        torch.ops.regard.decode(*case, 0.3, None, None, None)
 
 
 @pytest.mark.parametrize("default", [torch.float64, torch.bfloat16], ids=str)
@@ -288,11 +317,12 @@ def test_sums_of_many_threads_stay_small():
 
 
 def test_compiled_code_is_made_once_for_all_threads():
-    machine_code._compiled.cache_clear()
+    compiler._compiled.cache_clear()
+    decode._program.cache_clear()
     case = tensors(repeats=5)
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda _: rg.attend(*case, path="decode"), range(16)))
-    assert machine_code._compiled.cache_info().misses == 1
+    assert compiler._compiled.cache_info().misses == 1
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -390,12 +420,12 @@ print((rg.attend(q, k, k) - rg.attend(q, k, k, path="reference")).abs().max() < 
 PROGRAMS = """
 from regard import cpu
 from regard.layers import linear_code
-from regard.paths import decode_code, machine_code
+from regard.paths import compiler, decode_code
 for source, sizes in (
     (decode_code.source, (64, 64, 4, "bfloat16")), (linear_code.source, ("int8",)), (linear_code.source, ("float32",))
 ):
-    module, machine = machine_code.optimized(source(*sizes, cpu.LANES), cpu.LANES)
-    code = machine.emit_assembly(module)
+    machine, _ = compiler.host(cpu.LANES)
+    code = machine.emit_assembly(compiler.optimized(source(*sizes, cpu.LANES), machine))
     print(cpu.LANES, "vfmadd" in code, "zmm" in code, "%k1" in code)
 """
 
@@ -448,9 +478,3 @@ def test_llvm_is_loaded_by_who_decodes_and_nobody_else():
     script = "import sys, regard; print('llvmlite' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
-
-
-@pytest.mark.parametrize("queries", [1, 5, 8])
-def test_parts_of_a_history_keep_torchs_rules_for_operators(queries):
-    q, k = torch.randn(1, 4, queries, 64), torch.randn(1, 2, 40, 64)
-    torch.library.opcheck(torch.ops.regard.decode_part.default, (q, k, k, 0.125))

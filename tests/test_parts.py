@@ -5,13 +5,10 @@ import torch
 from torch import Tensor
 
 import regard as rg
-from regard import cpu
 from regard.laws.case import exact_output, plain_output, within_budget
-from regard.paths import parts, sdpa
+from regard.paths import sdpa
 
 B, H, G = 2, 4, 2
-HISTORY = 4096
-"""Keys enough for machine code of our own, at 2 key/value heads of 16."""
 
 
 def inputs(
@@ -74,20 +71,6 @@ def test_half_precision_is_widened_for_its_gradients_alone(dtype, learns):
         within_budget(
             "the output", out, *(form(rg.Softmax(), q, k, v, rg.causal) for form in (exact_output, plain_output))
         )
-
-
-@pytest.mark.skipif(cpu.missing() is not None, reason=str(cpu.missing()))
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("queries", [2, 3, 16, 33, 130])
-@torch.no_grad()
-def test_a_few_queries_over_a_long_history_are_passes_of_our_own(queries, dtype, monkeypatch):
-    tensors = inputs(queries, HISTORY, dtype)
-    passes, real = [], parts.over_old
-    monkeypatch.setattr(parts, "over_old", lambda *args: passes.append(args[-1]) or real(*args))
-    out = rg.attend(*tensors, mask=rg.causal)
-    assert passes == [True]
-    exact, plain = (form(rg.Softmax(), *tensors, rg.causal) for form in (exact_output, plain_output))
-    within_budget("the output", out, exact, plain)
 
 
 def test_second_order_is_refused():

@@ -6,6 +6,7 @@ threads, and memory that may be written first and executed later.
 
 import ctypes
 import mmap
+import platform
 import sys
 from functools import cache
 from importlib.util import find_spec
@@ -14,9 +15,11 @@ from typing import Any
 
 import torch
 
-LANES = {"AVX512": 16, "AVX2": 8}.get(torch.backends.cpu.get_cpu_capability(), 0)
+_ARM = platform.machine() in ("aarch64", "arm64")
+LANES = 4 if _ARM else {"AVX512": 16, "AVX2": 8}.get(torch.backends.cpu.get_cpu_capability(), 0)
 """Float32 numbers in a register of this processor; 0 where no machine code is made for it."""
-_OPENMP = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*"))
+_TORCH = Path(torch.__file__).parent
+_OPENMP = sorted([*(_TORCH / "lib").glob("libgomp*"), *_TORCH.with_name("torch.libs").glob("libgomp*")])
 _FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _HAS_LLVM = find_spec("llvmlite") is not None
 
@@ -40,8 +43,10 @@ process may not (`PR_SET_MDWE`, systemd's MemoryDenyWriteExecute, SELinux)."""
 
 def missing() -> str | None:
     """What machine code lacks here; None if nothing."""
+    if sys.platform != "linux":
+        return f"made for Linux, on which PyTorch's threads are GNU OpenMP's; this is {sys.platform}"
     if not LANES:
-        return "made for processors with AVX2 or AVX-512"
+        return "made for processors with AVX2, AVX-512 or NEON"
     if not _HAS_LLVM:
         return "llvmlite is not installed"
     if not _OPENMP:

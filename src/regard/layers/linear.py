@@ -20,6 +20,7 @@ from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from regard import cpu
 from regard.eager import readable
+from regard.paths import probe
 
 LEAST_WEIGHTS, LEAST_WEIGHTS_BY_ONEDNN = 100_000, 4_000_000
 """Smaller weights are BLAS's: it starts sooner."""
@@ -60,7 +61,7 @@ def by_machine_code(x: Tensor, weight: Tensor) -> bool:
         and width % MULTIPLE == 0
         and weight.is_contiguous()
         and _plainly(x, weight)
-        and cpu.missing() is None
+        and probe.missing() is None
     )
 
 
@@ -170,7 +171,7 @@ _LIBRARY.define("linear(Tensor x, Tensor weight, Tensor? scale) -> Tensor")
 
 def _multiply(x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
     """x (…, D) in float32 with weights (E, D) in float32, or in int8 with a float32 scale for each row."""
-    if (reason := cpu.missing()) is not None:
+    if (reason := probe.missing()) is not None:
         raise ValueError(f"linear: expected a machine that can run it, got one that cannot: {reason}")
     (rows, width), kind, threads = weight.shape, "float32" if scale is None else "int8", torch.get_num_threads()
     if x.shape[-1] != width or width % MULTIPLE or x.dtype is not torch.float32 or weight.dtype is not _KINDS[kind]:
@@ -199,7 +200,7 @@ def _program(kind: str, rows: int, width: int, threads: int, lanes: int) -> tupl
     """The code, the type of what it is told, and how the weights are split: tasks, rows of each, and columns."""
     # llvmlite is imported only when a product needs it.
     from regard.layers.linear_code import COLUMNS, FIELDS, ROWS, source
-    from regard.paths.machine_code import compiled
+    from regard.paths.compiler import compiled
 
     step, blocks = min(ROWS, -(-rows // (8 * threads)) * 4), -(-width // COLUMNS)
     block = -(-width // (blocks * MULTIPLE)) * MULTIPLE

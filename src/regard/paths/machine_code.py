@@ -1,16 +1,13 @@
-"""A small language to write machine code in, and LLVM (by llvmlite), which compiles it for this processor.
+"""A small language to write machine code in; compiler.py makes a program of it run on this processor.
 
 A program is one function `void step(int64_t fields[])` that every thread calls: threads draw tasks from a counter,
-`fields[0]`, until none is left. Python writes it out for one set of sizes; compiling takes some 0.1 s.
+`fields[0]`, until none is left. Python writes it out for one set of sizes.
 """
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
-import llvmlite.binding as llvm
 from llvmlite import ir
 
 I64, I32, F32, F64 = ir.IntType(64), ir.IntType(32), ir.FloatType(), ir.DoubleType()
@@ -21,39 +18,6 @@ _ROUNDER = 1.5 * 2**23
 """Added to a float32, leaves its nearest whole number in the last bits."""
 _POWERS = (1.5403530e-4, 1.3333558e-3, 9.6181291e-3, 5.5504109e-2, 2.4022651e-1, 6.9314718e-1, 1.0)
 """ln(2)^n / n! from n = 6 down, Taylor's: 2^x within 2e-7 for |x| <= 1/2."""
-_compiling = threading.Lock()
-_engines: list[Any] = []
-"""They own the compiled code, which stays for as long as the process."""
-
-
-def compiled(program: Callable[..., str], *sizes: Any) -> int:
-    """The address of the function that `program(*sizes)` writes; the last of the sizes is the number of lanes."""
-    with _compiling:
-        return _compiled(program, *sizes)
-
-
-@cache
-def _compiled(program: Callable[..., str], *sizes: Any) -> int:
-    module, machine = optimized(program(*sizes), lanes=sizes[-1])
-    engine = llvm.create_mcjit_compiler(module, machine)
-    engine.finalize_object()
-    _engines.append(engine)
-    return engine.get_function_address("step")
-
-
-def optimized(source: str, lanes: int) -> tuple[Any, Any]:
-    """LLVM's module, and the machine it is for: this processor, with no more than AVX2 where there are 8 lanes."""
-    llvm.initialize_native_target()
-    llvm.initialize_native_asmprinter()
-    module, features = llvm.parse_assembly(source), llvm.get_host_cpu_features()
-    if lanes == 8:
-        features.update({name: False for name in features if name.startswith(("avx512", "avx10", "evex", "amx"))})
-    machine = llvm.Target.from_default_triple().create_target_machine(
-        cpu=llvm.get_host_cpu_name(), features=features.flatten(), opt=3
-    )
-    passes = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=2))
-    passes.getModulePassManager().run(module, passes)
-    return module, machine
 
 
 class Code:
@@ -116,6 +80,15 @@ class Code:
         """A number, or a vector of them."""
         self.b.store(value, self.b.bitcast(self.at(pointer, index), value.type.as_pointer()), align=4)
 
+    def number(self, pointer: Any, index: Any, kind: Any) -> Any:
+        """A stored number as float32."""
+        stored = self.read(pointer, index, kind)
+        if kind is F32:
+            return stored
+        if isinstance(kind, ir.HalfType):
+            return self.b.fpext(stored, F32)
+        return self.b.bitcast(self.b.shl(self.b.zext(stored, I32), I32(16)), F32)  # bfloat16
+
     def vector(self, pointer: Any, index: Any, kind: Any = F32) -> Any:
         """Stored numbers as float32."""
         place = self.at(pointer, index, kind)
@@ -137,6 +110,8 @@ class Code:
         return place
 
     def constant(self, value: float) -> Any:
+        if value == 0:
+            return ir.Constant(self.kind, None)  # shorter to read
         return ir.Constant(self.kind, [F32(value)] * self.lanes)
 
     def whole(self, value: int) -> Any:
@@ -157,6 +132,10 @@ class Code:
     def least(self, x: Any, y: Any) -> Any:
         """The smaller of two whole numbers."""
         return self.b.select(self.b.icmp_signed("<", x, y), x, y)
+
+    def most(self, x: Any, y: Any) -> Any:
+        """The larger of two whole numbers."""
+        return self.b.select(self.b.icmp_signed(">", x, y), x, y)
 
     def prefetch(self, place: Any, count: int) -> None:
         """Ask for `count` stored numbers, if there are so many, to be read into the core's own cache."""

@@ -15,13 +15,8 @@ import torch
 from torch import Tensor
 
 from regard.call import Call, Path
-from regard.eager import symbolic
-from regard.paths import decode, sdpa
+from regard.paths import sdpa
 from regard.paths.rows import by_interval
-
-MOST_ROWS = 512
-"""Query rows of a key/value head up to which passes of our own over the old keys are faster: then PyTorch's tiles are
-large enough."""
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -41,21 +36,12 @@ def cannot(call: Call) -> str | None:
 def run(call: Call) -> Tensor:
     """old keys without a mask and new ones with is_causal, merged by their log-sum-exps."""
     offset = call.keys - call.queries
-    own = by_ourselves(call)
     if call.structure.rows is None:
-        return _interval(call.q, call.k, call.v, sdpa.scale(call), offset, own)
-    return by_interval(call, lambda q, k, v, low, high: _interval(q, k, v, sdpa.scale(call), offset - low, own))
+        return _interval(call.q, call.k, call.v, sdpa.scale(call), offset)
+    return by_interval(call, lambda q, k, v, low, high: _interval(q, k, v, sdpa.scale(call), offset - low))
 
 
-def by_ourselves(call: Call) -> bool:
-    """Whether machine code of our own reads the old keys, for all query heads of a key/value head at once."""
-    rows = call.heads // call.groups
-    if symbolic(call.queries, call.keys):
-        return False
-    return rows <= sdpa.MOST_ROWS and rows * call.queries <= MOST_ROWS and decode.unfit(call) is None
-
-
-def _interval(q: Tensor, k: Tensor, v: Tensor, scale: float, offset: int, own: bool) -> Tensor:
+def _interval(q: Tensor, k: Tensor, v: Tensor, scale: float, offset: int) -> Tensor:
     """Query i sees the keys up to i + offset; all of them are real."""
     queries, keys = q.shape[2], k.shape[2]
     first = min(max(0, -offset), queries)  # queries before see nothing
@@ -65,13 +51,13 @@ def _interval(q: Tensor, k: Tensor, v: Tensor, scale: float, offset: int, own: b
         outputs.append(q.new_zeros(*q.shape[:2], first, v.shape[-1]))
     if first < last:
         old, new = first + offset, last + offset
-        outputs.append(_merged(q[:, :, first:last], k[:, :, :new], v[:, :, :new], scale, old, own))
+        outputs.append(_merged(q[:, :, first:last], k[:, :, :new], v[:, :, :new], scale, old))
     if last < queries:
         outputs.append(sdpa.plain(q[:, :, last:], k, v, scale=scale))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
 
 
-def _merged(q: Tensor, k: Tensor, v: Tensor, scale: float, old: int, own: bool) -> Tensor:
+def _merged(q: Tensor, k: Tensor, v: Tensor, scale: float, old: int) -> Tensor:
     """Queries that stand at the keys from `old` on, each over the keys up to its own."""
     if old == 0:
         return sdpa.plain(q, k, v, scale=scale, is_causal=True)
@@ -80,18 +66,13 @@ def _merged(q: Tensor, k: Tensor, v: Tensor, scale: float, old: int, own: bool) 
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         out = _Merged.apply(q, k, v, scale, old)  # type: ignore[no-untyped-call]
     else:
-        out, _ = merge(*over_old(q, k[:, :, :old], v[:, :, :old], scale, own), *over_new(q, k, v, scale, old))
+        out, _ = merge(*over_old(q, k[:, :, :old], v[:, :, :old], scale), *over_new(q, k, v, scale, old))
     out = out if out.shape[-1] == size else out[..., :size]
     return out.to(kind)
 
 
-def over_old(q: Tensor, k: Tensor, v: Tensor, scale: float, own: bool) -> tuple[Tensor, Tensor]:
+def over_old(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """The output over keys that all queries see, and its log-sum-exp: the heads of a group as rows of one query."""
-    if own:
-        size = 1 << (sdpa.MOST_ROWS * k.shape[1] // q.shape[1]).bit_length() - 1
-        passes = [torch.ops.regard.decode_part(some, k, v, scale) for some in q.split(size, dim=2)]
-        outputs, sums = zip(*passes, strict=True)
-        return torch.cat(outputs, dim=2), torch.cat(sums, dim=2)
     out, lse = _flash(q.reshape(len(q), k.shape[1], -1, q.shape[3]), k, v, scale=scale)
     return out.reshape(q.shape), lse.reshape(q.shape[:3])
 
@@ -105,10 +86,10 @@ def over_tail(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Te
     """The output over keys of which the last are the queries' own, each query up to its own; and its log-sum-exp."""
     old = k.shape[2] - q.shape[2]
     if q.shape[2] == 1:
-        return over_old(q, k, v, scale, own=False)
+        return over_old(q, k, v, scale)
     if old == 0:
         return over_new(q, k, v, scale, 0)
-    return merge(*over_old(q, k[:, :, :old], v[:, :, :old], scale, own=False), *over_new(q, k, v, scale, old))
+    return merge(*over_old(q, k[:, :, :old], v[:, :, :old], scale), *over_new(q, k, v, scale, old))
 
 
 def merge(one: Tensor, one_lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -123,7 +104,7 @@ class _Merged(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, old: int) -> Tensor:
-        history = over_old(q, k[:, :, :old], v[:, :, :old], scale, own=False)
+        history = over_old(q, k[:, :, :old], v[:, :, :old], scale)
         out, lse = merge(*history, *over_new(q, k, v, scale, old))
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.scale, ctx.old = scale, old

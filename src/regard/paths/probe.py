@@ -1,0 +1,39 @@
+"""Whether machine code may be used here: what the machine lacks, and whether a few numbers come out right on a
+processor that our tests do not run on.
+"""
+
+from functools import cache
+
+import torch
+
+from regard import cpu
+
+
+def missing() -> str | None:
+    """Why machine code cannot be used on this machine; None if it can.
+
+    >>> from regard.paths import probe
+    >>> reason = probe.missing()
+    >>> reason is None or isinstance(reason, str)
+    True
+    """
+    if (reason := cpu.missing()) is not None:
+        return reason
+    return off() if cpu.LANES == 4 else None
+
+
+@cache
+def off() -> str | None:
+    """How far a small call is off, in each dtype and for one row and several; None if all are right."""
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    for kind in (torch.float32, torch.bfloat16, torch.float16):
+        for queries in (1, 5):
+            shapes = (1, 2, queries, 16), (1, 2, 130, 16), (1, 2, 130, 16)
+            q, k, v = (torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu") for shape in shapes)
+            q, k, v = q.to(kind), k.to(kind), v.to(kind)
+            out = torch.ops.regard.decode(q, k, v, 0.25, None, None, None).double()
+            exact = torch.softmax(0.25 * q.double() @ k.double().mT, -1) @ v.double()
+            error = (out - exact).abs().max().item()
+            if not error <= 4 * torch.finfo(kind).eps:
+                return f"a probe of machine code on this processor was off by {error:.1g} in {kind}"
+    return None

@@ -1,0 +1,120 @@
+"""The same programs for ARM: four lanes, by LLVM's cross target, and run where an emulator and a linker are installed.
+
+On Debian: apt-get install qemu-user gcc-aarch64-linux-gnu
+"""
+
+import shutil
+import struct
+import subprocess
+from math import e, log2
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("llvmlite", reason="llvmlite is not installed")
+
+from regard.layers import linear_code
+from regard.paths import compiler, decode_code
+
+LANES, TRIPLE, BASE = 4, "aarch64-unknown-linux-gnu", 0x4000_0000
+EMULATOR = shutil.which("qemu-aarch64") or shutil.which("qemu-aarch64-static")
+LINKER = shutil.which("aarch64-linux-gnu-gcc")
+MAIN = """
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+void step(long fields[]);
+int main(int count, char **given) {  /* memory lies in a file, at one address, and is changed there */
+    int file = open(given[1], O_RDWR);
+    void *memory = mmap((void *)%#xL, atol(given[2]), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, file, 0);
+    if (file < 0 || memory == MAP_FAILED) return 1;
+    step(memory);
+    return 0;
+}
+"""
+
+
+def assembled(text: str) -> tuple[str, bytes]:
+    """A program for a plain ARMv8 processor: as assembly, and as an object file."""
+    machine = compiler.elsewhere(TRIPLE, "generic", "+neon")
+    module = compiler.optimized(text, machine)
+    return machine.emit_assembly(module), machine.emit_object(module)
+
+
+def run(text: str, fields: list[int | torch.Tensor], folder: Path) -> list[torch.Tensor]:
+    """Call a program in an emulator. Tensors among its fields are addresses to it; they come back as it left them."""
+    if EMULATOR is None or LINKER is None:
+        pytest.skip("no qemu-aarch64 and aarch64-linux-gnu-gcc here: the code was assembled, not run")
+    (folder / "step.o").write_bytes(assembled(text)[1])
+    (folder / "main.c").write_text(MAIN % BASE)
+    subprocess.run([LINKER, "-static", "-o", "main", "main.c", "step.o"], cwd=folder, check=True)
+    places, told, memory = [], [], bytearray(8 * len(fields))
+    for value in fields:
+        if isinstance(value, torch.Tensor):
+            memory += bytes(-len(memory) % 64)
+            told.append(BASE + len(memory))
+            places.append((len(memory), value))
+            memory += value.contiguous().view(torch.uint8).numpy().tobytes()
+        else:
+            told.append(value)
+    struct.pack_into(f"{len(told)}q", memory, 0, *told)
+    (folder / "memory").write_bytes(memory)
+    subprocess.run([EMULATOR, "./main", "memory", str(len(memory))], cwd=folder, check=True)
+    left = (folder / "memory").read_bytes()
+    return [
+        torch.frombuffer(bytearray(left[place : place + value.nbytes]), dtype=value.dtype).view(value.shape)
+        for place, value in places
+    ]
+
+
+@pytest.mark.parametrize("tile", [1, 2, 4, 8])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_the_code_has_vectors_of_four(dtype, tile):
+    text, code = assembled(decode_code.source(32, 16, tile, dtype, LANES))
+    assert "fmla\tv" in text
+    assert ".4s" in text
+    assert code[:4] == b"\x7fELF"
+    assert code[18] == 183  # a file for AArch64
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4, 7, 20])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_attention_is_right_in_an_emulator(dtype, rows, tmp_path):
+    torch.manual_seed(rows)
+    groups, keys, K, V, parts = 2, 150, 32, 16, 2
+    tile, lanes = decode_code.tiles(rows, LANES)
+    chunk = -(-rows // tile) * tile
+    q, k, v = (torch.randn(groups, *shape).to(dtype) for shape in ((rows, K), (keys, K), (keys, V)))
+    (factor,) = struct.unpack("q", struct.pack("d", K**-0.5 * log2(e)))
+    numbers = groups * parts * chunk
+    fields = {
+        "next": 0, "tasks": groups * parts, "parts": parts, "chunks": 1, "chunk": chunk, "groups": groups,
+        "rows": rows, "queries": rows, "offset": keys - rows, "before": 1 << 40, "after": 0,
+        "spans": torch.tensor([[3, keys]]), "done": torch.zeros(groups, dtype=torch.long), "q": q, "k": k, "v": v,
+        "sums": torch.empty(numbers * V), "tops": torch.empty(numbers), "totals": torch.empty(numbers),
+        "out": torch.full((groups, rows, V), torch.nan), "k_batch": 0, "k_head": keys * K, "k_token": K,
+        "v_batch": 0, "v_head": keys * V, "v_token": V, "scale": factor,
+    }  # fmt: skip
+    text = decode_code.source(K, V, tile, str(dtype).removeprefix("torch."), lanes)
+    *_, out = run(text, [fields[name] for name in decode_code.FIELDS], tmp_path)
+    q, k, v = (t.double() for t in (q, k, v))
+    place = torch.arange(keys)
+    seen = (place >= 3) & (place <= torch.arange(keys - rows, keys)[:, None])
+    wanted = torch.softmax((q @ k.mT * K**-0.5).masked_fill(~seen, -torch.inf), -1) @ v
+    assert (out - wanted).abs().max() < 2e-6
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 9])
+@pytest.mark.parametrize("kind", ["float32", "int8"])
+def test_products_are_right_in_an_emulator(kind, tokens, tmp_path):
+    torch.manual_seed(tokens)
+    width, rows, step = 48, 22, 8
+    x, scale = torch.randn(tokens, width), torch.rand(rows) + 0.5
+    weight = torch.randn(rows, width) if kind == "float32" else torch.randint(-127, 128, (rows, width)).to(torch.int8)
+    out = torch.full((tokens, rows), torch.nan)
+    fields = [0, -(-rows // step), tokens, width, rows, step, width, x, weight, scale, out]
+    *_, out = run(linear_code.source(kind, LANES), fields, tmp_path)
+    wanted = x.double() @ weight.double().T * (scale if kind == "int8" else 1)
+    assert (out - wanted).abs().max() < 1e-6 * wanted.abs().max() + 1e-6
