@@ -1,6 +1,7 @@
 // A decode step on at::vec: the same pass as src/regard/paths/decode_code.py, float32, one query, up to 4 query heads of
 // a key/value head. Built by benchmarks/compilers.py, which compares it.
 #include <ATen/Parallel.h>
+#include <ATen/cpu/vec/functional.h>
 #include <ATen/cpu/vec/vec.h>
 #include <torch/extension.h>
 

@@ -69,8 +69,7 @@ def run(text: str, fields: list[int | torch.Tensor], folder: Path) -> list[torch
     ]
 
 
-@pytest.mark.parametrize("tile", [1, 2, 4, 8])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(("dtype", "tile"), [("float32", 1), ("float16", 2), ("bfloat16", 4), ("float32", 8)])
 def test_the_code_has_vectors_of_four(dtype, tile):
     text, code = assembled(decode_code.source(32, 16, tile, dtype, LANES))
     assert "fmla\tv" in text
@@ -79,8 +78,11 @@ def test_the_code_has_vectors_of_four(dtype, tile):
     assert code[18] == 183  # a file for AArch64
 
 
-@pytest.mark.parametrize("rows", [1, 2, 4, 7, 20])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "rows"),
+    [(torch.float32, 1), (torch.float16, 2), (torch.bfloat16, 4), (torch.float32, 7), (torch.float16, 20)],
+    ids=str,
+)
 def test_attention_is_right_in_an_emulator(dtype, rows, tmp_path):
     torch.manual_seed(rows)
     groups, keys, K, V, parts = 2, 150, 32, 16, 2
@@ -106,8 +108,7 @@ def test_attention_is_right_in_an_emulator(dtype, rows, tmp_path):
     assert (out - wanted).abs().max() < 2e-6
 
 
-@pytest.mark.parametrize("tokens", [1, 3, 9])
-@pytest.mark.parametrize("kind", ["float32", "int8"])
+@pytest.mark.parametrize(("kind", "tokens"), [("float32", 3), ("int8", 1), ("int8", 9)])
 def test_products_are_right_in_an_emulator(kind, tokens, tmp_path):
     torch.manual_seed(tokens)
     width, rows, step = 48, 22, 8

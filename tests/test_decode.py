@@ -20,7 +20,7 @@ import regard as rg
 from regard import cpu
 from regard.laws.case import HEADS, MASKS, Case, exact_output, plain_output
 from regard.laws.statements import LAWS
-from regard.paths import compiler, decode, decode_code
+from regard.paths import compiler, decode, decode_code, machine_code, parts, probe
 
 pytestmark = pytest.mark.skipif(cpu.missing() is not None, reason=str(cpu.missing()))
 KINDS = (torch.float32, torch.bfloat16, torch.float16)
@@ -30,6 +30,7 @@ BLOCK, SOFTMAX = decode_code.BLOCK, rg.Softmax()
 @pytest.fixture(autouse=True)
 def _at_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode, "LEAST", 0)
+    monkeypatch.setattr(decode, "LEAST_OF_MANY", 0)
 
 
 def tensors(
@@ -82,7 +83,7 @@ def test_new_tokens_over_a_history_agree(monkeypatch, kind, lanes, rows):
 @given(
     batch=st.integers(1, 3), groups=st.integers(1, 3), repeats=st.integers(1, 9),
     queries=st.sampled_from([1, 1, 2, 3, 9, 40]), keys=st.integers(1, 300),
-    K=st.sampled_from([16, 32, 256]), V=st.sampled_from([16, 80, 256]),
+    K=st.sampled_from([16, 32]), V=st.sampled_from([16, 80]),
     beta=st.sampled_from([None, 0.0, 0.3]), bad=st.sampled_from([None, math.nan, math.inf]), data=st.data(),
 )  # fmt: skip
 def test_it_agrees_under_any_band_and_padding_and_nothing_hidden_leaks(
@@ -107,6 +108,11 @@ def test_it_agrees_under_any_band_and_padding_and_nothing_hidden_leaks(
         assert rows.isfinite().sum() == 0 or (spoiled is k and bad == math.inf)
         found[place[0], heads, sees] = wanted[place[0], heads, sees].float()
     assert (found - wanted).abs().max() <= 2 * (plain - wanted).abs().max() + 1e-6
+
+
+@pytest.mark.parametrize("queries", [1, 9])
+def test_the_longest_heads(queries):
+    agree(*tensors(queries=queries, keys=BLOCK + 9, K=256, V=256), rg.causal)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
@@ -237,8 +243,10 @@ def test_what_it_cannot_serve_says_why(monkeypatch):
     with torch.no_grad():
         agree(q, k, v)
     q = q.detach()
-    monkeypatch.setattr(decode, "LEAST", 1 << 19)
-    assert "small cache" in _reason(q, k, v)
+    monkeypatch.setattr(decode, "LEAST", 1 << 18)
+    assert "little work" in _reason(q, k, v)
+    monkeypatch.setattr(cpu, "MATRIX_UNITS", True)
+    assert "matrix units" in _reason(*tensors(torch.bfloat16, queries=65))
     monkeypatch.setattr(cpu, "LANES", 0)
     assert "AVX2" in _reason(q, k, v)
 
@@ -280,6 +288,17 @@ def test_the_operation_has_no_gradient_and_says_so():
 def test_the_operation_refuses_what_it_was_not_made_for(case):
     with pytest.raises(ValueError, match="decode: expected one dtype"):
         torch.ops.regard.decode(*case, 0.3, None, None, None)
+
+
+@pytest.mark.parametrize("queries", [1, 5, 70])
+def test_parts_of_a_history_merge_to_the_whole(queries):
+    """With the log-sum-exp, in which rows of several chunks, heads and key parts are told apart."""
+    q, k, v = tensors(keys=3 * BLOCK, queries=queries)
+    torch.library.opcheck(torch.ops.regard.decode_part.default, (q, k, v, 0.2, 0))
+    history = torch.ops.regard.decode_part(q, k[:, :, :150], v[:, :, :150], 0.2, None)
+    tail = torch.ops.regard.decode_part(q, k[:, :, 150:], v[:, :, 150:], 0.2, 0)
+    found, _ = parts.merge(*history, *tail)
+    assert (found - exact(q, k, v, rg.causal, rg.Softmax(beta=0.2))).abs().max() < 2e-6
 
 
 @pytest.mark.parametrize("default", [torch.float64, torch.bfloat16], ids=str)
@@ -412,7 +431,7 @@ print(plan.path, plan.rejected["decode"])
 print((rg.attend(q, k, k) - rg.attend(q, k, k, path="reference")).abs().max() < 1e-5)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("grouped ")
+    assert done.stdout.startswith("sdpa ")
     assert {"llvmlite": "llvmlite is not installed", "libgomp": "GNU OpenMP"}[gone] in done.stdout
     assert done.stdout.endswith("tensor(True)\n")
 
@@ -467,11 +486,29 @@ except ValueError as error:
     assert done.returncode == 0, done.stderr
     reason = "the system forbids code made at run time (W^X, MemoryDenyWriteExecute)"
     assert done.stdout.splitlines() == [
-        f"grouped {reason}",
+        f"sdpa {reason}",
         "tensor(True)",
         "tensor(True)",
         f"model: expected a machine on which int8 weights are fast, got one without: {reason}",
     ]
+
+
+def test_where_our_tests_do_not_run_a_probe_must_come_out_right(monkeypatch):
+    """Four lanes are ARM's."""
+    monkeypatch.setattr(cpu, "LANES", 4)
+    for powers, reason in ((machine_code._POWERS, None), ((0.0, *machine_code._POWERS[1:5], 0.7, 1.0), "was off by")):
+        monkeypatch.setattr(machine_code, "_POWERS", powers)
+        for cached in (compiler._compiled, decode._program, probe.off):
+            cached.cache_clear()
+        assert (probe.missing() is None) if reason is None else reason in rg.explain(*tensors()).rejected["decode"]
+    for cached in (compiler._compiled, decode._program, probe.off):
+        cached.cache_clear()
+
+
+@pytest.mark.parametrize("system", ["darwin", "win32"])
+def test_other_systems_are_refused_with_the_reason(monkeypatch, system):
+    monkeypatch.setattr(sys, "platform", system)
+    assert f"made for Linux, on which PyTorch's threads are GNU OpenMP's; this is {system}" in _reason(*tensors())
 
 
 def test_llvm_is_loaded_by_who_decodes_and_nobody_else():

@@ -222,9 +222,8 @@ PATHS: dict[str, Mistake] = {
     "sdpa for a choice": (lambda: attend(rg.Argmax(), path="sdpa"), "path", "", "'sdpa'"),
     "chunked with a window": (
         lambda: attend(rg.Elu(), rg.window(before=1), path="chunked"), "path", "", "'chunked'"),
-    "grouped in half": (
-        lambda: rg.attend(key().half(), key().half(), value().half(), path="grouped"),
-        "path", "", "'grouped'"),
+    "parts without a mask": (
+        lambda: rg.attend(key().half(), key().half(), value().half(), path="parts"), "path", "", "'parts'"),
 }  # fmt: skip
 
 WORKS: dict[str, Mistake] = {

@@ -270,8 +270,6 @@ SECOND = {
     "sdpa causal": (rg.causal, True),
     "sdpa padded": (rg.padding([3]), True),
     "blocks": (rg.window(before=1), True),
-    "grouped": (None, True),
-    "products": (None, False),
     "reference": (rg.causal, False),
 }
 

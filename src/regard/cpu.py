@@ -18,6 +18,8 @@ import torch
 _ARM = platform.machine() in ("aarch64", "arm64")
 LANES = 4 if _ARM else {"AVX512": 16, "AVX2": 8}.get(torch.backends.cpu.get_cpu_capability(), 0)
 """Float32 numbers in a register of this processor; 0 where no machine code is made for it."""
+MATRIX_UNITS = bool(torch.cpu._is_amx_tile_supported())
+"""Whether the processor multiplies tiles of half-precision numbers (AMX), which our code does not."""
 _TORCH = Path(torch.__file__).parent
 _OPENMP = sorted([*(_TORCH / "lib").glob("libgomp*"), *_TORCH.with_name("torch.libs").glob("libgomp*")])
 _FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)

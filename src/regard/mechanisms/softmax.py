@@ -19,7 +19,7 @@ from regard.call import Call, Path
 from regard.cost import Cost, Work, score_cost
 from regard.families.scores import ScoreMechanism
 from regard.key_values import KeyValueState
-from regard.paths import band, blocks, cudnn, decode, grouped, masked, parts, products, reference, sdpa, split
+from regard.paths import band, blocks, cudnn, decode, masked, parts, reference, sdpa, split
 from regard.state import Sizes, State
 
 
@@ -87,9 +87,8 @@ class Softmax(ScoreMechanism):
         return score_cost(work, self.precision(work.dtype))
 
     def paths(self) -> tuple[Path, ...]:
-        few = (decode.PATH, products.PATH, grouped.PATH)
         gpu = (split.PATH, cudnn.PATH, band.PATH, masked.PATH)
-        return (*few, *gpu, sdpa.PATH, parts.PATH, blocks.FUSED, reference.PATH)
+        return (decode.PATH, *gpu, sdpa.PATH, parts.PATH, blocks.FUSED, reference.PATH)
 
 
 def Argmax() -> Softmax:  # noqa: N802 - named as the mechanism it is

@@ -9,7 +9,7 @@ reaches those alone who see it: nobody has to look for NaN.
 import ctypes
 import struct
 from functools import cache
-from math import e, gcd, log2
+from math import e, gcd, log, log2
 from typing import Any
 
 import torch
@@ -25,8 +25,11 @@ from regard.paths import probe, sdpa
 
 LONGEST = 256
 """The longest heads this code is made for."""
-LEAST = 1 << 19
-"""Elements of keys and values from which on a pass of our own is faster than PyTorch's kernels, which start sooner."""
+MOST_IN_HALF = 64
+"""Queries in half precision up to which reading the keys takes longer than arithmetic in matrix units would."""
+LEAST, LEAST_OF_MANY = 1 << 18, 1 << 22
+"""Multiplications from which on a pass of our own is faster than PyTorch's kernels, which start sooner: for one query
+or new tokens over a history, and for other queries, of which PyTorch makes tiles."""
 _FAR = 1 << 40
 """A distance that no key has."""
 
@@ -47,10 +50,14 @@ def cannot(call: Call) -> str | None:
         return reason
     if call.q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return "made for float32, bfloat16 and float16"
+    if cpu.MATRIX_UNITS and call.q.dtype != torch.float32 and call.queries > MOST_IN_HALF:
+        return f"more than {MOST_IN_HALF} queries in half precision are faster in this processor's matrix units"
     if call.qk_length % cpu.LANES or call.value_length % cpu.LANES or max(call.qk_length, call.value_length) > LONGEST:
         return f"made for heads whose lengths are multiples of {cpu.LANES}, up to {LONGEST}"
-    if call.batch * call.groups * call.keys * (call.qk_length + call.value_length) < LEAST:
-        return "a small cache: PyTorch's own kernels start sooner"
+    few = call.queries == 1 or (call.structure.causal and not call.square)
+    work = call.batch * call.heads * call.queries * call.keys * (call.qk_length + call.value_length)
+    if work < (LEAST if few else LEAST_OF_MANY):
+        return "little work: PyTorch's own kernels start sooner"
     return _derived(call)
 
 
@@ -76,6 +83,7 @@ PATH = Path("decode", cannot, run, guards_itself=True)
 
 _LIBRARY = torch.library.Library("regard", "DEF")
 _LIBRARY.define("decode(Tensor q, Tensor k, Tensor v, float scale, Tensor? spans, int? before, int? after) -> Tensor")
+_LIBRARY.define("decode_part(Tensor q, Tensor k, Tensor v, float scale, int? after) -> (Tensor, Tensor)")
 
 
 def _decode(
@@ -83,6 +91,20 @@ def _decode(
 ) -> Tensor:
     """Softmax attention of queries (B, H, T, K), the last of which stands at the last key: each sees the keys from
     `before` before it to `after` behind it, of those [spans[b, 0], spans[b, 1]) in batch row b. 0 if it sees none."""
+    return _pass(q, k, v, scale, _spans(len(q), k.shape[2], spans), before, after)[0].to(q.dtype)
+
+
+def _decode_part(q: Tensor, k: Tensor, v: Tensor, scale: float, after: int | None) -> tuple[Tensor, Tensor]:
+    """The same without spans, and its log-sum-exp (B, H, T), both in float32."""
+    out, tops, totals = _pass(q, k, v, scale, [(0, k.shape[2])] * len(q), None, after)
+    return out, (totals.log2() + tops) * log(2)
+
+
+def _pass(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, spans: list[Span], before: int | None, after: int | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The output, (B, H, T, V), and for each query the largest score, in base 2, and the sum of weights relative to
+    it, (B, H, T)."""
     batch, heads, queries, qk_length = q.shape
     _, groups, keys, value_length = v.shape
     if qk_length % cpu.LANES or value_length % cpu.LANES or not q.dtype == k.dtype == v.dtype:
@@ -99,7 +121,7 @@ def _decode(
     numbers = units * parts * chunk
     sums = torch.empty(numbers * (value_length + 2), dtype=torch.float32, device="cpu")
     out = torch.empty(batch, heads, queries, value_length, dtype=torch.float32, device="cpu")
-    edges = (ctypes.c_int64 * (2 * batch))(*(edge for span in _spans(batch, keys, spans) for edge in span))
+    edges = (ctypes.c_int64 * (2 * batch))(*(edge for span in spans for edge in span))
     done = (ctypes.c_int64 * units)()
     tops = sums.data_ptr() + 4 * numbers * value_length
     (factor,) = struct.unpack("q", struct.pack("d", scale * log2(e)))
@@ -110,7 +132,9 @@ def _decode(
         sums.data_ptr(), tops, tops + 4 * numbers, out.data_ptr(), *k.stride()[:3], *v.stride()[:3], factor,
     )  # fmt: skip
     cpu.in_parallel(program, ctypes.addressof(told), min(threads, units * parts))
-    return out.to(q.dtype)
+    statistics = sums[numbers * value_length :].view(2, batch, groups, chunks, parts, chunk)[:, :, :, :, 0]
+    tops, totals = statistics.flatten(3)[..., :rows].reshape(2, batch, heads, queries)
+    return out, tops, totals
 
 
 @cache
@@ -140,15 +164,23 @@ def _shape(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
     return q.new_empty(*q.shape[:3], v.shape[3])
 
 
-def _underived(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
+def _part_shapes(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return q.new_empty(*q.shape[:3], v.shape[3], dtype=torch.float32), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+def _underived(operator: Any) -> Any:
     """Better an error than no gradient, where PyTorch derives what `cannot` did not foresee."""
-    tangents = (forward_ad.unpack_dual(t).tangent for t in (q, k, v)) if forward_ad._current_level >= 0 else ()
-    if (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)) or any(
-        tangent is not None for tangent in tangents
-    ):
-        raise NotImplementedError("regard::decode has no derivative; compute with path='reference'")
-    with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.regard.decode.default(q, k, v, *rest)
+
+    def run(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
+        tangents = (forward_ad.unpack_dual(t).tangent for t in (q, k, v)) if forward_ad._current_level >= 0 else ()
+        if (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)) or any(
+            tangent is not None for tangent in tangents
+        ):
+            raise NotImplementedError(f"{operator.name()} has no derivative; compute with path='reference'")
+        with torch._C._AutoDispatchBelowAutograd():
+            return operator(q, k, v, *rest)
+
+    return run
 
 
 def _flops(
@@ -164,7 +196,15 @@ def _flops(
     return 2 * heads * pairs * (qk_length + v.shape[3])
 
 
-_LIBRARY.impl("decode", _decode, "CPU")
-_LIBRARY.impl("decode", _underived, "Autograd")
-torch.library.register_fake("regard::decode", _shape)
-register_flop_formula(torch.ops.regard.decode, get_raw=True)(_flops)
+def _part_flops(q: Tensor, k: Tensor, v: Tensor, scale: float, after: int | None, **_: Any) -> int:
+    return _flops(q, k, v, scale, None, None, after)
+
+
+for _name, _compute, _fake, _count in (
+    ("decode", _decode, _shape, _flops),
+    ("decode_part", _decode_part, _part_shapes, _part_flops),
+):
+    _LIBRARY.impl(_name, _compute, "CPU")
+    _LIBRARY.impl(_name, _underived(getattr(torch.ops.regard, _name).default), "Autograd")
+    torch.library.register_fake(f"regard::{_name}", _fake)
+    register_flop_formula(getattr(torch.ops.regard, _name), get_raw=True)(_count)

@@ -371,6 +371,8 @@ def _merge(
             added = code.at(address["sums"], b.mul(here, I64(length)))
             for column, register in zip(columns, sums, strict=True):
                 b.store(code.fma(share, code.vector(added, column), b.load(register)), register)
+        for name, register in (("tops", best), ("totals", total)):  # by which this is a part of a larger whole
+            code.write(b.extract_element(b.load(register), I64(0)), address[name], place(I64(0)))
         low, high = _band(code, field, task, row)
         empty = b.icmp_signed(">=", code.most(task.first, low), code.least(task.last, high))
         out = b.mul(b.add(b.mul(head, field["rows"]), b.add(task.row, row)), I64(length))

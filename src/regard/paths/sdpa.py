@@ -19,7 +19,7 @@ from regard.paths.rows import by_interval
 ROUND = 128
 """On a GPU, lengths of which multiples are worth a plan of cuDNN's."""
 MOST_ROWS = 64
-"""Query rows of a key/value head that are still a few."""
+"""Query rows of a key/value head that are one tile on a CPU, so that each key is read once for all of them."""
 
 
 def unfit(call: Call) -> str | None:
@@ -27,19 +27,6 @@ def unfit(call: Call) -> str | None:
     if transformed():
         return "transforms of torch.func and forward derivatives reach into plain operators alone"
     return "SDPA does not compute this mechanism" if _scale(call) is None else None
-
-
-def few(call: Call) -> str | None:
-    """Why a call is not a few queries of plain softmax on a CPU; None if it is."""
-    if symbolic(call.queries, call.keys):
-        return "a trace that holds a length open takes one form for all of them"
-    if call.queries > 1 and call.queries * (call.heads // call.groups) > MOST_ROWS:
-        return f"more than {MOST_ROWS} query rows a key/value head: a tile for each query head is faster"
-    if (reason := unfit(call)) is not None:
-        return reason
-    if call.bias is not None:
-        return "a bias needs the score form"
-    return None if call.q.is_cpu else "made for the CPU"
 
 
 def cannot(call: Call) -> str | None:
@@ -114,6 +101,8 @@ def fitted(q: Tensor, k: Tensor, v: Tensor, scale: float, longest: int) -> tuple
 def plain(q: Tensor, k: Tensor, v: Tensor, *, scale: float, **options: Any) -> Tensor:
     """SDPA where its fused kernel applies: equal head lengths, unit stride, grouped heads left as they are."""
     kind, size = q.dtype, v.shape[-1]
+    if _few(q, k) and not options:
+        return plain(q.reshape(len(q), k.shape[1], -1, q.shape[3]), k, v, scale=scale).reshape(*q.shape[:3], size)
     fresh = q.is_cuda and q.dtype.itemsize == 2 and (q.shape[2] % ROUND > 0 or k.shape[2] % ROUND > 0)
     longest = max(size, q.shape[-1])
     longest += -longest % 8 if fresh else 0
@@ -129,6 +118,12 @@ def plain(q: Tensor, k: Tensor, v: Tensor, *, scale: float, **options: Any) -> T
     refuse_second_derivatives(out)
     out = out if size == longest else out[..., :size]
     return out if out.dtype == kind else out.to(kind)
+
+
+def _few(q: Tensor, k: Tensor) -> bool:
+    """Whether the query heads of a group can be rows of one tile, which a CPU's kernel would not make of them."""
+    repeats = q.shape[1] // max(1, k.shape[1])
+    return q.is_cpu and repeats > 1 and not symbolic(q.shape[2]) and repeats * q.shape[2] <= MOST_ROWS
 
 
 def refuse_second_derivatives(out: Tensor) -> None:

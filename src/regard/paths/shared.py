@@ -13,8 +13,8 @@ from torch import Tensor
 from regard.call import Call
 from regard.eager import transformed
 from regard.key_values import Run
-from regard.mask import Mask
-from regard.paths import parts, sdpa
+from regard.mask import Mask, causal
+from regard.paths import decode, parts, sdpa
 from regard.structure import structure
 
 if TYPE_CHECKING:
@@ -46,12 +46,18 @@ def attend(mechanism: "Mechanism", q: Tensor, run: Run, length: int) -> Tensor:
     outputs, sums = [], []
     for parents, rows in grouped:
         k, v = (F.pad(t[parents], (0, longest - t.shape[3])) for t in (first_keys, first_values))
-        own = parts.by_ourselves(Call(mechanism, rows, k, v))
-        out, lse = parts.over_old(rows, k, v, scale, own)
+        if decode.cannot(Call(mechanism, rows, k, v)) is None:
+            out, lse = torch.ops.regard.decode_part(rows, k, v, scale, None)
+        else:
+            out, lse = parts.over_old(rows, k, v, scale)
         outputs.append(_by_row(out, queries.shape[2]))
         sums.append(_by_row(lse, queries.shape[2]))
     part = torch.cat(outputs)[order], torch.cat(sums)[order]
-    out, _ = parts.merge(*part, *parts.over_tail(queries, keys, values, scale))
+    if decode.cannot(Call(mechanism, queries, keys, values, causal)) is None:
+        tail = torch.ops.regard.decode_part(queries, keys, values, scale, 0)
+    else:
+        tail = parts.over_tail(queries, keys, values, scale)
+    out, _ = parts.merge(*part, *tail)
     return out[..., :size].to(q.dtype)
 
 
