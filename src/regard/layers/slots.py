@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from einops import rearrange
 from torch import Tensor
 
 from regard.buffer import Buffer, quantize
@@ -17,7 +16,7 @@ from regard.kernel_state import KernelState
 from regard.key_values import KeyValueState, Run
 from regard.mask import Padding
 from regard.paths import fused_stream, gpu, split
-from regard.paths.sums import Step, fold, sweep, tiled
+from regard.paths.sums import Step, fold, sweep, tiled, untiled
 
 
 @dataclass(eq=False)
@@ -130,7 +129,7 @@ class SumSlot:
         rows, keys, values, real = tiled(q, self.tensors[0], self.tensors[1], visible)
         plan = [Step(0, 1, 0, 2 * self.half)]
         out, *_ = sweep(mechanism, plan, None, real, rows, keys, values, self.sums, self.normaliser, history=True)
-        return rearrange(out, "(b g) r t v -> b (g r) t v", g=self.heads)
+        return untiled(out, k)
 
     def fold(self, mechanism: Any) -> None:
         """Take the older half of the newest tokens into the sums, which makes room for as many."""

@@ -8,13 +8,12 @@ autograd; so does a call with learned tensors that the mechanism does not list.
 from typing import TYPE_CHECKING, Any
 
 import torch
-from einops import rearrange
 from torch import Tensor
 
 from regard.call import Call, Path, in_own_dtype, nothing
 from regard.eager import readable, symbolic, transformed
 from regard.paths.rows import by_interval
-from regard.paths.sums import Step, alone, compare, diagonal_of, fold, meet, no_sums, steps, sweep, tiled
+from regard.paths.sums import Step, alone, compare, diagonal_of, fold, meet, no_sums, steps, sweep, tiled, untiled
 from regard.structure import Structure, reached
 
 if TYPE_CHECKING:
@@ -67,7 +66,6 @@ def run(call: Call) -> Tensor:
 
 
 def _whole(mechanism: Any, q: Tensor, k: Tensor, v: Tensor, offset: int | None, valid: Tensor | None) -> Tensor:
-    heads = q.shape[1]
     rows, keys, values, real = tiled(q, k, v, valid)
     plan = steps(q.shape[2], k.shape[2], offset)
     learned = mechanism.parameters()
@@ -79,7 +77,7 @@ def _whole(mechanism: Any, q: Tensor, k: Tensor, v: Tensor, offset: int | None, 
         )
     else:
         out, _, _ = sweep(mechanism, plan, offset, real, rows, keys, values, *no_sums(mechanism, keys, values))
-    return rearrange(out, "(b g) r t v -> b (g r) t v", b=q.shape[0], r=heads // k.shape[1])
+    return untiled(out, k)
 
 
 class _Sweep(torch.autograd.Function):

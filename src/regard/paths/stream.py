@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from einops import rearrange
 from torch import Tensor
 
 from regard.call import cleaned, poisoned, taint
@@ -14,7 +13,7 @@ from regard.kernel_state import KernelState
 from regard.mask import Padding
 from regard.mask import causal as causal_mask
 from regard.paths import fused_stream
-from regard.paths.sums import steps, sweep, tiled
+from regard.paths.sums import steps, sweep, tiled, untiled
 from regard.structure import both
 
 
@@ -45,7 +44,8 @@ def stream(
     held = state.recent if state.recent.length + new <= recent else state.recent.resized(state.recent.length + new)
     recorded = q.requires_grad or mechanism.learns(k.shape[3])
     held = held.append(k, v, None, tainted, recorded=recorded)
-    held = replace(held, padding=both(held.padding, padding, held.length))
+    if padding is not None:
+        held = replace(held, padding=both(held.padding, padding, held.length))
     holes = held.padding is not None and held.padding.rows is None
     if fused_stream.cannot(mechanism, q, k, v, state.sums, causal, holes) is None:
         out, sums, normaliser = fused_stream.run(
@@ -99,8 +99,7 @@ def _walk(
         history=state.folded > 0,
     )
     shape = state.sums.shape[:2]
-    out = rearrange(out, "(b g) r t v -> b (g r) t v", g=shape[1])
-    return out, sums.unflatten(0, shape), normaliser.unflatten(0, shape)
+    return untiled(out, k), sums.unflatten(0, shape), normaliser.unflatten(0, shape)
 
 
 def _either(tainted: Tensor | None, other: Tensor | None) -> Tensor | None:

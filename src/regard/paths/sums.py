@@ -18,7 +18,6 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from einops import rearrange
 from torch import Tensor
 
 from regard.cost import accumulator
@@ -67,12 +66,13 @@ def tiled(q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None) -> tuple[Tensor
     """Batch and key heads as one axis M: q (M, R, T, K), k (M, S, K), v (M, S, V), valid (M, S)."""
     groups = k.shape[1]
     real = None if valid is None else valid.repeat_interleave(groups, dim=0)
-    return (
-        rearrange(q, "b (g r) t k -> (b g) r t k", g=groups),
-        rearrange(k, "b g s k -> (b g) s k"),
-        rearrange(v, "b g s v -> (b g) s v"),
-        real,
-    )
+    rows = q.unflatten(1, (groups, q.shape[1] // groups)).flatten(0, 1)
+    return rows, k.flatten(0, 1), v.flatten(0, 1), real
+
+
+def untiled(out: Tensor, k: Tensor) -> Tensor:
+    """(M, R, T, V) as (B, H, T, V), for keys (B, G, S, K)."""
+    return out.unflatten(0, (k.shape[0], k.shape[1])).flatten(1, 2)
 
 
 def no_sums(mechanism: Any, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
