@@ -26,6 +26,8 @@ MASKS = {
     "padded": PADDED,
     "causal, padded": rg.causal & PADDED,
     "window": rg.causal & rg.window(before=5),
+    "wide window": rg.causal & rg.window(before=33),
+    "wide window ahead": rg.window(before=31, after=3),
     "window ahead, padded": rg.window(before=9, after=3) & PADDED,
 }
 
@@ -35,6 +37,7 @@ def small_tiles(monkeypatch):
     """Tiles so small that a few dozen tokens cross every border."""
     step = band_attention.Launch(16, 16, 4, 1)
     monkeypatch.setattr(band_attention, "tiles", lambda *_: band_attention.Tiles(step, step, step))
+    monkeypatch.setattr(band_attention, "MENDING", step)
     monkeypatch.setattr(decode_attention, "launch", lambda *_: decode_attention.Launch(16, 4, 1, 1))
     monkeypatch.setattr(decode_attention, "splits_for", lambda *_: 3)
 

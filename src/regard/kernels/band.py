@@ -14,13 +14,19 @@ from regard.kernels.common import bad_rows, product, rows_of
 
 
 @triton.jit
-def visible(position, place, low, high, before, after, BEFORE: tl.constexpr, AFTER: tl.constexpr):
-    """Which queries at `position` see which keys at `place`; one of them is a column, the other a row."""
-    seen = (place >= low) & (place < high)
-    if BEFORE:
-        seen = seen & (place >= position - before)
-    if AFTER:
-        seen = seen & (place <= position + after)
+def visible(position, place, low, high, before, after, BEFORE: tl.constexpr, AFTER: tl.constexpr, WITHIN: tl.constexpr):
+    """Which queries at `position` see which keys at `place`; one of them is a column, the other a row. WITHIN says that
+    all keys are within [low, high), or hidden by the band."""
+    if WITHIN and AFTER and not BEFORE:
+        seen = place <= position + after
+    elif WITHIN and BEFORE and not AFTER:
+        seen = place >= position - before
+    else:
+        seen = (place >= low) & (place < high)
+        if BEFORE:
+            seen = seen & (place >= position - before)
+        if AFTER:
+            seen = seen & (place <= position + after)
     return seen
 
 
@@ -56,7 +62,7 @@ def span_of(first, last, low, high, before, after, BEFORE: tl.constexpr, AFTER: 
 def attend_step(
     q, sums, top, total, spoiled, start, k_base, v_base, k_row, v_row, position, low, high, before, after, factor,
     C: tl.constexpr, V: tl.constexpr, CB: tl.constexpr, VB: tl.constexpr, STEP: tl.constexpr, BEFORE: tl.constexpr,
-    AFTER: tl.constexpr, MASKED: tl.constexpr, CLEAN: tl.constexpr, PRECISION: tl.constexpr,
+    AFTER: tl.constexpr, WITHIN: tl.constexpr, MASKED: tl.constexpr, CLEAN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One step of keys for a tile of queries."""
     c, v = tl.arange(0, CB), tl.arange(0, VB)
@@ -70,7 +76,7 @@ def attend_step(
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     middle = tl.maximum(top, tl.max(scores, 1) * factor)
     if MASKED:
-        seen = visible(position[:, None], place[None, :], low, high, before, after, BEFORE, AFTER)
+        seen = visible(position[:, None], place[None, :], low, high, before, after, BEFORE, AFTER, WITHIN)
         scores = tl.where(seen, scores, float("-inf"))
         larger = tl.maximum(top, tl.max(scores, 1) * factor)
         middle = tl.where(larger == float("-inf"), 0.0, larger)
@@ -92,70 +98,110 @@ def band_kernel(
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
     queries, keys, heads, groups, before, after, factor,
     C: tl.constexpr, V: tl.constexpr, CB: tl.constexpr, VB: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
-    BOUNDED: tl.constexpr, BEFORE: tl.constexpr, AFTER: tl.constexpr, MEND: tl.constexpr, PRECISION: tl.constexpr,
+    BOUNDED: tl.constexpr, BEFORE: tl.constexpr, AFTER: tl.constexpr, NARROW: tl.constexpr, SIMPLE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The output of a tile of queries, and its log-sum-exp: infinite where it sees nothing, or a key or value that is
-    not finite. To MEND is to leave what another kernel wrote, unless the last query's output is not finite."""
+    not finite."""
     tile, line = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)  # the longest rows first
     batch, head = (line // heads).to(tl.int64), (line % heads).to(tl.int64)
     group = head // (heads // groups)
-    c, v = tl.arange(0, CB), tl.arange(0, VB)
-    o_base = OUT + batch * o_batch + head * o_head
-    spoiled = tl.zeros([ROWS], tl.int32)
-    bad = 0
-    if MEND:
-        newest = tl.load(o_base + (queries - 1).to(tl.int64) * o_row + v, mask=v < V, other=0.0).to(tl.float32)
-        bad = tl.sum((newest - newest != 0).to(tl.int32), 0)
-        if bad == 0:
-            return
     low, high = 0, keys
     if BOUNDED:
         low, high = tl.load(LOW + batch), tl.minimum(tl.load(HIGH + batch), keys)
     t = tile * ROWS + tl.arange(0, ROWS)
-    here = t < queries
     shift = keys - queries
     position = t + shift
     lowest, begin, end, highest = span_of(
         tile * ROWS + shift, tl.minimum(tile * ROWS + ROWS, queries) - 1 + shift, low, high, before, after,
         BEFORE, AFTER, STEP,
     )  # fmt: skip
-    q = rows_of(Q + batch * q_batch + head * q_head, q_row, t, here, c, C, C == CB)
+    q = rows_of(Q + batch * q_batch + head * q_head, q_row, t, t < queries, tl.arange(0, CB), C, C == CB)
     k_base = K + batch * k_batch + group * k_head
     v_base = VALUES + batch * v_batch + group * v_head
+    sums, spoiled = tl.zeros([ROWS, VB], tl.float32), tl.zeros([ROWS], tl.int32)
+    top, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
+    if BEFORE:
+        for start in range(lowest, tl.minimum(begin, highest), STEP):
+            sums, top, total, spoiled = attend_step(
+                q, sums, top, total, spoiled, start, k_base, v_base, k_row, v_row, position, lowest, highest,
+                before, after, factor, C, V, CB, VB, STEP, BEFORE, AFTER and NARROW, not NARROW, True, False, PRECISION,
+            )  # fmt: skip
+    for start in range(begin, end, STEP):
+        sums, top, total, spoiled = attend_step(
+            q, sums, top, total, spoiled, start, k_base, v_base, k_row, v_row, position, lowest, highest,
+            before, after, factor, C, V, CB, VB, STEP, BEFORE, AFTER, False, False, False, PRECISION,
+        )  # fmt: skip
+    for start in range(end, highest, STEP):
+        sums, top, total, spoiled = attend_step(
+            q, sums, top, total, spoiled, start, k_base, v_base, k_row, v_row, position, lowest, highest,
+            before, after, factor, C, V, CB, VB, STEP, False, AFTER, SIMPLE, True, False, PRECISION,
+        )  # fmt: skip
+    bad = tl.sum((total - total != 0).to(tl.int32), 0) + tl.sum(tl.sum((sums - sums != 0).to(tl.int32), 1), 0)
+    if bad > 0:
+        sums, top, total, spoiled = attend_carefully(
+            q, spoiled, k_base, v_base, k_row, v_row, position, lowest, highest, before, after, factor,
+            C, V, CB, VB, ROWS, STEP, BEFORE, AFTER, PRECISION,
+        )  # fmt: skip
+    store_tile(
+        sums, top, total, spoiled, t, queries, OUT + batch * o_batch + head * o_head, o_row,
+        LSE + line.to(tl.int64) * queries, V, VB,
+    )  # fmt: skip
+
+
+@triton.jit
+def attend_carefully(
+    q, spoiled, k_base, v_base, k_row, v_row, position, low, high, before, after, factor,
+    C: tl.constexpr, V: tl.constexpr, CB: tl.constexpr, VB: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
+    BEFORE: tl.constexpr, AFTER: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """All steps of keys, bad ones set to 0; `spoiled` are the queries that see one."""
     sums = tl.zeros([ROWS, VB], tl.float32)
     top, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
-    if not MEND:
-        if BEFORE:
-            for start in range(lowest, tl.minimum(begin, highest), STEP):
-                sums, top, total, spoiled = attend_step(
-                    q, sums, top, total, spoiled, start, k_base, v_base, k_row, v_row, position, lowest, highest,
-                    before, after, factor, C, V, CB, VB, STEP, BEFORE, AFTER, True, False, PRECISION,
-                )  # fmt: skip
-        for start in range(begin, end, STEP):
-            sums, top, total, spoiled = attend_step(
-                q, sums, top, total, spoiled, start, k_base, v_base, k_row, v_row, position, lowest, highest,
-                before, after, factor, C, V, CB, VB, STEP, BEFORE, AFTER, False, False, PRECISION,
-            )  # fmt: skip
-        for start in range(end, highest, STEP):
-            sums, top, total, spoiled = attend_step(
-                q, sums, top, total, spoiled, start, k_base, v_base, k_row, v_row, position, lowest, highest,
-                before, after, factor, C, V, CB, VB, STEP, BEFORE, AFTER, True, False, PRECISION,
-            )  # fmt: skip
-        bad = tl.sum((total - total != 0).to(tl.int32), 0) + tl.sum(tl.sum((sums - sums != 0).to(tl.int32), 1), 0)
-    if bad > 0:
-        sums = tl.zeros([ROWS, VB], tl.float32)
-        top, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
-        for start in range(lowest, highest, STEP):
-            sums, top, total, spoiled = attend_step(
-                q, sums, top, total, spoiled, start, k_base, v_base, k_row, v_row, position, lowest, highest,
-                before, after, factor, C, V, CB, VB, STEP, BEFORE, AFTER, True, True, PRECISION,
-            )  # fmt: skip
+    for start in range(low, high, STEP):
+        sums, top, total, spoiled = attend_step(
+            q, sums, top, total, spoiled, start, k_base, v_base, k_row, v_row, position, low, high,
+            before, after, factor, C, V, CB, VB, STEP, BEFORE, AFTER, False, True, True, PRECISION,
+        )  # fmt: skip
+    return sums, top, total, spoiled
+
+
+@triton.jit
+def store_tile(sums, top, total, spoiled, t, queries, o_base, o_row, LSE, V: tl.constexpr, VB: tl.constexpr):
+    """Write the outputs of a tile of queries and their log-sum-exps."""
+    here, v = t < queries, tl.arange(0, VB)
     out = sums / tl.where(total == 0, 1.0, total)[:, None]
     out = tl.where((spoiled > 0)[:, None], float("nan"), out)
     lse = (top + tl.log2(total)) * 0.6931471805599453
     lse = tl.where((total == 0) | (spoiled > 0), float("inf"), lse)
-    tl.store(LSE + line.to(tl.int64) * queries + t, lse, mask=here)
+    tl.store(LSE + t, lse, mask=here)
     tl.store(o_base + t.to(tl.int64)[:, None] * o_row + v[None, :], out, mask=here[:, None] & (v < V)[None, :])
+
+
+@triton.jit(do_not_specialize=["queries"])
+def mend_kernel(
+    Q, K, VALUES, OUT, LSE,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
+    queries, heads, groups, factor,
+    C: tl.constexpr, V: tl.constexpr, CB: tl.constexpr, VB: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Causal attention as another kernel computed it, computed again for heads whose last query is not finite."""
+    line = tl.program_id(1)
+    batch, head = (line // heads).to(tl.int64), (line % heads).to(tl.int64)
+    group = head // (heads // groups)
+    o_base = OUT + batch * o_batch + head * o_head
+    if spoiled_heads(o_base, 0, o_row, 0, 1, queries, V, VB) == 0:
+        return
+    for tile in range(tl.program_id(0), tl.cdiv(queries, ROWS), tl.num_programs(0)):
+        t = tile * ROWS + tl.arange(0, ROWS)
+        q = rows_of(Q + batch * q_batch + head * q_head, q_row, t, t < queries, tl.arange(0, CB), C, C == CB)
+        k_base, v_base = K + batch * k_batch + group * k_head, VALUES + batch * v_batch + group * v_head
+        sums, top, total, spoiled = attend_carefully(
+            q, tl.zeros([ROWS], tl.int32), k_base, v_base, k_row, v_row, t, 0,
+            tl.minimum(tile * ROWS + ROWS, queries), 0, 0, factor, C, V, CB, VB, ROWS, STEP, False, True, PRECISION,
+        )  # fmt: skip
+        store_tile(sums, top, total, spoiled, t, queries, o_base, o_row, LSE + line.to(tl.int64) * queries, V, VB)
 
 
 @triton.jit
@@ -173,7 +219,7 @@ def spoiled_heads(base, o_head, o_row, group, shared, queries, V: tl.constexpr, 
 def queries_step(
     grads, q, g, lse, delta, start, k_base, v_base, k_row, v_row, position, low, high, before, after, factor,
     C: tl.constexpr, V: tl.constexpr, CB: tl.constexpr, VB: tl.constexpr, STEP: tl.constexpr, BEFORE: tl.constexpr,
-    AFTER: tl.constexpr, MASKED: tl.constexpr, CLEAN: tl.constexpr, PRECISION: tl.constexpr,
+    AFTER: tl.constexpr, WITHIN: tl.constexpr, MASKED: tl.constexpr, CLEAN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What one step of keys adds to the gradients of a tile of queries."""
     c, v = tl.arange(0, CB), tl.arange(0, VB)
@@ -188,7 +234,7 @@ def queries_step(
     reached = tl.dot(g, tl.trans(values), input_precision=PRECISION) - delta[:, None]
     slopes = weights * reached
     if MASKED:
-        seen = visible(position[:, None], place[None, :], low, high, before, after, BEFORE, AFTER)
+        seen = visible(position[:, None], place[None, :], low, high, before, after, BEFORE, AFTER, WITHIN)
         slopes = tl.where(seen, slopes, 0.0)
     return product(slopes.to(k.dtype), k, grads, PRECISION)
 
@@ -200,98 +246,128 @@ def band_queries_kernel(
     g_batch, g_head, g_row, dq_batch, dq_head, dq_row,
     queries, keys, heads, groups, before, after, factor, scale,
     C: tl.constexpr, V: tl.constexpr, CB: tl.constexpr, VB: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
-    BOUNDED: tl.constexpr, BEFORE: tl.constexpr, AFTER: tl.constexpr, MEND: tl.constexpr, PRECISION: tl.constexpr,
+    BOUNDED: tl.constexpr, BEFORE: tl.constexpr, AFTER: tl.constexpr, NARROW: tl.constexpr, SIMPLE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The gradients of a tile of queries, and their delta = sum of gradient · output, which those of the keys need."""
     tile, line = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
     batch, head = (line // heads).to(tl.int64), (line % heads).to(tl.int64)
     group = head // (heads // groups)
-    c, v = tl.arange(0, CB), tl.arange(0, VB)
-    o_base = OUT + batch * o_batch + head * o_head
-    bad = 0
-    if MEND:
-        bad = spoiled_heads(OUT + batch * o_batch, o_head, o_row, group, heads // groups, queries, V, VB)
-        if bad == 0:
-            return
     low, high = 0, keys
     if BOUNDED:
         low, high = tl.load(LOW + batch), tl.minimum(tl.load(HIGH + batch), keys)
     t = tile * ROWS + tl.arange(0, ROWS)
-    here = t < queries
     shift = keys - queries
     position = t + shift
     lowest, begin, end, highest = span_of(
         tile * ROWS + shift, tl.minimum(tile * ROWS + ROWS, queries) - 1 + shift, low, high, before, after,
         BEFORE, AFTER, STEP,
     )  # fmt: skip
-    at = line.to(tl.int64) * queries + t
-    lse = tl.load(LSE + at, mask=here, other=float("inf"))
-    usable = lse < float("inf")
-    q = rows_of(Q + batch * q_batch + head * q_head, q_row, t, here, c, C, C == CB)
-    g = rows_of(GRAD + batch * g_batch + head * g_head, g_row, t, usable, v, V, V == VB)
-    o = rows_of(o_base, o_row, t, usable, v, V, V == VB)
-    delta = tl.sum(g.to(tl.float32) * o.to(tl.float32), 1)
-    tl.store(DELTA + at, delta, mask=here)
-    g, lse = g.to(q.dtype), lse * 1.4426950408889634
+    q, g, lse, delta = queries_of(
+        Q + batch * q_batch + head * q_head, GRAD + batch * g_batch + head * g_head,
+        OUT + batch * o_batch + head * o_head, LSE + line.to(tl.int64) * queries, q_row, g_row, o_row, t, queries,
+        C, V, CB, VB,
+    )  # fmt: skip
+    tl.store(DELTA + line.to(tl.int64) * queries + t, delta, mask=t < queries)
     k_base = K + batch * k_batch + group * k_head
     v_base = VALUES + batch * v_batch + group * v_head
     grads = tl.zeros([ROWS, CB], tl.float32)
-    if not MEND:
-        if BEFORE:
-            for start in range(lowest, tl.minimum(begin, highest), STEP):
-                grads = queries_step(
-                    grads, q, g, lse, delta, start, k_base, v_base, k_row, v_row, position, lowest, highest,
-                    before, after, factor, C, V, CB, VB, STEP, BEFORE, AFTER, True, False, PRECISION,
-                )  # fmt: skip
-        for start in range(begin, end, STEP):
+    if BEFORE:
+        for start in range(lowest, tl.minimum(begin, highest), STEP):
             grads = queries_step(
                 grads, q, g, lse, delta, start, k_base, v_base, k_row, v_row, position, lowest, highest,
-                before, after, factor, C, V, CB, VB, STEP, BEFORE, AFTER, False, False, PRECISION,
+                before, after, factor, C, V, CB, VB, STEP, BEFORE, AFTER and NARROW, not NARROW, True, False, PRECISION,
             )  # fmt: skip
-        for start in range(end, highest, STEP):
-            grads = queries_step(
-                grads, q, g, lse, delta, start, k_base, v_base, k_row, v_row, position, lowest, highest,
-                before, after, factor, C, V, CB, VB, STEP, BEFORE, AFTER, True, False, PRECISION,
-            )  # fmt: skip
-        bad = tl.sum(tl.sum((grads - grads != 0).to(tl.int32), 1), 0)
+    for start in range(begin, end, STEP):
+        grads = queries_step(
+            grads, q, g, lse, delta, start, k_base, v_base, k_row, v_row, position, lowest, highest,
+            before, after, factor, C, V, CB, VB, STEP, BEFORE, AFTER, False, False, False, PRECISION,
+        )  # fmt: skip
+    for start in range(end, highest, STEP):
+        grads = queries_step(
+            grads, q, g, lse, delta, start, k_base, v_base, k_row, v_row, position, lowest, highest,
+            before, after, factor, C, V, CB, VB, STEP, False, AFTER, SIMPLE, True, False, PRECISION,
+        )  # fmt: skip
+    bad = tl.sum(tl.sum((grads - grads != 0).to(tl.int32), 1), 0)
     if bad > 0:
         grads = tl.zeros([ROWS, CB], tl.float32)
         for start in range(lowest, highest, STEP):
             grads = queries_step(
                 grads, q, g, lse, delta, start, k_base, v_base, k_row, v_row, position, lowest, highest,
-                before, after, factor, C, V, CB, VB, STEP, BEFORE, AFTER, True, True, PRECISION,
+                before, after, factor, C, V, CB, VB, STEP, BEFORE, AFTER, False, True, True, PRECISION,
             )  # fmt: skip
+    c = tl.arange(0, CB)
     place = Q_GRAD + batch * dq_batch + head * dq_head + t.to(tl.int64)[:, None] * dq_row + c[None, :]
-    tl.store(place, grads * scale, mask=here[:, None] & (c < C)[None, :])
+    tl.store(place, grads * scale, mask=(t < queries)[:, None] & (c < C)[None, :])
+
+
+@triton.jit
+def queries_of(
+    q_base, g_base, o_base, LSE, q_row, g_row, o_row, t, queries,
+    C: tl.constexpr, V: tl.constexpr, CB: tl.constexpr, VB: tl.constexpr,
+):  # fmt: skip
+    """Of a tile of queries: themselves, the gradients of their outputs, log-sum-exps in base 2, and delta. Queries that
+    see nothing, or a number that is not finite, have an infinite log-sum-exp and pass nothing on."""
+    c, v = tl.arange(0, CB), tl.arange(0, VB)
+    lse = tl.load(LSE + t, mask=t < queries, other=float("inf"))
+    usable = lse < float("inf")
+    q = rows_of(q_base, q_row, t, t < queries, c, C, C == CB)
+    g = rows_of(g_base, g_row, t, usable, v, V, V == VB)
+    o = rows_of(o_base, o_row, t, usable, v, V, V == VB)
+    return q, g.to(q.dtype), lse * 1.4426950408889634, tl.sum(g.to(tl.float32) * o.to(tl.float32), 1)
 
 
 @triton.jit
 def keys_step(
-    k_grads, v_grads, k, values, start, q_base, g_base, q_row, g_row, LSE, DELTA, line, place, shift, queries, low,
-    high, before, after, factor,
+    k_grads, v_grads, k, values, start, q_base, g_base, o_base, q_row, g_row, o_row, LSE, DELTA, place, shift, queries,
+    low, high, before, after, factor,
     C: tl.constexpr, V: tl.constexpr, CB: tl.constexpr, VB: tl.constexpr, ROWS: tl.constexpr, BEFORE: tl.constexpr,
     AFTER: tl.constexpr, MASKED: tl.constexpr, CLEAN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What one tile of queries adds to the gradients of a step of keys."""
-    c, v = tl.arange(0, CB), tl.arange(0, VB)
     t = start + tl.arange(0, ROWS)
-    here = t < queries
-    at = line.to(tl.int64) * queries + t
-    lse = tl.load(LSE + at, mask=here, other=float("inf")) * 1.4426950408889634
-    delta = tl.load(DELTA + at, mask=here, other=0.0)
-    q = rows_of(q_base, q_row, t, here, c, C, C == CB)
-    g = rows_of(g_base, g_row, t, here, v, V, V == VB).to(q.dtype)
     if CLEAN:  # the gradients of queries whose output is NaN go nowhere, whatever they are
-        g = tl.where((lse < float("inf"))[:, None], g, tl.zeros_like(g))
+        q, g, lse, delta = queries_of(q_base, g_base, o_base, LSE, q_row, g_row, o_row, t, queries, C, V, CB, VB)
+    else:
+        here = t < queries
+        lse = tl.load(LSE + t, mask=here, other=float("inf")) * 1.4426950408889634
+        delta = tl.load(DELTA + t, mask=here, other=0.0)
+        q = rows_of(q_base, q_row, t, here, tl.arange(0, CB), C, C == CB)
+        g = rows_of(g_base, g_row, t, here, tl.arange(0, VB), V, V == VB).to(q.dtype)
     weights = tl.exp2(tl.dot(k, tl.trans(q), input_precision=PRECISION) * factor - lse[None, :])
     if MASKED:
-        seen = visible((t + shift)[None, :], place[:, None], low, high, before, after, BEFORE, AFTER)
+        seen = visible((t + shift)[None, :], place[:, None], low, high, before, after, BEFORE, AFTER, False)
         weights = tl.where(seen, weights, 0.0)
     v_grads = product(weights.to(g.dtype), g, v_grads, PRECISION)
     reached = tl.dot(values, tl.trans(g), input_precision=PRECISION)
     slopes = weights * (reached - delta[None, :])
     k_grads = product(slopes.to(q.dtype), q, k_grads, PRECISION)
     return k_grads, v_grads
+
+
+@triton.jit
+def clean_keys(
+    k_base, v_base, k_row, v_row, place, inside,
+    C: tl.constexpr, V: tl.constexpr, CB: tl.constexpr, VB: tl.constexpr,
+):  # fmt: skip
+    """Keys and values, 0 where they are hidden or not finite."""
+    k = rows_of(k_base, k_row, place, inside, tl.arange(0, CB), C, C == CB)
+    values = rows_of(v_base, v_row, place, inside, tl.arange(0, VB), V, V == VB)
+    bad = bad_rows(k, values)
+    return tl.where(bad[:, None], tl.zeros_like(k), k), tl.where(bad[:, None], tl.zeros_like(values), values)
+
+
+@triton.jit
+def store_keys(
+    k_grads, v_grads, place, inside, keys, scale, k_base, v_base, k_row, v_row,
+    C: tl.constexpr, V: tl.constexpr, CB: tl.constexpr, VB: tl.constexpr,
+):  # fmt: skip
+    """Write the gradients of keys and values: exactly 0 where they are hidden."""
+    c, v, real = tl.arange(0, CB), tl.arange(0, VB), place < keys
+    k_grads, v_grads = tl.where(inside[:, None], k_grads, 0.0), tl.where(inside[:, None], v_grads, 0.0)
+    row = place.to(tl.int64)[:, None]
+    tl.store(k_base + row * k_row + c[None, :], k_grads * scale, mask=real[:, None] & (c < C)[None, :])
+    tl.store(v_base + row * v_row + v[None, :], v_grads, mask=real[:, None] & (v < V)[None, :])
 
 
 @triton.jit(do_not_specialize=["queries", "keys", "before", "after"])
@@ -301,28 +377,22 @@ def band_keys_kernel(
     g_batch, g_head, g_row, dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row,
     queries, keys, heads, groups, before, after, factor, scale,
     C: tl.constexpr, V: tl.constexpr, CB: tl.constexpr, VB: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
-    BOUNDED: tl.constexpr, BEFORE: tl.constexpr, AFTER: tl.constexpr, MEND: tl.constexpr, PRECISION: tl.constexpr,
+    BOUNDED: tl.constexpr, BEFORE: tl.constexpr, AFTER: tl.constexpr, NARROW: tl.constexpr, SIMPLE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The gradients of STEP keys and values, over all query heads of their group."""
     tile, line = tl.program_id(0), tl.program_id(1)
     batch, group = (line // groups).to(tl.int64), (line % groups).to(tl.int64)
     shared = heads // groups
-    c, v = tl.arange(0, CB), tl.arange(0, VB)
-    bad = 0
-    if MEND:
-        bad = spoiled_heads(OUT + batch * o_batch, o_head, o_row, group, shared, queries, V, VB)
-        if bad == 0:
-            return
     low, high = 0, keys
     if BOUNDED:
         low, high = tl.load(LOW + batch), tl.minimum(tl.load(HIGH + batch), keys)
     place = tile * STEP + tl.arange(0, STEP)
     inside = (place >= low) & (place < high)
-    k = rows_of(K + batch * k_batch + group * k_head, k_row, place, inside, c, C, C == CB)
-    values = rows_of(VALUES + batch * v_batch + group * v_head, v_row, place, inside, v, V, V == VB)
-    spoiled = bad_rows(k, values)
-    k = tl.where(spoiled[:, None], tl.zeros_like(k), k)
-    values = tl.where(spoiled[:, None], tl.zeros_like(values), values)
+    k, values = clean_keys(
+        K + batch * k_batch + group * k_head, VALUES + batch * v_batch + group * v_head, k_row, v_row, place, inside,
+        C, V, CB, VB,
+    )  # fmt: skip
     shift = keys - queries
     nearest, furthest = tl.maximum(tile * STEP, low), tl.minimum(tile * STEP + STEP, high) - 1
     # Queries that see one of these keys, and those that see all of them.
@@ -337,47 +407,90 @@ def band_keys_kernel(
     begin = lowest + tl.cdiv(tl.maximum(first - lowest, 0), ROWS) * ROWS
     end = begin + tl.maximum(tl.minimum(last, highest) - begin, 0) // ROWS * ROWS
     k_grads, v_grads = tl.zeros([STEP, CB], tl.float32), tl.zeros([STEP, VB], tl.float32)
-    if not MEND:
-        for r in range(shared):
-            head = group * shared + r
-            row = line // groups * heads + (line % groups) * shared + r
-            q_base, g_base = Q + batch * q_batch + head * q_head, GRAD + batch * g_batch + head * g_head
-            for start in range(lowest, tl.minimum(begin, highest), ROWS):
-                k_grads, v_grads = keys_step(
-                    k_grads, v_grads, k, values, start, q_base, g_base, q_row, g_row, LSE, DELTA, row, place, shift,
-                    queries, low, high, before, after, factor, C, V, CB, VB, ROWS, BEFORE, AFTER, True, False,
-                    PRECISION,
-                )  # fmt: skip
-            for start in range(begin, end, ROWS):
-                k_grads, v_grads = keys_step(
-                    k_grads, v_grads, k, values, start, q_base, g_base, q_row, g_row, LSE, DELTA, row, place, shift,
-                    queries, low, high, before, after, factor, C, V, CB, VB, ROWS, BEFORE, AFTER, False, False,
-                    PRECISION,
-                )  # fmt: skip
-            for start in range(end, highest, ROWS):
-                k_grads, v_grads = keys_step(
-                    k_grads, v_grads, k, values, start, q_base, g_base, q_row, g_row, LSE, DELTA, row, place, shift,
-                    queries, low, high, before, after, factor, C, V, CB, VB, ROWS, BEFORE, AFTER, True, False,
-                    PRECISION,
-                )  # fmt: skip
-        bad = tl.sum(tl.sum((k_grads - k_grads != 0).to(tl.int32), 1), 0)
-        bad += tl.sum(tl.sum((v_grads - v_grads != 0).to(tl.int32), 1), 0)
+    for r in range(shared):
+        head, row = group * shared + r, (batch * heads + group * shared + r) * queries
+        q_base, g_base = Q + batch * q_batch + head * q_head, GRAD + batch * g_batch + head * g_head
+        for start in range(lowest, tl.minimum(begin, highest), ROWS):
+            k_grads, v_grads = keys_step(
+                k_grads, v_grads, k, values, start, q_base, g_base, OUT, q_row, g_row, o_row, LSE + row, DELTA + row,
+                place, shift, queries, low, high, before, after, factor, C, V, CB, VB, ROWS, BEFORE, AFTER, True, False,
+                PRECISION,
+            )  # fmt: skip
+        for start in range(begin, end, ROWS):
+            k_grads, v_grads = keys_step(
+                k_grads, v_grads, k, values, start, q_base, g_base, OUT, q_row, g_row, o_row, LSE + row, DELTA + row,
+                place, shift, queries, low, high, before, after, factor, C, V, CB, VB, ROWS, BEFORE, AFTER, False,
+                False, PRECISION,
+            )  # fmt: skip
+        for start in range(end, highest, ROWS):
+            k_grads, v_grads = keys_step(
+                k_grads, v_grads, k, values, start, q_base, g_base, OUT, q_row, g_row, o_row, LSE + row, DELTA + row,
+                place, shift, queries, low, high, before, after, factor, C, V, CB, VB, ROWS, BEFORE, AFTER, True, False,
+                PRECISION,
+            )  # fmt: skip
+    bad = tl.sum(tl.sum((k_grads - k_grads != 0).to(tl.int32), 1), 0)
+    bad += tl.sum(tl.sum((v_grads - v_grads != 0).to(tl.int32), 1), 0)
     if bad > 0:
         k_grads, v_grads = tl.zeros([STEP, CB], tl.float32), tl.zeros([STEP, VB], tl.float32)
         for r in range(shared):
-            head = group * shared + r
-            row = line // groups * heads + (line % groups) * shared + r
-            q_base, g_base = Q + batch * q_batch + head * q_head, GRAD + batch * g_batch + head * g_head
+            head, row = group * shared + r, (batch * heads + group * shared + r) * queries
             for start in range(lowest, highest, ROWS):
                 k_grads, v_grads = keys_step(
-                    k_grads, v_grads, k, values, start, q_base, g_base, q_row, g_row, LSE, DELTA, row, place, shift,
-                    queries, low, high, before, after, factor, C, V, CB, VB, ROWS, BEFORE, AFTER, True, True,
-                    PRECISION,
+                    k_grads, v_grads, k, values, start, Q + batch * q_batch + head * q_head,
+                    GRAD + batch * g_batch + head * g_head, OUT + batch * o_batch + head * o_head, q_row, g_row, o_row,
+                    LSE + row, DELTA + row, place, shift, queries, low, high, before, after, factor, C, V, CB, VB, ROWS,
+                    BEFORE, AFTER, True, True, PRECISION,
                 )  # fmt: skip
-    k_grads = tl.where(inside[:, None], k_grads, 0.0)
-    v_grads = tl.where(inside[:, None], v_grads, 0.0)
-    real = place < keys
-    at = K_GRAD + batch * dk_batch + group * dk_head + place.to(tl.int64)[:, None] * dk_row + c[None, :]
-    tl.store(at, k_grads * scale, mask=real[:, None] & (c < C)[None, :])
-    at = V_GRAD + batch * dv_batch + group * dv_head + place.to(tl.int64)[:, None] * dv_row + v[None, :]
-    tl.store(at, v_grads, mask=real[:, None] & (v < V)[None, :])
+    store_keys(
+        k_grads, v_grads, place, inside, keys, scale, K_GRAD + batch * dk_batch + group * dk_head,
+        V_GRAD + batch * dv_batch + group * dv_head, dk_row, dv_row, C, V, CB, VB,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["queries"])
+def mend_backward_kernel(
+    Q, K, VALUES, OUT, LSE, GRAD, Q_GRAD, K_GRAD, V_GRAD,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
+    g_batch, g_head, g_row, dq_batch, dq_head, dq_row, dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row,
+    queries, heads, groups, factor, scale,
+    C: tl.constexpr, V: tl.constexpr, CB: tl.constexpr, VB: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Gradients of causal attention as another kernel computed them, computed again for groups in which the last query
+    of a head is not finite. Tiles have as many queries as keys."""
+    line = tl.program_id(1)
+    batch, group = (line // groups).to(tl.int64), (line % groups).to(tl.int64)
+    shared = heads // groups
+    if spoiled_heads(OUT + batch * o_batch, o_head, o_row, group, shared, queries, V, VB) == 0:
+        return
+    k_base, v_base = K + batch * k_batch + group * k_head, VALUES + batch * v_batch + group * v_head
+    c = tl.arange(0, CB)
+    for tile in range(tl.program_id(0), tl.cdiv(queries, ROWS), tl.num_programs(0)):
+        t = tile * ROWS + tl.arange(0, ROWS)
+        here = t < queries
+        k, values = clean_keys(k_base, v_base, k_row, v_row, t, here, C, V, CB, VB)
+        k_grads, v_grads = tl.zeros([STEP, CB], tl.float32), tl.zeros([STEP, VB], tl.float32)
+        for r in range(shared):
+            head, row = group * shared + r, (batch * heads + group * shared + r) * queries
+            q_base, g_base = Q + batch * q_batch + head * q_head, GRAD + batch * g_batch + head * g_head
+            o_base = OUT + batch * o_batch + head * o_head
+            q, g, lse, delta = queries_of(
+                q_base, g_base, o_base, LSE + row, q_row, g_row, o_row, t, queries, C, V, CB, VB
+            )
+            grads = tl.zeros([ROWS, CB], tl.float32)
+            for start in range(0, tl.minimum(tile * ROWS + ROWS, queries), STEP):
+                grads = queries_step(
+                    grads, q, g, lse, delta, start, k_base, v_base, k_row, v_row, t, 0, queries, 0, 0, factor,
+                    C, V, CB, VB, STEP, False, True, False, True, True, PRECISION,
+                )  # fmt: skip
+            at = Q_GRAD + batch * dq_batch + head * dq_head + t.to(tl.int64)[:, None] * dq_row + c[None, :]
+            tl.store(at, grads * scale, mask=here[:, None] & (c < C)[None, :])
+            for start in range(tile * ROWS, queries, ROWS):
+                k_grads, v_grads = keys_step(
+                    k_grads, v_grads, k, values, start, q_base, g_base, o_base, q_row, g_row, o_row, LSE + row, LSE, t,
+                    0, queries, 0, queries, 0, 0, factor, C, V, CB, VB, ROWS, False, True, True, True, PRECISION,
+                )  # fmt: skip
+        store_keys(
+            k_grads, v_grads, t, here, queries, scale, K_GRAD + batch * dk_batch + group * dk_head,
+            V_GRAD + batch * dv_batch + group * dv_head, dk_row, dv_row, C, V, CB, VB,
+        )  # fmt: skip

@@ -14,7 +14,7 @@ import triton
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from regard.kernels.band import band_kernel, band_keys_kernel, band_queries_kernel
+from regard.kernels.band import band_kernel, band_keys_kernel, band_queries_kernel, mend_backward_kernel, mend_kernel
 
 
 class Launch(NamedTuple):
@@ -80,13 +80,19 @@ class Work:
         return queries, keys, heads, groups, self.before or 0, self.after or 0, self.scale * math.log2(math.e)
 
     @property
-    def options(self) -> dict[str, Any]:
-        """What every kernel is told."""
+    def lengths(self) -> dict[str, Any]:
+        """Of heads, as they are and as powers of 2."""
         lengths = self.q.shape[3], self.v.shape[3]
         c, v = (max(16, triton.next_power_of_2(length)) for length in lengths)
+        return dict(C=lengths[0], V=lengths[1], CB=c, VB=v, PRECISION="tf32x3")
+
+    def options(self, launch: Launch) -> dict[str, Any]:
+        """What a kernel is told of the mask, and of its tiles."""
+        bounded, before, after = self.bounds is not None, self.before, self.after
+        narrow = bounded or (before or 0) + (after or 0) < launch.queries + launch.keys
         return dict(
-            C=lengths[0], V=lengths[1], CB=c, VB=v, BOUNDED=self.bounds is not None, BEFORE=self.before is not None,
-            AFTER=self.after is not None, PRECISION="tf32x3",
+            BOUNDED=bounded, BEFORE=before is not None, AFTER=after is not None, NARROW=narrow,
+            SIMPLE=not bounded and after == 0, **self.lengths, **launch.options,
         )  # fmt: skip
 
 
@@ -96,53 +102,57 @@ def _strides(*tensors: Tensor) -> tuple[int, ...]:
 
 def forward(work: Work) -> tuple[Tensor, Tensor]:
     """The output (B, H, T, V) and its log-sum-exp (B, H, T)."""
-    q, v = work.q, work.v
+    q, v, launch = work.q, work.v, work.tiles.forward
     out = q.new_empty(*q.shape[:3], v.shape[3])
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-    _forward(work, out, lse, mend=False)
-    return out, lse
-
-
-def _forward(work: Work, out: Tensor, lse: Tensor, mend: bool) -> None:
-    launch, q = work.tiles.forward, work.q
     band_kernel[(triton.cdiv(q.shape[2], launch.queries), q.shape[0] * q.shape[1])](
-        *work.tensors, out, lse, *_strides(q, work.k, work.v, out), *work.sizes, MEND=mend, **work.options,
-        **launch.options,
-    )  # fmt: skip
+        *work.tensors, out, lse, *_strides(q, work.k, v, out), *work.sizes, **work.options(launch)
+    )
+    return out, lse
 
 
 def backward(work: Work, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v."""
-    q_grad, k_grad, v_grad = (x.new_empty(x.shape) for x in (work.q, work.k, work.v))
-    _backward(work, grad, out, lse, q_grad, k_grad, v_grad, mend=False)
-    return q_grad, k_grad, v_grad
-
-
-def _backward(
-    work: Work, grad: Tensor, out: Tensor, lse: Tensor, q_grad: Tensor, k_grad: Tensor, v_grad: Tensor, mend: bool
-) -> None:
     q, k, v = work.q, work.k, work.v
+    q_grad, k_grad, v_grad = (x.new_empty(x.shape) for x in (q, k, v))
     grad = grad if grad.stride(3) == 1 else grad.contiguous()
     launch, delta = work.tiles.queries, torch.empty_like(lse)
     band_queries_kernel[(triton.cdiv(q.shape[2], launch.queries), q.shape[0] * q.shape[1])](
         *work.tensors, out, lse, grad, delta, q_grad, *_strides(q, k, v, out, grad, q_grad), *work.sizes, work.scale,
-        MEND=mend, **work.options, **launch.options,
+        **work.options(launch),
     )  # fmt: skip
     launch = work.tiles.keys
     band_keys_kernel[(triton.cdiv(k.shape[2], launch.keys), k.shape[0] * k.shape[1])](
         *work.tensors, out, lse, grad, delta, k_grad, v_grad, *_strides(q, k, v, out, grad, k_grad, v_grad),
-        *work.sizes, work.scale, MEND=mend, **work.options, **launch.options,
+        *work.sizes, work.scale, **work.options(launch),
     )  # fmt: skip
+    return q_grad, k_grad, v_grad
+
+
+MENDING = Launch(32, 32, 4, 1)
+"""Small tiles: most programs of a mending kernel have nothing to do, and should start soon."""
+MENDERS = 8
+"""Programs that share the tiles of a head."""
 
 
 def mend(work: Work, out: Tensor, lse: Tensor) -> None:
     """Compute heads again whose last query gave NaN or infinity: their output and log-sum-exp (B, H, T)."""
-    _forward(work, out, lse, mend=True)
+    q, k, v = work.q, work.k, work.v
+    queries, _, heads, groups, _, _, factor = work.sizes
+    mend_kernel[(MENDERS, q.shape[0] * heads)](
+        q, k, v, out, lse, *_strides(q, k, v, out), queries, heads, groups, factor, **work.lengths, **MENDING.options
+    )
 
 
 def mend_backward(work: Work, grad: Tensor, out: Tensor, lse: Tensor, grads: tuple[Tensor, Tensor, Tensor]) -> None:
     """Compute the gradients of such heads again."""
-    _backward(work, grad, out, lse, *grads, mend=True)
+    q, k, v = work.q, work.k, work.v
+    queries, _, heads, groups, _, _, factor = work.sizes
+    grad = grad if grad.stride(3) == 1 else grad.contiguous()
+    mend_backward_kernel[(MENDERS, q.shape[0] * groups)](
+        q, k, v, out, lse, grad, *grads, *_strides(q, k, v, out, grad, *grads), queries, heads, groups, factor,
+        work.scale, **work.lengths, **MENDING.options,
+    )  # fmt: skip
 
 
 @torch.library.custom_op("regard::band_attention", mutates_args=())

@@ -109,9 +109,13 @@ def forward(
         PRECISION="tf32x3", num_warps=chosen.warps, num_stages=chosen.stages,
     )  # fmt: skip
     if splits > 1:
-        merge_kernel[(batch * heads * queries, triton.cdiv(value_length, 16))](
-            sums, tops, totals, out, splits, V=value_length, WIDTH=16, SPLITS=triton.next_power_of_2(splits),
-            STEP=min(256, triton.next_power_of_2(splits)), num_warps=4,
+        count = batch * heads * queries
+        # Few rows of many parts: many programs for a row. Many rows of few parts: one.
+        slice_width = width if count >= 1024 else 16
+        step = min(triton.next_power_of_2(splits), 4096 // slice_width)
+        merge_kernel[(count, triton.cdiv(value_length, slice_width))](
+            sums, tops, totals, out, splits, V=value_length, WIDTH=slice_width,
+            SPLITS=triton.next_power_of_2(splits), STEP=step, num_warps=4 if step * slice_width >= 2048 else 1,
         )  # fmt: skip
     return out
 
