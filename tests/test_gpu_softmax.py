@@ -30,7 +30,9 @@ CASES = {
     "odd heads, T < S": ("band", rg.causal, 1, 4, 2, 333, 1111, 40, 33),
     "T > S": ("band", rg.causal, 1, 2, 2, 700, 600, 128, 128),
     "no mask, odd length": ("band", None, 1, 2, 1, 300, 1001, 64, 64),
-    "short": ("band", rg.causal, 1, 4, 4, 512, 512, 64, 64),
+    "short": ("band", rg.causal, 1, 4, 4, 500, 500, 64, 64),
+    "packed, causal": ("band", rg.causal & rg.segments(torch.arange(900)[None] // 250), 2, 4, 2, 900, 900, 64, 64),
+    "packed, 128": ("band", rg.segments(torch.arange(900)[None] // 400), 1, 2, 2, 900, 900, 128, 128),
     "long": ("cudnn", rg.causal, 1, 2, 2, 4096, 4096, 64, 64),
     "long, 128, grouped": ("cudnn", rg.causal, 1, 4, 2, 4096, 4096, 128, 128),
     "no mask": ("cudnn", None, 1, 4, 4, 512, 1024, 64, 64),
@@ -61,7 +63,7 @@ def test_every_path_keeps_the_error_budget(name, dtype):
     assert plan.path == path
     outs = [rg.attend(*leaves[0], mask=rule), *(plain(*inputs, rule) for inputs in leaves[1:])]
     within_budget("output", *outs)
-    with torch.no_grad():
+    with torch.no_grad():  # by another path, where it is short
         again = rg.attend(*leaves[0], mask=rule)
         within_budget("output without gradients", again, *outs[1:])
     if recorded:

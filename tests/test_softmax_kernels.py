@@ -3,6 +3,8 @@
 What the interpreter cannot tell (half precision, speed, races) is for test_gpu.py, on a GPU.
 """
 
+import math
+
 import pytest
 import torch
 
@@ -16,7 +18,7 @@ from regard.paths import band, cudnn, split
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 KEYS = 40
-SPLITS_FOR = decode_attention.splits_for
+PLAN = decode_attention.plan
 PADDED = rg.padding(
     valid=(torch.arange(KEYS) >= torch.tensor([[0], [7]])) & (torch.arange(KEYS) < torch.tensor([[33], [KEYS]]))
 )
@@ -27,6 +29,8 @@ MASKS = {
     "causal, padded": rg.causal & PADDED,
     "window": rg.causal & rg.window(before=5),
     "wide window": rg.causal & rg.window(before=33),
+    "packed": rg.segments(torch.tensor([[0] * 5 + [3] * 20 + [1] * 15, [2] * 33 + [0] * 7])),
+    "packed, causal, window": rg.causal & rg.window(before=9) & rg.segments(torch.tensor([[0] * 17 + [1] * 23])),
     "wide window ahead": rg.window(before=31, after=3),
     "window ahead, padded": rg.window(before=9, after=3) & PADDED,
 }
@@ -38,8 +42,7 @@ def small_tiles(monkeypatch):
     step = band_attention.Launch(16, 16, 4, 1)
     monkeypatch.setattr(band_attention, "tiles", lambda *_: band_attention.Tiles(step, step, step))
     monkeypatch.setattr(band_attention, "MENDING", step)
-    monkeypatch.setattr(decode_attention, "launch", lambda *_: decode_attention.Launch(16, 4, 1, 1))
-    monkeypatch.setattr(decode_attention, "splits_for", lambda *_: 3)
+    monkeypatch.setattr(decode_attention, "plan", lambda *_: (decode_attention.Launch(16, 4, 1, (1.0,)), 3))
 
 
 def tensors(queries, heads=2, groups=1, length=16, value_length=16, batch=2):
@@ -66,7 +69,7 @@ def compare(path, rule, *given, mechanism=rg.Softmax(), gradients=False):  # noq
 
 @pytest.mark.parametrize("mask", MASKS)
 def test_bands_and_their_gradients(mask):
-    queries = KEYS if mask in ("causal, padded", "window ahead, padded") else 24
+    queries = 24 if mask in ("none", "causal", "padded", "window", "wide window", "wide window ahead") else KEYS
     compare(band, MASKS[mask], *tensors(queries), gradients=True)
 
 
@@ -83,7 +86,7 @@ def test_a_few_queries(mask, queries):
 
 def test_a_few_queries_of_odd_heads_in_one_part_and_in_several_tiles(monkeypatch):
     compare(split, None, *tensors(1, heads=3, groups=3, length=9, value_length=5))
-    monkeypatch.setattr(decode_attention, "splits_for", lambda *_: 1)
+    monkeypatch.setattr(decode_attention, "plan", lambda *_: (decode_attention.Launch(16, 4, 1, (1.0,)), 1))
     compare(split, rg.causal, *tensors(2, heads=20, groups=1, length=9))
     monkeypatch.setattr(decode_attention, "MOST_ROWS", 16)
     compare(split, rg.causal, *tensors(2, heads=20, groups=1))
@@ -159,13 +162,12 @@ def test_queries_that_see_nothing_give_zero():
 
 
 def test_parts_of_the_keys_fill_the_gpu():
-    """At least two multiprocessors in three are busy, unless the cache is too short for more parts."""
-    step = decode_attention.Launch(64, 4, 3, 3)
+    """Programs come in waves that leave few multiprocessors idle, unless the cache is too short for more parts."""
     for keys, pairs in ((131072, 1), (16384, 8), (4096, 64), (131072, 8), (16384, 256), (1024, 128)):
-        programs = pairs * SPLITS_FOR(keys, pairs, 32 * pairs, step)
-        waves = programs / (3 * decode_attention.MULTIPROCESSORS)
-        assert waves / -(-waves // 1) > 0.6, (keys, pairs, programs)
-    assert SPLITS_FOR(64, 1, 4, step) == 1
+        launch, parts = PLAN(keys, pairs, 32 * pairs, 128, 2)
+        waves = pairs * parts / (len(launch.shares) * decode_attention.MULTIPROCESSORS)
+        assert waves / math.ceil(waves) > 0.6, (keys, pairs, parts)
+    assert PLAN(256, 1, 4, 128, 2)[1] == 1
 
 
 def test_what_is_done_to_each_token():
@@ -189,7 +191,7 @@ def test_what_is_done_to_each_token():
 
 def test_operators_have_shapes_without_data():
     q, k, v = (torch.empty(2, h, 12, 8, device="meta", dtype=torch.bfloat16) for h in (4, 2, 2))
-    out, lse = band_attention.band(q, k, v, None, 1.0, None, 0)
+    out, lse = band_attention.band(q, k, v, None, None, 1.0, None, 0, 0)
     assert (out.shape, out.dtype, lse.shape, lse.dtype) == (q.shape, q.dtype, q.shape[:3], torch.float32)
     assert decode_attention.split(q, k, v, None, 1.0, True, None).shape == q.shape
 
@@ -205,4 +207,8 @@ def test_explain_says_why_not():
         assert path.unfit(Call(rg.Softmax(softcap=3.0), q, q, q)) == "SDPA does not compute this mechanism"
         assert path.unfit(Call(rg.Softmax(), q.double(), q.double(), q.double())) is not None
     assert split.unfit(Call(rg.Softmax(), q, q, q, rg.window(before=1, after=1))) is not None
+    packed, mixed = rg.segments([[0, 0, 1, 1]]), rg.segments([[0, 1, 0, 1]])
+    assert band.unfit(Call(rg.Softmax(), q, q, q, rg.causal & packed)) is None
+    assert "no band" in band.unfit(Call(rg.Softmax(), q, q, q, mixed))
+    assert "no band" in split.unfit(Call(rg.Softmax(), q, q, q, packed))
     assert cudnn.cannot(Call(rg.Softmax(), q, q, q)) == "made for GPUs"

@@ -92,20 +92,26 @@ def attend_step(
     return sums, top, total, spoiled
 
 
-@triton.jit(do_not_specialize=["queries", "keys", "before", "after"])
+@triton.jit(do_not_specialize=["queries", "keys", "before", "after", "sequences"])
 def band_kernel(
-    Q, K, VALUES, LOW, HIGH, OUT, LSE,
+    Q, K, VALUES, LOW, HIGH, PARTS, OUT, LSE,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
-    queries, keys, heads, groups, before, after, factor,
+    queries, keys, heads, groups, before, after, factor, sequences,
     C: tl.constexpr, V: tl.constexpr, CB: tl.constexpr, VB: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
     BOUNDED: tl.constexpr, BEFORE: tl.constexpr, AFTER: tl.constexpr, NARROW: tl.constexpr, SIMPLE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The output of a tile of queries, and its log-sum-exp: infinite where it sees nothing, or a key or value that is
     not finite."""
     tile, line = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)  # the longest rows first
     batch, head = (line // heads).to(tl.int64), (line % heads).to(tl.int64)
-    group = head // (heads // groups)
+    group, origin = head // (heads // groups), 0
+    row = line.to(tl.int64) * queries
+    if PACKED:
+        batch, origin, row, queries = part_of(PARTS, batch, head, heads, queries, sequences)
+        keys = queries
+        if tile * ROWS >= queries:
+            return
     low, high = 0, keys
     if BOUNDED:
         low, high = tl.load(LOW + batch), tl.minimum(tl.load(HIGH + batch), keys)
@@ -116,9 +122,10 @@ def band_kernel(
         tile * ROWS + shift, tl.minimum(tile * ROWS + ROWS, queries) - 1 + shift, low, high, before, after,
         BEFORE, AFTER, STEP,
     )  # fmt: skip
-    q = rows_of(Q + batch * q_batch + head * q_head, q_row, t, t < queries, tl.arange(0, CB), C, C == CB)
-    k_base = K + batch * k_batch + group * k_head
-    v_base = VALUES + batch * v_batch + group * v_head
+    q_base = Q + batch * q_batch + head * q_head + origin * q_row
+    q = rows_of(q_base, q_row, t, t < queries, tl.arange(0, CB), C, C == CB)
+    k_base = K + batch * k_batch + group * k_head + origin * k_row
+    v_base = VALUES + batch * v_batch + group * v_head + origin * v_row
     sums, spoiled = tl.zeros([ROWS, VB], tl.float32), tl.zeros([ROWS], tl.int32)
     top, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
     if BEFORE:
@@ -144,9 +151,16 @@ def band_kernel(
             C, V, CB, VB, ROWS, STEP, BEFORE, AFTER, PRECISION,
         )  # fmt: skip
     store_tile(
-        sums, top, total, spoiled, t, queries, OUT + batch * o_batch + head * o_head, o_row,
-        LSE + line.to(tl.int64) * queries, V, VB,
+        sums, top, total, spoiled, t, queries, OUT + batch * o_batch + head * o_head + origin * o_row, o_row, LSE + row,
+        V, VB,
     )  # fmt: skip
+
+
+@triton.jit
+def part_of(PARTS, part, head, heads, total, sequences):
+    """Of one of the packed sequences: its batch row, its first token, where its numbers per query begin, its length."""
+    batch, origin = tl.load(PARTS + part).to(tl.int64), tl.load(PARTS + sequences + part).to(tl.int64)
+    return batch, origin, (batch * heads + head) * total + origin, tl.load(PARTS + 2 * sequences + part)
 
 
 @triton.jit
@@ -239,20 +253,26 @@ def queries_step(
     return product(slopes.to(k.dtype), k, grads, PRECISION)
 
 
-@triton.jit(do_not_specialize=["queries", "keys", "before", "after"])
+@triton.jit(do_not_specialize=["queries", "keys", "before", "after", "sequences"])
 def band_queries_kernel(
-    Q, K, VALUES, LOW, HIGH, OUT, LSE, GRAD, DELTA, Q_GRAD,
+    Q, K, VALUES, LOW, HIGH, PARTS, OUT, LSE, GRAD, DELTA, Q_GRAD,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
     g_batch, g_head, g_row, dq_batch, dq_head, dq_row,
-    queries, keys, heads, groups, before, after, factor, scale,
+    queries, keys, heads, groups, before, after, factor, sequences, scale,
     C: tl.constexpr, V: tl.constexpr, CB: tl.constexpr, VB: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
     BOUNDED: tl.constexpr, BEFORE: tl.constexpr, AFTER: tl.constexpr, NARROW: tl.constexpr, SIMPLE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The gradients of a tile of queries, and their delta = sum of gradient · output, which those of the keys need."""
     tile, line = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
     batch, head = (line // heads).to(tl.int64), (line % heads).to(tl.int64)
-    group = head // (heads // groups)
+    group, origin = head // (heads // groups), 0
+    row = line.to(tl.int64) * queries
+    if PACKED:
+        batch, origin, row, queries = part_of(PARTS, batch, head, heads, queries, sequences)
+        keys = queries
+        if tile * ROWS >= queries:
+            return
     low, high = 0, keys
     if BOUNDED:
         low, high = tl.load(LOW + batch), tl.minimum(tl.load(HIGH + batch), keys)
@@ -264,13 +284,13 @@ def band_queries_kernel(
         BEFORE, AFTER, STEP,
     )  # fmt: skip
     q, g, lse, delta = queries_of(
-        Q + batch * q_batch + head * q_head, GRAD + batch * g_batch + head * g_head,
-        OUT + batch * o_batch + head * o_head, LSE + line.to(tl.int64) * queries, q_row, g_row, o_row, t, queries,
+        Q + batch * q_batch + head * q_head + origin * q_row, GRAD + batch * g_batch + head * g_head + origin * g_row,
+        OUT + batch * o_batch + head * o_head + origin * o_row, LSE + row, q_row, g_row, o_row, t, queries,
         C, V, CB, VB,
     )  # fmt: skip
-    tl.store(DELTA + line.to(tl.int64) * queries + t, delta, mask=t < queries)
-    k_base = K + batch * k_batch + group * k_head
-    v_base = VALUES + batch * v_batch + group * v_head
+    tl.store(DELTA + row + t, delta, mask=t < queries)
+    k_base = K + batch * k_batch + group * k_head + origin * k_row
+    v_base = VALUES + batch * v_batch + group * v_head + origin * v_row
     grads = tl.zeros([ROWS, CB], tl.float32)
     if BEFORE:
         for start in range(lowest, tl.minimum(begin, highest), STEP):
@@ -297,7 +317,7 @@ def band_queries_kernel(
                 before, after, factor, C, V, CB, VB, STEP, BEFORE, AFTER, False, True, True, PRECISION,
             )  # fmt: skip
     c = tl.arange(0, CB)
-    place = Q_GRAD + batch * dq_batch + head * dq_head + t.to(tl.int64)[:, None] * dq_row + c[None, :]
+    place = Q_GRAD + batch * dq_batch + head * dq_head + (origin + t.to(tl.int64))[:, None] * dq_row + c[None, :]
     tl.store(place, grads * scale, mask=(t < queries)[:, None] & (c < C)[None, :])
 
 
@@ -370,28 +390,33 @@ def store_keys(
     tl.store(v_base + row * v_row + v[None, :], v_grads, mask=real[:, None] & (v < V)[None, :])
 
 
-@triton.jit(do_not_specialize=["queries", "keys", "before", "after"])
+@triton.jit(do_not_specialize=["queries", "keys", "before", "after", "sequences"])
 def band_keys_kernel(
-    Q, K, VALUES, LOW, HIGH, OUT, LSE, GRAD, DELTA, K_GRAD, V_GRAD,
+    Q, K, VALUES, LOW, HIGH, PARTS, OUT, LSE, GRAD, DELTA, K_GRAD, V_GRAD,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
     g_batch, g_head, g_row, dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row,
-    queries, keys, heads, groups, before, after, factor, scale,
+    queries, keys, heads, groups, before, after, factor, sequences, scale,
     C: tl.constexpr, V: tl.constexpr, CB: tl.constexpr, VB: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
     BOUNDED: tl.constexpr, BEFORE: tl.constexpr, AFTER: tl.constexpr, NARROW: tl.constexpr, SIMPLE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The gradients of STEP keys and values, over all query heads of their group."""
     tile, line = tl.program_id(0), tl.program_id(1)
     batch, group = (line // groups).to(tl.int64), (line % groups).to(tl.int64)
-    shared = heads // groups
+    shared, origin, total = heads // groups, 0, queries
+    if PACKED:
+        batch, origin, _, queries = part_of(PARTS, batch, group, groups, total, sequences)
+        keys = queries
+        if tile * STEP >= keys:
+            return
     low, high = 0, keys
     if BOUNDED:
         low, high = tl.load(LOW + batch), tl.minimum(tl.load(HIGH + batch), keys)
     place = tile * STEP + tl.arange(0, STEP)
     inside = (place >= low) & (place < high)
     k, values = clean_keys(
-        K + batch * k_batch + group * k_head, VALUES + batch * v_batch + group * v_head, k_row, v_row, place, inside,
-        C, V, CB, VB,
+        K + batch * k_batch + group * k_head + origin * k_row,
+        VALUES + batch * v_batch + group * v_head + origin * v_row, k_row, v_row, place, inside, C, V, CB, VB,
     )  # fmt: skip
     shift = keys - queries
     nearest, furthest = tl.maximum(tile * STEP, low), tl.minimum(tile * STEP + STEP, high) - 1
@@ -408,8 +433,10 @@ def band_keys_kernel(
     end = begin + tl.maximum(tl.minimum(last, highest) - begin, 0) // ROWS * ROWS
     k_grads, v_grads = tl.zeros([STEP, CB], tl.float32), tl.zeros([STEP, VB], tl.float32)
     for r in range(shared):
-        head, row = group * shared + r, (batch * heads + group * shared + r) * queries
-        q_base, g_base = Q + batch * q_batch + head * q_head, GRAD + batch * g_batch + head * g_head
+        head = group * shared + r
+        row = (batch * heads + head) * total + origin
+        q_base = Q + batch * q_batch + head * q_head + origin * q_row
+        g_base = GRAD + batch * g_batch + head * g_head + origin * g_row
         for start in range(lowest, tl.minimum(begin, highest), ROWS):
             k_grads, v_grads = keys_step(
                 k_grads, v_grads, k, values, start, q_base, g_base, OUT, q_row, g_row, o_row, LSE + row, DELTA + row,
@@ -433,17 +460,20 @@ def band_keys_kernel(
     if bad > 0:
         k_grads, v_grads = tl.zeros([STEP, CB], tl.float32), tl.zeros([STEP, VB], tl.float32)
         for r in range(shared):
-            head, row = group * shared + r, (batch * heads + group * shared + r) * queries
+            head = group * shared + r
+            row = (batch * heads + head) * total + origin
+            q_base = Q + batch * q_batch + head * q_head + origin * q_row
+            g_base = GRAD + batch * g_batch + head * g_head + origin * g_row
+            o_base = OUT + batch * o_batch + head * o_head + origin * o_row
             for start in range(lowest, highest, ROWS):
                 k_grads, v_grads = keys_step(
-                    k_grads, v_grads, k, values, start, Q + batch * q_batch + head * q_head,
-                    GRAD + batch * g_batch + head * g_head, OUT + batch * o_batch + head * o_head, q_row, g_row, o_row,
+                    k_grads, v_grads, k, values, start, q_base, g_base, o_base, q_row, g_row, o_row,
                     LSE + row, DELTA + row, place, shift, queries, low, high, before, after, factor, C, V, CB, VB, ROWS,
                     BEFORE, AFTER, True, True, PRECISION,
                 )  # fmt: skip
     store_keys(
-        k_grads, v_grads, place, inside, keys, scale, K_GRAD + batch * dk_batch + group * dk_head,
-        V_GRAD + batch * dv_batch + group * dv_head, dk_row, dv_row, C, V, CB, VB,
+        k_grads, v_grads, place, inside, keys, scale, K_GRAD + batch * dk_batch + group * dk_head + origin * dk_row,
+        V_GRAD + batch * dv_batch + group * dv_head + origin * dv_row, dk_row, dv_row, C, V, CB, VB,
     )  # fmt: skip
 
 

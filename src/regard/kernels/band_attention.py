@@ -39,16 +39,15 @@ class Tiles(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def tiles(longest: int, bytes_per_number: int, queries: int) -> Tiles:
-    """What was fastest on an H200, for heads of a length."""
+def tiles(longest: int, bytes_per_number: int, rows: int) -> Tiles:
+    """What was fastest on an H200, for heads of a length and so many queries over all heads and batch rows."""
     if bytes_per_number == 4:
         small = Launch(64, 32, 4, 2) if longest <= 64 else Launch(32, 32, 4, 1)
         return Tiles(small, small, small._replace(queries=32))
-    if longest <= 64:
-        forward = Launch(128 if queries > 1024 else 64, 64, 4, 3)
-        return Tiles(forward, Launch(64, 64, 4, 3), Launch(64, 64, 4, 3))
-    forward = Launch(128, 64, 8, 3) if queries > 1024 else Launch(64, 64, 4, 3)
-    return Tiles(forward, Launch(64, 64, 4, 2), Launch(64, 64, 8, 2))
+    if longest <= 64:  # long tiles where there are enough of them to fill the chip
+        forward = Launch(128, 64, 4, 2) if rows >= 1 << 17 else Launch(64, 64, 4, 3)
+        return Tiles(forward, Launch(64, 64, 4, 3), Launch(64, 64, 4, 2))
+    return Tiles(Launch(64, 64, 4, 2 if rows >= 1 << 15 else 3), Launch(64, 64, 4, 2), Launch(64, 64, 8, 2))
 
 
 @dataclass(frozen=True)
@@ -63,16 +62,26 @@ class Work:
     scale: float
     before: int | None
     after: int | None
+    parts: Tensor | None = None
+    """Of packed sequences: the batch row, the first token and the number of tokens of each, (3, M) int32. A token sees
+    those of its own sequence alone."""
+    longest: int = 0
+    """Of packed sequences: the tokens of the longest."""
+
+    @property
+    def lines(self) -> tuple[int, int]:
+        """Sequences, and the longest of them."""
+        return (self.q.shape[0], self.q.shape[2]) if self.parts is None else (self.parts.shape[1], self.longest)
 
     @property
     def tiles(self) -> Tiles:
         longest = max(self.q.shape[3], self.v.shape[3])
-        return tiles(longest, self.q.element_size(), self.q.shape[2])
+        return tiles(longest, self.q.element_size(), self.q.shape[:3].numel())
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
         low, high = (None, None) if self.bounds is None else (self.bounds[0], self.bounds[1])
-        return self.q, self.k, self.v, low, high
+        return self.q, self.k, self.v, low, high, self.parts
 
     @property
     def sizes(self) -> tuple[Any, ...]:
@@ -92,7 +101,7 @@ class Work:
         narrow = bounded or (before or 0) + (after or 0) < launch.queries + launch.keys
         return dict(
             BOUNDED=bounded, BEFORE=before is not None, AFTER=after is not None, NARROW=narrow,
-            SIMPLE=not bounded and after == 0, **self.lengths, **launch.options,
+            SIMPLE=not bounded and after == 0, PACKED=self.parts is not None, **self.lengths, **launch.options,
         )  # fmt: skip
 
 
@@ -105,8 +114,9 @@ def forward(work: Work) -> tuple[Tensor, Tensor]:
     q, v, launch = work.q, work.v, work.tiles.forward
     out = q.new_empty(*q.shape[:3], v.shape[3])
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-    band_kernel[(triton.cdiv(q.shape[2], launch.queries), q.shape[0] * q.shape[1])](
-        *work.tensors, out, lse, *_strides(q, work.k, v, out), *work.sizes, **work.options(launch)
+    sequences, longest = work.lines
+    band_kernel[(triton.cdiv(longest, launch.queries), sequences * q.shape[1])](
+        *work.tensors, out, lse, *_strides(q, work.k, v, out), *work.sizes, sequences, **work.options(launch)
     )
     return out, lse
 
@@ -116,15 +126,16 @@ def backward(work: Work, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor
     q, k, v = work.q, work.k, work.v
     q_grad, k_grad, v_grad = (x.new_empty(x.shape) for x in (q, k, v))
     grad = grad if grad.stride(3) == 1 else grad.contiguous()
-    launch, delta = work.tiles.queries, torch.empty_like(lse)
-    band_queries_kernel[(triton.cdiv(q.shape[2], launch.queries), q.shape[0] * q.shape[1])](
-        *work.tensors, out, lse, grad, delta, q_grad, *_strides(q, k, v, out, grad, q_grad), *work.sizes, work.scale,
-        **work.options(launch),
+    launch, delta, (sequences, longest) = work.tiles.queries, torch.empty_like(lse), work.lines
+    band_queries_kernel[(triton.cdiv(longest, launch.queries), sequences * q.shape[1])](
+        *work.tensors, out, lse, grad, delta, q_grad, *_strides(q, k, v, out, grad, q_grad), *work.sizes, sequences,
+        work.scale, **work.options(launch),
     )  # fmt: skip
     launch = work.tiles.keys
-    band_keys_kernel[(triton.cdiv(k.shape[2], launch.keys), k.shape[0] * k.shape[1])](
+    keys = k.shape[2] if work.parts is None else longest
+    band_keys_kernel[(triton.cdiv(keys, launch.keys), sequences * k.shape[1])](
         *work.tensors, out, lse, grad, delta, k_grad, v_grad, *_strides(q, k, v, out, grad, k_grad, v_grad),
-        *work.sizes, work.scale, **work.options(launch),
+        *work.sizes, sequences, work.scale, **work.options(launch),
     )  # fmt: skip
     return q_grad, k_grad, v_grad
 
@@ -157,45 +168,47 @@ def mend_backward(work: Work, grad: Tensor, out: Tensor, lse: Tensor, grads: tup
 
 @torch.library.custom_op("regard::band_attention", mutates_args=())
 def band(
-    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None, scale: float, before: int | None, after: int | None
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None, parts: Tensor | None, scale: float, before: int | None,
+    after: int | None, longest: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Softmax attention of queries at the last positions to keys at most `before` back and `after` ahead of each."""
-    return forward(Work(q, k, v, bounds, scale, before, after))
+    return forward(Work(q, k, v, bounds, scale, before, after, parts, longest))
 
 
 @band.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None, scale: float, before: int | None, after: int | None
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None, parts: Tensor | None, scale: float, before: int | None,
+    after: int | None, longest: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @torch.library.custom_op("regard::band_attention_backward", mutates_args=())
 def band_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bounds: Tensor | None, scale: float,
-    before: int | None, after: int | None,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bounds: Tensor | None,
+    parts: Tensor | None, scale: float, before: int | None, after: int | None, longest: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of q, k and v."""
-    return backward(Work(q, k, v, bounds, scale, before, after), grad, out, lse)
+    return backward(Work(q, k, v, bounds, scale, before, after, parts, longest), grad, out, lse)
 
 
 @band_backward.register_fake
 def _(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bounds: Tensor | None, scale: float,
-    before: int | None, after: int | None,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bounds: Tensor | None,
+    parts: Tensor | None, scale: float, before: int | None, after: int | None, longest: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, bounds, *options = inputs
-    ctx.save_for_backward(q, k, v, *output, bounds)
+    q, k, v, bounds, parts, *options = inputs
+    ctx.save_for_backward(q, k, v, *output, bounds, parts)
     ctx.options = options
     ctx.mark_non_differentiable(output[1])
 
 
 def _pull_back(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-    return (*band_backward(grad, *ctx.saved_tensors, *ctx.options), None, None, None, None)
+    return (*band_backward(grad, *ctx.saved_tensors, *ctx.options), None, None, None, None, None, None)
 
 
 band.register_autograd(_pull_back, setup_context=_keep)

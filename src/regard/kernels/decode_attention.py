@@ -18,46 +18,55 @@ MULTIPROCESSORS = 132
 MOST_ROWS = 64
 """Query rows of a tile, at most."""
 MOST_SPLITS = 512
-ALONE = (0.0, 1.3, 2.0, 3.0)
-"""How much longer than one key 1, 2 and 3 programs of a multiprocessor take for a key each: one alone waits."""
-FILLING, MERGING = 100, 160
-"""Keys that a multiprocessor could read while a pipeline fills, and while the merging kernel starts."""
+FILLING, WAVE, MERGING = 100, 30, 200
+"""Keys that a multiprocessor could read while its pipelines fill, while programs follow others, and while the merging
+kernel runs."""
 
 
 class Launch(NamedTuple):
-    """Keys of a step, warps, stages of the pipeline, and programs that a multiprocessor has room for."""
+    """Keys of a step, warps, stages of the pipeline, and how the programs of a multiprocessor get on."""
 
     keys: int
     warps: int
     stages: int
-    programs: int
+    shares: tuple[float, ...]
+    """How long 1, 2, … programs of a multiprocessor take for a key each, next to the last of them, which it has room
+    for: fewer leave it waiting for memory."""
 
 
 @lru_cache(maxsize=256)
-def launch(longest: int, bytes_per_number: int) -> Launch:
-    """What was fastest on an H200, for heads of a length."""
+def launches(longest: int, bytes_per_number: int) -> tuple[Launch, ...]:
+    """What was fastest on an H200, for heads of a length: three programs of a multiprocessor, or one with a deep
+    pipeline."""
     if bytes_per_number == 4:
-        return Launch(32 if longest > 64 else 64, 4, 3, 3)
-    return Launch(64 if longest > 64 else 128, 4, 3, 3)
+        return (Launch(32 if longest > 64 else 64, 4, 3, (1.3, 2.0, 3.0)),)
+    if longest <= 64:
+        return (Launch(128, 4, 3, (1.3, 2.0, 3.0)),)
+    return Launch(64, 4, 3, (1.3, 2.0, 3.0)), Launch(128, 8, 4, (1.05,))
 
 
 @lru_cache(maxsize=4096)
-def splits_for(keys: int, pairs: int, rows: int, launch: Launch) -> int:
-    """Into how many parts to split `keys` keys of each of `pairs` tiles, of `rows` query rows in all.
+def plan(keys: int, pairs: int, rows: int, longest: int, bytes_per_number: int) -> tuple[Launch, int]:
+    """How to attend to `keys` keys of each of `pairs` tiles, of `rows` query rows in all, and in how many parts.
 
     Time is counted in keys that a multiprocessor reads: programs come in waves, the last of which may leave
-    multiprocessors half idle; each wave takes a while to fill its pipeline, and each part is written and read again.
+    multiprocessors half idle; pipelines take a while to fill, and each part is written and read again.
     """
-    slots = MULTIPROCESSORS * launch.programs
 
-    def cost(splits: int) -> float:
+    def cost(choice: tuple[Launch, int]) -> float:
+        launch, splits = choice
+        slots = MULTIPROCESSORS * len(launch.shares)
         waves, rest = divmod(pairs * splits, slots)
-        share = min(triton.cdiv(rest, MULTIPROCESSORS), len(ALONE) - 1)
         part = triton.cdiv(triton.cdiv(keys, splits), launch.keys) * launch.keys
-        work = part * (launch.programs * waves + ALONE[share]) + FILLING * (waves + (rest > 0))
+        last = launch.shares[triton.cdiv(rest, MULTIPROCESSORS) - 1] if rest else 0.0
+        work = part * (launch.shares[-1] * waves + last) + FILLING + WAVE * (waves - (rest == 0))
         return work if splits == 1 else work + MERGING + rows * splits * 2 / MULTIPROCESSORS
 
-    return min(range(1, max(2, min(MOST_SPLITS, keys // launch.keys) + 1)), key=cost)
+    def splits(launch: Launch) -> range:
+        return range(1, max(2, min(MOST_SPLITS, keys // launch.keys) + 1))
+
+    choices = ((launch, count) for launch in launches(longest, bytes_per_number) for count in splits(launch))
+    return min(choices, key=cost)
 
 
 def forward(
@@ -88,8 +97,8 @@ def forward(
     tiles = triton.cdiv(shared * queries, rows)
     pairs = batch * groups * tiles
     c, width = (max(16, triton.next_power_of_2(size)) for size in (qk_length, value_length))
-    chosen = launch(max(c, width), q.element_size())
-    splits = splits_for(triton.cdiv(keys, 256) * 256, pairs, batch * heads * queries, chosen)
+    rounded = triton.cdiv(keys, 256) * 256  # so that a growing cache is planned for now and then
+    chosen, splits = plan(rounded, pairs, batch * heads * queries, max(c, width), q.element_size())
     out = q.new_empty(batch, heads, queries, value_length)
     sums = tops = totals = None
     if splits > 1:

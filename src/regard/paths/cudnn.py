@@ -19,8 +19,8 @@ from regard.paths import gpu
 ROUND = 128
 """Lengths of which multiples are worth a plan of cuDNN's."""
 LEAST = 1024
-"""Causal lengths from which cuDNN, with the second kernel, is faster than one of ours alone; with gradients it is at
-any length."""
+"""Causal lengths from which cuDNN, with the second kernel, is faster than one of ours alone, twice that for short
+heads; with gradients it is at any length."""
 
 
 def cannot(call: Call) -> str | None:
@@ -37,7 +37,7 @@ def cannot(call: Call) -> str | None:
         return f"made for lengths that are multiples of {ROUND}: each has a plan; and for equal heads, multiples of 8"
     if call.structure.causal and not call.square:
         return "cuDNN aligns causality to the first key, not the last, when T and S differ"
-    if call.structure.causal and call.queries < LEAST and not gpu.derived(call):
+    if call.structure.causal and call.queries < (LEAST if call.qk_length > 64 else 2 * LEAST) and not gpu.derived(call):
         return "a short sequence: a kernel of ours is faster"
     return None
 

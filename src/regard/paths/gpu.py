@@ -8,7 +8,7 @@ from torch import Tensor
 
 from regard.call import Call
 from regard.eager import symbolic, untouched
-from regard.mask import Span
+from regard.mask import Segments
 from regard.paths import sdpa
 
 LONGEST = 128
@@ -16,13 +16,14 @@ LONGEST = 128
 TRITON = find_spec("triton") is not None
 
 
-def unfit(call: Call) -> str | None:
-    """Why no kernel of ours computes this call, wherever it is: not softmax within a band and intervals of keys."""
+def unfit(call: Call, packed: bool = False) -> str | None:
+    """Why no kernel of ours computes this call, wherever it is: not softmax within a band and intervals of keys, or of
+    `packed` sequences."""
     if (reason := sdpa.unfit(call)) is not None:
         return reason
     if call.bias is not None:
         return "a bias needs the score form"
-    if call.structure.rest is not None:
+    if call.structure.rest is not None and (packed is False or parts(call) is None):
         return f"{call.structure.rest!r} is no band of positions"
     if call.structure.paddings and call.structure.rows is None:
         return "padding with holes"
@@ -64,18 +65,46 @@ def scaled(call: Call) -> tuple[Tensor, float]:
     return (call.q, scale) if scale > 0 else (call.q * 0, 1.0)
 
 
+def parts(call: Call) -> tuple[tuple[int, int, int], ...] | None:
+    """Packed sequences one after another: the batch row, the first token and the number of tokens of each; None if the
+    mask is something else, or not of that alone."""
+    mask = call.structure.rest
+    if not isinstance(mask, Segments) or not call.square or call.structure.paddings:
+        return None
+    return _parts(mask, call.batch)
+
+
+@lru_cache(maxsize=64)
+def _parts(mask: Segments, batch: int) -> tuple[tuple[int, int, int], ...] | None:
+    if mask.reach is None:
+        return None
+    rows = mask.reach if len(mask.reach) == batch else mask.reach * batch
+    found = []
+    for row, (first, last) in enumerate(rows):
+        begin = 0
+        while begin < len(first):
+            end = last[begin]
+            if first[begin] != begin or any(start != begin for start in first[begin:end]):
+                return None  # a sequence with others in between
+            found.append((row, begin, end - begin))
+            begin = end
+    return tuple(found)
+
+
 def bounds(call: Call) -> Tensor | None:
     """The first real key of each batch row and the one after the last, (2, B), on the device; None if all are real."""
-    rows = call.structure.rows
-    if rows is None:
-        return None
+    return None if call.structure.rows is None else table(call.structure.rows, call.q.device)
+
+
+def table(rows: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
+    """Columns of whole numbers on the device."""
     if torch.compiler.is_compiling():
-        return torch.tensor(rows, dtype=torch.int32).t().to(call.q.device)
-    return _copied(rows, call.q.device)
+        return torch.tensor(rows, dtype=torch.int32).t().to(device)
+    return _copied(rows, device)
 
 
 @lru_cache(maxsize=256)
-def _copied(rows: tuple[Span, ...], device: torch.device) -> Tensor:
-    """The same table, copied without waiting for the device."""
+def _copied(rows: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
+    """The same, copied without waiting for the device."""
     table = torch.tensor(rows, dtype=torch.int32).t().contiguous()
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
