@@ -1,7 +1,7 @@
 """Attention with few features on a GPU: what is launched, forward and backward. The kernels are in linear.py."""
 
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -88,7 +88,7 @@ class Work:
         """Where the first query stands."""
         return self.keys - self.queries if self.causal else 0
 
-    @property
+    @cached_property
     def options(self) -> dict[str, Any]:
         """What every kernel is told."""
         t = self.tiles

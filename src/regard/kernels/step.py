@@ -47,7 +47,7 @@ def added(acc, weights, tile):
 
 @triton.jit
 def token_kernel(
-    Q, K, VALUES, SUMS, NORMALISER, LEFT, RIGHT, SCALE, NUM, DEN, LOW, HIGH,
+    Q, K, VALUES, SUMS, NORMALISER, LEFT, RIGHT, SCALE, PARTS, LOW, HIGH,
     q_batch, q_head, k_batch, k_head, k_row, v_batch, v_head, v_row,
     keys, groups, features, span, norms, norm_span, BETA, D2, REST,
     D: tl.constexpr, V: tl.constexpr, DB: tl.constexpr, VB: tl.constexpr, SHARED: tl.constexpr, ROWS: tl.constexpr,
@@ -106,20 +106,24 @@ def token_kernel(
             similar = tl.where(seen[None, :], similar, 0.0)
             num = added(num, similar, values)
             den += tl.sum(similar, 1)
-    at = (line * tl.num_programs(0) + part) * SHARED + r
-    tl.store(NUM + at[:, None] * VB + v[None, :], num, mask=shown[:, None])
-    tl.store(DEN + at, den, mask=shown)
+    at = PARTS + ((line * tl.num_programs(0) + part) * SHARED + r) * (VB + 16)
+    tl.store(at[:, None] + v[None, :], num, mask=shown[:, None])
+    tl.store(at + VB, den, mask=shown)
 
 
 @triton.jit
-def combine_kernel(NUM, DEN, OUT, parts, V: tl.constexpr, VB: tl.constexpr, SHARED: tl.constexpr, PARTS: tl.constexpr):
+def combine_kernel(PARTS, OUT, parts, V: tl.constexpr, VB: tl.constexpr, SHARED: tl.constexpr, COUNT: tl.constexpr):
     """The parts of one query added up, num / den; 0 where there is nothing to divide by."""
     row = tl.program_id(0)
-    p, v = tl.arange(0, PARTS), tl.arange(0, VB)
-    at = (row // SHARED * parts + p) * SHARED + row % SHARED
-    num = tl.sum(tl.load(NUM + at[:, None] * VB + v[None, :], mask=(p < parts)[:, None], other=0.0), 0)
-    den = tl.sum(tl.load(DEN + at, mask=p < parts, other=0.0), 0)
-    tl.store(OUT + row * V + v, num / tl.where(den == 0, float("inf"), den), mask=v < V)
+    p, v = tl.arange(0, COUNT), tl.arange(0, VB)
+    num, den = tl.zeros([COUNT, VB], tl.float32), tl.zeros([COUNT], tl.float32)
+    for begin in range(0, parts, COUNT):
+        inside = begin + p < parts
+        at = PARTS + ((row // SHARED * parts + begin + p) * SHARED + row % SHARED) * (VB + 16)
+        num += tl.load(at[:, None] + v[None, :], mask=inside[:, None], other=0.0)
+        den += tl.load(at + VB, mask=inside, other=0.0)
+    total = tl.sum(den, 0)
+    tl.store(OUT + row * V + v, tl.sum(num, 0) / tl.where(total == 0, float("inf"), total), mask=v < V)
 
 
 @triton.jit

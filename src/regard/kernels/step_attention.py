@@ -73,22 +73,21 @@ def token(
     features, norms = sums.shape[2], normaliser.shape[2]
     kinds = q.dtype, k.dtype, v.dtype, form, strides(q), strides(k), strides(v), q.device
     work = _work(lines, shared, qk_length, value_length, features, norms, *kinds)
-    num = q.new_empty(lines, work.parts, shared, work.v, dtype=torch.float32)
-    den = q.new_empty(lines, work.parts, shared, dtype=torch.float32)
+    parts = q.new_empty(lines, work.parts, shared, work.v + 16, dtype=torch.float32)  # numerators, then a denominator
     out = v.new_empty(batch, heads, 1, value_length)
     low, high = (None, None) if bounds is None else (bounds[0], bounds[1])
     left, right, scale = (None, None, None) if tables is None else tables
     launch(
         work.launches, ("token", keys), token_kernel, (work.parts, lines, 1),
-        (q, k, v, sums, normaliser, left, right, scale, num, den, low, high),
+        (q, k, v, sums, normaliser, left, right, scale, parts, low, high),
         lambda: (*strides(q)[:2], *strides(k), *strides(v),
                  keys, groups, features, work.span, norms, work.norm_span, form.beta, form.d, form.rest),
         D=qk_length, V=value_length, DB=work.d, VB=work.v, SHARED=shared, ROWS=work.rows, BLOCK=work.block,
         N=work.keys, FORM=form.name, BOUNDED=low is not None, num_warps=4,
     )  # fmt: skip
     launch(
-        work.launches, "combine", combine_kernel, (batch * heads, 1, 1), (num, den, out), lambda: (work.parts,),
-        V=value_length, VB=work.v, SHARED=shared, PARTS=triton.next_power_of_2(work.parts), num_warps=1,
+        work.launches, "combine", combine_kernel, (batch * heads, 1, 1), (parts, out), lambda: (work.parts,),
+        V=value_length, VB=work.v, SHARED=shared, COUNT=16, num_warps=1,
     )  # fmt: skip
     return out
 
