@@ -222,6 +222,20 @@ def test_a_stream_by_kernels_leaks_nothing_hidden_and_hides_nothing_seen(name, s
     assert out[0, :, 33:].isnan().all()
 
 
+@pytest.mark.parametrize("name", ["quadratic", "elu"])
+def test_one_compiled_graph_and_the_gradient_of_a_sum(name):
+    tensors = [torch.randn(1, 1, 20, 16, requires_grad=True) for _ in range(3)]
+
+    def step(q, k, v):
+        return fused.run(Call(MECHANISMS[name], q, k, v, rg.causal))
+
+    plain, compiled = step(*tensors), torch.compile(step, fullgraph=True, backend="aot_eager")(*tensors)
+    assert torch.equal(plain, compiled)
+    theirs = torch.autograd.grad(plain, tensors, torch.ones_like(plain), retain_graph=True)
+    for out in (plain, compiled):
+        assert all(map(torch.equal, torch.autograd.grad(out.sum(), tensors), theirs))
+
+
 def test_operators_have_shapes_without_data():
     from regard.kernels import operators
 

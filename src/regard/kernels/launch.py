@@ -45,6 +45,11 @@ def launch(
     """
     if 0 in grid:
         return
+    device = tensors[0].device  # type: ignore[union-attr] # the first is always there
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):  # Triton launches on the current one
+            launch(launches, place, kernel, grid, tensors, numbers, **options)
+        return
     key = place, *[x is None or x.data_ptr() % 16 for x in tensors]  # Triton compiles for aligned pointers
     ready = launches.get(key)
     if ready is not None:

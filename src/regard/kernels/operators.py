@@ -125,6 +125,7 @@ def _pull_back(operator: Any, taken: int) -> Any:
     """The backward pass by an operator that takes the first `taken` options of the forward one."""
 
     def pull(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+        grad = grad if grad.stride(3) == 1 else grad.contiguous()  # that of a sum is one number, expanded
         gradients = run(operator, grad, *ctx.saved_tensors, *ctx.options[:taken])
         return (*gradients, None, *[None] * len(ctx.options))
 
