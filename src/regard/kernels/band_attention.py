@@ -5,6 +5,7 @@ that is not finite are computed again. It sees every key of a causal call, so th
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -15,6 +16,10 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from regard.kernels.band import band_kernel, band_keys_kernel, band_queries_kernel, mend_backward_kernel, mend_kernel
+from regard.kernels.launch import Launches, ceil_divide, launch, layout
+
+MOST_READY = 1024
+"""Sizes and strides to keep compiled kernels for."""
 
 
 class Launch(NamedTuple):
@@ -95,54 +100,76 @@ class Work:
         c, v = (max(16, triton.next_power_of_2(length)) for length in lengths)
         return dict(C=lengths[0], V=lengths[1], CB=c, VB=v, PRECISION="tf32x3")
 
-    def options(self, launch: Launch) -> dict[str, Any]:
+    def options(self, tile: Launch) -> dict[str, Any]:
         """What a kernel is told of the mask, and of its tiles."""
         bounded, before, after = self.bounds is not None, self.before, self.after
-        narrow = bounded or (before or 0) + (after or 0) < launch.queries + launch.keys
+        narrow = bounded or (before or 0) + (after or 0) < tile.queries + tile.keys
         return dict(
             BOUNDED=bounded, BEFORE=before is not None, AFTER=after is not None, NARROW=narrow,
-            SIMPLE=not bounded and after == 0, PACKED=self.parts is not None, **self.lengths, **launch.options,
+            SIMPLE=not bounded and after == 0, PACKED=self.parts is not None, **self.lengths, **tile.options,
         )  # fmt: skip
 
 
-def _strides(*tensors: Tensor) -> tuple[int, ...]:
-    return tuple(stride for tensor in tensors for stride in tensor.stride()[:3])
+_ready: dict[Any, tuple[Launches, dict[str, Any]]] = {}
+"""Compiled kernels and what they are told, by the sizes and strides of a call."""
+
+
+def _run(
+    work: Work,
+    kernel: Any,
+    grid: tuple[int, int],
+    tensors: tuple[Tensor | None, ...],
+    strided: tuple[Tensor, ...],
+    sizes: tuple[Any, ...],
+    options: Callable[[], dict[str, Any]],
+) -> None:
+    """Launch a kernel on tensors, then the strides of some of them, then sizes."""
+    flags = work.before, work.after, work.bounds is None, work.parts is None
+    key = kernel, sizes, flags, *[layout(tensor) for tensor in strided]
+    if key not in _ready:
+        if len(_ready) > MOST_READY:
+            _ready.clear()
+        _ready[key] = {}, options()
+    launches, told = _ready[key]
+
+    def numbers() -> tuple[Any, ...]:
+        return (*(stride for tensor in strided for stride in tensor.stride()[:3]), *sizes)
+
+    launch(launches, None, kernel, (*grid, 1), tensors, numbers, **told)
 
 
 def forward(work: Work) -> tuple[Tensor, Tensor]:
     """The output (B, H, T, V) and its log-sum-exp (B, H, T)."""
-    q, v, launch = work.q, work.v, work.tiles.forward
+    q, k, v, tile = work.q, work.k, work.v, work.tiles.forward
     out = q.new_empty(*q.shape[:3], v.shape[3])
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     sequences, longest = work.lines
-    band_kernel[(triton.cdiv(longest, launch.queries), sequences * q.shape[1])](
-        *work.tensors, out, lse, *_strides(q, work.k, v, out), *work.sizes, sequences, **work.options(launch)
-    )
+    grid = ceil_divide(longest, tile.queries), sequences * q.shape[1]
+    tensors = *work.tensors, out, lse
+    _run(work, band_kernel, grid, tensors, (q, k, v, out), (*work.sizes, sequences), lambda: work.options(tile))
     return out, lse
 
 
 def backward(work: Work, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v."""
-    q, k, v = work.q, work.k, work.v
+    q, k, v, tiles = work.q, work.k, work.v, work.tiles
     q_grad, k_grad, v_grad = (x.new_empty(x.shape) for x in (q, k, v))
     grad = grad if grad.stride(3) == 1 else grad.contiguous()
-    launch, delta, (sequences, longest) = work.tiles.queries, torch.empty_like(lse), work.lines
-    band_queries_kernel[(triton.cdiv(longest, launch.queries), sequences * q.shape[1])](
-        *work.tensors, out, lse, grad, delta, q_grad, *_strides(q, k, v, out, grad, q_grad), *work.sizes, sequences,
-        work.scale, **work.options(launch),
-    )  # fmt: skip
-    launch = work.tiles.keys
-    keys = k.shape[2] if work.parts is None else longest
-    band_keys_kernel[(triton.cdiv(keys, launch.keys), sequences * k.shape[1])](
-        *work.tensors, out, lse, grad, delta, k_grad, v_grad, *_strides(q, k, v, out, grad, k_grad, v_grad),
-        *work.sizes, sequences, work.scale, **work.options(launch),
-    )  # fmt: skip
+    delta, (sequences, longest) = torch.empty_like(lse), work.lines
+    sizes, shared = (*work.sizes, sequences, work.scale), (*work.tensors, out, lse, grad, delta)
+    grid = ceil_divide(longest, tiles.queries.queries), sequences * q.shape[1]
+    strided = q, k, v, out, grad
+    told = lambda: work.options(tiles.queries)  # noqa: E731 - one line for each kernel
+    _run(work, band_queries_kernel, grid, (*shared, q_grad), (*strided, q_grad), sizes, told)
+    grid = ceil_divide(k.shape[2] if work.parts is None else longest, tiles.keys.keys), sequences * k.shape[1]
+    told = lambda: work.options(tiles.keys)  # noqa: E731
+    _run(work, band_keys_kernel, grid, (*shared, k_grad, v_grad), (*strided, k_grad, v_grad), sizes, told)
     return q_grad, k_grad, v_grad
 
 
 MENDING = Launch(32, 32, 4, 1)
 """Small tiles: most programs of a mending kernel have nothing to do, and should start soon."""
-MENDERS = 8
+MENDERS = 4
 """Programs that share the tiles of a head."""
 
 
@@ -150,9 +177,8 @@ def mend(work: Work, out: Tensor, lse: Tensor) -> None:
     """Compute heads again whose last query gave NaN or infinity: their output and log-sum-exp (B, H, T)."""
     q, k, v = work.q, work.k, work.v
     queries, _, heads, groups, _, _, factor = work.sizes
-    mend_kernel[(MENDERS, q.shape[0] * heads)](
-        q, k, v, out, lse, *_strides(q, k, v, out), queries, heads, groups, factor, **work.lengths, **MENDING.options
-    )
+    sizes, grid = (queries, heads, groups, factor), (MENDERS, q.shape[0] * heads)
+    _run(work, mend_kernel, grid, (q, k, v, out, lse), (q, k, v, out), sizes, lambda: work.lengths | MENDING.options)
 
 
 def mend_backward(work: Work, grad: Tensor, out: Tensor, lse: Tensor, grads: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -160,10 +186,9 @@ def mend_backward(work: Work, grad: Tensor, out: Tensor, lse: Tensor, grads: tup
     q, k, v = work.q, work.k, work.v
     queries, _, heads, groups, _, _, factor = work.sizes
     grad = grad if grad.stride(3) == 1 else grad.contiguous()
-    mend_backward_kernel[(MENDERS, q.shape[0] * groups)](
-        q, k, v, out, lse, grad, *grads, *_strides(q, k, v, out, grad, *grads), queries, heads, groups, factor,
-        work.scale, **work.lengths, **MENDING.options,
-    )  # fmt: skip
+    sizes, grid = (queries, heads, groups, factor, work.scale), (MENDERS, q.shape[0] * groups)
+    tensors, strided = (q, k, v, out, lse, grad, *grads), (q, k, v, out, grad, *grads)
+    _run(work, mend_backward_kernel, grid, tensors, strided, sizes, lambda: work.lengths | MENDING.options)
 
 
 @torch.library.custom_op("regard::band_attention", mutates_args=())
