@@ -118,6 +118,16 @@ def test_int8_states_with_the_length_on_the_device():
     within_budget("output", out, exact, plain(q, *((t * s).to(q.dtype) for t, s in seen), rule))
 
 
+def test_a_padded_batch_through_a_layer_is_packed():
+    model = rg.Decoder(rg.DecoderConfig(vocabulary_size=50, embedding_dim=64, num_layers=2, num_heads=4)).cuda()
+    tokens, rule = torch.randint(50, (3, 200), device="cuda"), rg.padding([200, 17, 90])
+    exact = model.double()(tokens, mask=rule)
+    logits = model.float()(tokens, mask=rule)
+    assert (logits - exact).abs().max() < 1e-4
+    grads = torch.autograd.grad(logits.square().sum(), list(model.parameters()))
+    assert all(grad.isfinite().all() for grad in grads)
+
+
 MODELS = {
     "softmax": {"num_kv_heads": 2},
     "window": {"window": 24},

@@ -478,3 +478,37 @@ def test_a_mask_for_another_batch_is_one_error():
         stack(torch.randn(2, 5, 8), rg.padding([5, 4, 3]))
     with pytest.raises(ValueError, match="num_shared: expected 1 to 1 different blocks"):
         Stack(BlockConfig(embedding_dim=8, num_heads=2, hidden_dim=8, mechanism="softmax"), 1, num_shared=2)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("form", ["plain", "causal", "window, rotary"])
+def test_a_ragged_batch_is_packed_where_a_kernel_takes_it_so(form, side, monkeypatch):
+    """On a CPU another path takes the packed sequences: the same tokens, positions and masks."""
+    from regard.layers.positions import Rotary
+    from regard.layers.ragged import Ragged
+    from regard.paths import gpu
+
+    lengths = torch.tensor([7, 0, 3, 1])
+    place = torch.arange(7)
+    valid = place < lengths[:, None] if side == "right" else place >= 7 - lengths[:, None]
+    ragged, rule = Ragged(valid), rg.padding(valid=valid)
+    rule = rule if form == "plain" else rg.causal & rule
+    rule = rule & rg.window(before=2) if form.startswith("window") else rule
+    rotary = Rotary(length=4) if form.startswith("window") else None
+    layer = rg.MultiHeadAttention(16, 4, 2, qk_length=4, rotary=rotary).double().eval()
+    x = torch.randn(int(valid.sum()), 16, dtype=torch.float64, requires_grad=True)
+    positions = (valid.cumsum(-1) - 1).clamp(min=0)
+    options = {"mask": rule, "positions": positions, "ragged": ragged}
+    padded = layer(x, **options)
+    seen = []
+    monkeypatch.setattr(gpu, "packs", lambda tokens: not seen.append(tokens.shape))
+    packed = layer(x, **options)
+    assert seen == [x.shape]
+    torch.testing.assert_close(packed, padded, rtol=1e-12, atol=1e-12)
+    for one, other in zip(*(torch.autograd.grad(out.square().sum(), x) for out in (packed, padded)), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+    if rotary is not None:
+        tables = {**options, "positions": rotary.tables(positions)}
+        torch.testing.assert_close(layer(x, **tables), padded, rtol=1e-12, atol=1e-12)
+    layer.attend.register_forward_hook(lambda *_: None)
+    assert torch.equal(layer(x, **options), padded)

@@ -107,5 +107,8 @@ def test_what_is_not_captured_says_why():
     assert "hooks" in replay.uncapturable(model, state, 100)
     handle.remove()
     assert "bias" in replay.uncapturable(decoder(positions="alibi"), state, 100)
+    sizes = {"vocabulary_size": 31, "embedding_dim": 16, "num_layers": 1, "num_heads": 2}
+    kernels = rg.Transformer(rg.TransformerConfig(**sizes, mechanism="elu", start_token=1, end_tokens=())).eval()
+    assert "cross-attention" in replay.uncapturable(kernels, rg.prefill(kernels, [[1, 2]]).state, 100)
     own = decoder(mechanism=rg.Kernel(feature_map=torch.relu))
     assert "may read numbers" in replay.uncapturable(own, rg.prefill(own, [[1, 2]]).state, 100)

@@ -9,9 +9,11 @@ at the last key: one cached step, a chunked prefill and the whole sequence all m
 """
 
 import operator
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -368,6 +370,40 @@ class Segments(Mask):
 
     def __repr__(self) -> str:
         return f"segments({tuple(self.ids.shape)})"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Packed(Mask):
+    """Sequences one after another, as `segments` has them, known by their lengths alone."""
+
+    lengths: tuple[int, ...]
+
+    @cached_property
+    def ids(self) -> Tensor:
+        return torch.arange(len(self.lengths)).repeat_interleave(torch.tensor(self.lengths, dtype=torch.long))
+
+    @cached_property
+    def ends(self) -> tuple[int, ...]:
+        """One past the last position of each sequence."""
+        return tuple(accumulate(self.lengths))
+
+    def __call__(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        ids = self.ids.to(key.device)
+        return (ids[query.clamp(min=0)] == ids[key]) & (query >= 0)
+
+    def spans(self, low: int, high: int, keys: int) -> list[Span]:
+        low, high = max(low, 0), min(high, keys)
+        if low >= high:
+            return []
+        first, last = bisect_right(self.ends, low), bisect_right(self.ends, high - 1)
+        return [(self.ends[first] - self.lengths[first], self.ends[last])]
+
+    def fits(self, batch: int, heads: int, queries: int, keys: int) -> None:
+        if sum(self.lengths) != keys:
+            raise ValueError(f"mask: expected packed sequences of {keys} tokens in all, got {sum(self.lengths)}")
+
+    def __repr__(self) -> str:
+        return f"packed({len(self.lengths)} sequences)"
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -23,7 +23,7 @@ from regard.layers.streaming import ModelState, recalled
 from regard.mask import Padding
 from regard.models.decoder import Decoder
 from regard.models.transformer import Transformer
-from regard.paths import gpu
+from regard.paths import gpu, split
 from regard.paths.stream import folded
 
 LEAST = 8
@@ -232,7 +232,7 @@ def _starts(padding: Padding, length: int) -> tuple[int, ...] | None:
 
 def _uncrossed(layer: Any) -> str | None:
     """Why cross-attention by a layer is not captured; None if it is."""
-    softmax = layer.mechanism.sdpa_scale(layer.qk_length) is not None
+    softmax = split.scale(layer.mechanism, layer.qk_length) is not None
     if softmax and layer.dtype != torch.float64 and max(layer.qk_length, layer.value_length) <= gpu.LONGEST:
         return None
     return "cross-attention that no kernel of ours computes"

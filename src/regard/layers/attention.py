@@ -23,11 +23,12 @@ from regard.layers.linear import Linear, projections
 from regard.layers.positions import Rotary, Tables
 from regard.layers.ragged import Ragged
 from regard.layers.slots import Slot
-from regard.mask import Mask, MaskFunction, as_mask
+from regard.mask import Band, Mask, MaskFunction, Packed, as_mask
 from regard.mechanism import Mechanism
 from regard.mechanisms import Softmax, named
 from regard.owned import named_tensors, replaced
-from regard.paths import gpu
+from regard.paths import gpu, split
+from regard.structure import structure
 
 AnyMask = Mask | MaskFunction | Tensor | None
 
@@ -249,9 +250,31 @@ class MultiHeadAttention(nn.Module):
             return self.cross(query, *self.remember(key, value), mask, bias=bias)
         if value is not None:
             raise ValueError("key: expected one beside value, got None")
+        if ragged is not None and (rule := self._packed(query, mask, bias, ragged)) is not None:
+            q, k, v = self.project(query[None], ragged.packed_positions(positions))
+            out, _ = self.attend(q, k, v, rule)
+            return self._finish(out, None)[0]
         q, k, v = self.project(query, positions, ragged)
         out, _ = self.attend(q, k, v, mask, bias)
         return self._finish(out, ragged)
+
+    def _packed(self, x: Tensor, mask: AnyMask, bias: Tensor | None, ragged: Ragged) -> Mask | None:
+        """The mask of a ragged batch as sequences one after another, where a kernel takes them so: padding then costs
+        nothing. None where they are padded: a trace wants to see rows, and so does a bias."""
+        mechanism, hooks = self.mechanism, self.attend._forward_hooks or self.attend._forward_pre_hooks
+        if bias is not None or hooks or (self.training and self.attend.dropout > 0) or not gpu.packs(x):
+            return None
+        turned = None if self.rotary is None else self.rotary.scaling
+        if split.scale(mechanism, self.qk_length) is None or (turned is not None and turned.kind == "dynamic"):
+            return None
+        tokens = ragged.valid.shape[1]
+        known = structure(as_mask(mask), tokens, tokens)
+        if known.rows is None or known.rest is not None or max(self.qk_length, self.value_length) > gpu.LONGEST:
+            return None
+        rule = Packed(tuple(max(0, high - low) for low, high in known.rows))
+        if sum(rule.lengths) != len(x):
+            return None
+        return rule if not known.positional else rule & Band(known.before, known.after)
 
     def project(
         self, x: Tensor, positions: Tensor | Tables | None = None, ragged: Ragged | None = None

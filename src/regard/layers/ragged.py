@@ -7,7 +7,9 @@ that is half padding then costs half.
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -39,3 +41,12 @@ class Ragged:
         """The padded batch again, exactly 0 where there is padding."""
         room = x.new_zeros(self.valid.numel(), x.shape[-1])
         return room.index_copy(0, self.index, x).unflatten(0, tuple(self.valid.shape))
+
+    def packed_positions(self, positions: Tensor | tuple[Tensor, Tensor] | None) -> Any:
+        """Where the real tokens stand, (N,), or rotary tables of that, (N, K), from those of the padded batch."""
+        batch, tokens = self.valid.shape
+        if positions is None:
+            positions = torch.arange(tokens, device=self.valid.device)
+        if isinstance(positions, Tensor):
+            return self.pack(positions.expand(batch, tokens)[..., None])[:, 0]
+        return tuple(self.pack(table.expand(batch, 1, -1, -1)[:, 0]) for table in positions)

@@ -79,7 +79,7 @@ class CacheSlot:
         for room, tensor in zip(self.tensors, new, strict=True):
             room.index_copy_(2, self.clock.newest, tensor)
         keys, values, *scales = self.tensors
-        scale = mechanism.sdpa_scale(q.shape[3]) if split.PATH in mechanism.paths() else None
+        scale = split.scale(mechanism, q.shape[3])
         if scale is not None and gpu.serves(q, values):
             # Triton is imported only where it is used.
             from regard.kernels import decode_attention

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from regard.call import Call
 from regard.eager import symbolic, untouched
-from regard.mask import Segments
+from regard.mask import Packed, Segments
 from regard.paths import sdpa
 
 LONGEST = 128
@@ -41,6 +41,11 @@ def launches(x: Tensor) -> bool:
     return TRITON and x.is_cuda and x.dtype.itemsize == 2 and not torch.is_grad_enabled() and untouched()
 
 
+def packs(x: Tensor) -> bool:
+    """Whether kernels of ours attend to packed sequences where these tokens are."""
+    return TRITON and x.is_cuda and x.dtype != torch.float64 and untouched()
+
+
 def serves(q: Tensor, v: Tensor) -> bool:
     """Whether kernels of ours compute plain softmax of these queries and values where they are."""
     shorter = max(q.shape[3], v.shape[3]) <= LONGEST
@@ -69,9 +74,12 @@ def parts(call: Call) -> tuple[tuple[int, int, int], ...] | None:
     """Packed sequences one after another: the batch row, the first token and the number of tokens of each; None if the
     mask is something else, or not of that alone."""
     mask = call.structure.rest
-    if not isinstance(mask, Segments) or not call.square or call.structure.paddings:
+    if not call.square or call.structure.paddings:
         return None
-    return _parts(mask, call.batch)
+    if isinstance(mask, Packed):
+        rows = zip(mask.lengths, mask.ends, strict=True)
+        return tuple((0, end - length, length) for length, end in rows if length) if call.batch == 1 else None
+    return _parts(mask, call.batch) if isinstance(mask, Segments) else None
 
 
 @lru_cache(maxsize=64)

@@ -1,5 +1,7 @@
 """A few queries over a long cache on a GPU, in Triton: all query heads of a group in one tile, the keys split."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -43,3 +45,8 @@ def run(call: Call) -> Tensor:
 
 
 PATH = Path("split", cannot, run, guards_itself=True)
+
+
+def scale(mechanism: Any, qk_length: int) -> float | None:
+    """The scale with which softmax kernels of ours compute a mechanism; None if they do not."""
+    return mechanism.sdpa_scale(qk_length) if PATH in mechanism.paths() else None
