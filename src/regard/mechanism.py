@@ -113,7 +113,7 @@ class Mechanism:
         """How alike each query and key are: at least 0, in whatever scale. The one method a new mechanism writes."""
         raise NotImplementedError(f"{type(self).__name__} states no similarity(q, k)")
 
-    def compare(self, q: Float[Tensor, "*b T K"], k: Float[Tensor, "*b S K"]) -> Float[Tensor, "*b T S"]:
+    def compare(self, q: Float[Tensor, "*b T K"], k: Float[Tensor, "*b S K"]) -> Float[Tensor, "..."]:
         """What is computed for each query and key: the similarity, or the weights where `weigh` alone is stated."""
         stated = type(self).similarity is not Mechanism.similarity
         return self.similarity(q, k) if stated else self.weigh(q, k, None)

@@ -7,7 +7,7 @@ nothing more. Mechanisms that look at every key again keep keys and values (key_
 """
 
 from dataclasses import dataclass, fields, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ class Sizes:
         return torch.zeros(self.batch, self.num_kv_heads, *shape, dtype=kind, device=self.device)
 
 
+@runtime_checkable
 class Stored(Protocol):
     """A saved state as its file holds it: nothing is made by a number in the file, tensors are as large as they are."""
 
@@ -65,8 +66,8 @@ class Stored(Protocol):
         """Whether there is a tensor of the name."""
 
 
-class State(Protocol):
-    """What everybody may ask of a state."""
+class State:
+    """What everybody may ask of a state. A new one answers what raises here; the rest has answers."""
 
     length: Any
     """Tokens met so far, those of padding included."""
@@ -76,12 +77,12 @@ class State(Protocol):
     @property
     def batch(self) -> int:
         """How many sequences it is of."""
-        ...
+        raise NotImplementedError
 
     @property
     def nbytes(self) -> int:
         """Bytes it really holds, its room to spare included."""
-        ...
+        raise NotImplementedError
 
     @property
     def earliest(self) -> int:
@@ -90,23 +91,23 @@ class State(Protocol):
 
     def check(self, k: Tensor, v: Tensor) -> None:
         """Raise ValueError for keys and values that are not of its batch, heads, lengths, dtype and device."""
-        ...
+        raise NotImplementedError
 
     def reorder(self, index: Tensor) -> "State":
         """The state of other batch rows: row i becomes row `index[i]`. Rows may repeat (beam search)."""
-        ...
+        raise NotImplementedError
 
     def crop(self, length: int) -> "State":
         """The state as it was at an earlier length, `earliest` or more."""
-        ...
+        raise NotImplementedError
 
     def saved(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """What it takes to make it again: plain values, and tensors by name."""
-        ...
+        raise NotImplementedError
 
     def restored(self, stored: Stored) -> "State":
         """The state that was saved, given an empty one like it."""
-        ...
+        raise NotImplementedError
 
     def with_room(self, more: int, most: int) -> "State":
         """The state with room for `more` tokens, and for `most` at the most; itself if it needs no room."""

@@ -100,9 +100,10 @@ def fitted(q: Tensor, k: Tensor, v: Tensor, scale: float, longest: int) -> tuple
 
 def plain(q: Tensor, k: Tensor, v: Tensor, *, scale: float, **options: Any) -> Tensor:
     """SDPA where its fused kernel applies: equal head lengths, unit stride, grouped heads left as they are."""
-    kind, size = q.dtype, v.shape[-1]
-    if _few(q, k) and not options:
-        return plain(q.reshape(len(q), k.shape[1], -1, q.shape[3]), k, v, scale=scale).reshape(*q.shape[:3], size)
+    kind, size, mask = q.dtype, v.shape[-1], options.get("attn_mask")
+    if q.shape[1] != k.shape[1] and few(q, k) and not options.get("is_causal") and _flat(mask):
+        tile = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])  # len(q) would fix a batch that a trace holds open
+        return plain(tile, k, v, scale=scale, **options).reshape(*q.shape[:3], size)
     fresh = q.is_cuda and q.dtype.itemsize == 2 and (q.shape[2] % ROUND > 0 or k.shape[2] % ROUND > 0)
     longest = max(size, q.shape[-1])
     longest += -longest % 8 if fresh else 0
@@ -120,10 +121,15 @@ def plain(q: Tensor, k: Tensor, v: Tensor, *, scale: float, **options: Any) -> T
     return out if out.dtype == kind else out.to(kind)
 
 
-def _few(q: Tensor, k: Tensor) -> bool:
-    """Whether the query heads of a group can be rows of one tile, which a CPU's kernel would not make of them."""
+def _flat(mask: Tensor | None) -> bool:
+    """Whether a mask is alike for all heads and queries."""
+    return mask is None or mask.shape[1:3] == (1, 1)
+
+
+def few(q: Tensor, k: Tensor) -> bool:
+    """Whether the query rows of a key/value head are one tile, which a CPU's kernel would not make of several heads."""
     repeats = q.shape[1] // max(1, k.shape[1])
-    return q.is_cpu and repeats > 1 and not symbolic(q.shape[2]) and repeats * q.shape[2] <= MOST_ROWS
+    return q.is_cpu and not symbolic(q.shape[2]) and repeats * q.shape[2] <= MOST_ROWS
 
 
 def refuse_second_derivatives(out: Tensor) -> None:
