@@ -270,7 +270,7 @@ def test_training_reaches_every_parameter():
         ({"dropout": 1.0}, "dropout: expected at least 0 and below 1"),
         ({"mechanism": "linear"}, "mechanism: expected one of softmax"),
         ({"mechanism": "channel"}, "mechanism: expected one that can be causal"),
-        ({"mechanism": "elu", "window": 4}, r"window: expected none with Elu\(\), whose sums forget no key, got 4"),
+        ({"mechanism": "elu", "window": 4}, r"window: expected none with Elu\(\), whose sums cannot drop a key, got 4"),
         ({"mechanism": "quadratic", "window": 2, "window_layers": (0,)}, "window: expected none with Quadratic"),
         ({"mechanism": "quadratic", "positions": "alibi"}, "mechanism: expected one with additive scores"),
         ({"qk_length": 5, "positions": "rotary"}, "qk_length: expected an even number"),

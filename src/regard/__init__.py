@@ -50,10 +50,12 @@ if TYPE_CHECKING:
     from regard.mechanisms import Argmax as Argmax
     from regard.mechanisms import Channel as Channel
     from regard.mechanisms import Elu as Elu
+    from regard.mechanisms import Gated as Gated
     from regard.mechanisms import Kernel as Kernel
     from regard.mechanisms import Polynomial as Polynomial
     from regard.mechanisms import Quadratic as Quadratic
     from regard.mechanisms import RandomFeatures as RandomFeatures
+    from regard.mechanisms import Retention as Retention
     from regard.mechanisms import Softmax as Softmax
     from regard.mechanisms import Taylor as Taylor
     from regard.mechanisms import Uniform as Uniform
@@ -84,7 +86,9 @@ _HOMES = {
     "regard.families.features": "FeatureMechanism",
     "regard.families.scores": "ScoreMechanism",
     "regard.mechanism": "Mechanism UnnormalisedMechanism",
-    "regard.mechanisms": "Argmax Channel Elu Kernel Polynomial Quadratic RandomFeatures Softmax Taylor Uniform",
+    "regard.mechanisms": (
+        "Argmax Channel Elu Gated Kernel Polynomial Quadratic RandomFeatures Retention Softmax Taylor Uniform"
+    ),
     "regard.models.davit": "DaViT DaViTConfig",
     "regard.models.decoder": "Decoder DecoderConfig",
     "regard.models.encoder": "Encoder EncoderConfig",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from regard.eager import readable
-from regard.mask import Mask
+from regard.mask import Mask, causal
 from regard.structure import EVERYTHING, Structure, reached, structure
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ class Call:
                 raise ValueError(f"{name}: expected a tensor, got {type(tensor).__name__}")
             if tensor.ndim != 4:
                 raise ValueError(f"{name}: expected 4 dimensions (B, H, T, K), got shape {tuple(tensor.shape)}")
+        mask = ordered(mechanism, mask)
         self.mechanism, self.q, self.k, self.v, self.mask, self.bias = mechanism, q, k, v, mask, bias
         self.batch, self.heads, self.queries, self.qk_length = q.shape
         _, self.groups, self.keys, _ = k.shape
@@ -103,6 +104,19 @@ class Call:
             fits = False
         if not fits:
             raise ValueError(f"bias: expected a shape broadcastable to (B, H, T, S) = {full}, got {tuple(bias.shape)}")
+
+
+def ordered(mechanism: "Mechanism", mask: Mask | None) -> Mask | None:
+    """The mask under which a mechanism computes: causal too, if the mechanism is causal by itself.
+
+    >>> import regard as rg
+    >>> from regard.call import ordered
+    >>> ordered(rg.Softmax(), None), ordered(rg.Retention(), None)
+    (None, causal)
+    """
+    if not mechanism.ordered:
+        return mask
+    return causal if mask is None else causal & mask
 
 
 @dataclass(frozen=True)

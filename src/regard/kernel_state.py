@@ -7,7 +7,7 @@ from torch import Tensor
 
 from regard.key_values import KeyValueState
 from regard.mask import Padding
-from regard.padded import join_padding, reorder_padding
+from regard.padded import check_taken_in, join_padding, reorder_padding
 from regard.state import State, Stored, row_index
 
 
@@ -55,23 +55,7 @@ class KernelState(State):
 
     def check_folded(self, padding: Padding | None) -> None:
         """Raise ValueError if a mask's padding hides a token that is already in the sums."""
-        if padding is None:
-            return
-        hidden = self._hidden_again(padding)
-        if hidden is not None:
-            raise ValueError(
-                f"mask: expected padding that leaves the first {self.folded} tokens, which are summed, as they came, "
-                f"got one that hides a token of sequence {hidden}"
-            )
-
-    def _hidden_again(self, padding: Padding) -> int | None:
-        """The first sequence of which a padding hides a folded token that was real."""
-        held = Padding(((0, self.folded),) * self.sums.shape[0]) if self.padding is None else self.padding
-        if padding.rows is not None and held.rows is not None:  # no tensors: a step must not cost by its history
-            rows = zip(held.rows, padding.rows, strict=True)
-            return next((row for row, ((a, b), (c, d)) in enumerate(rows) if a < b and not c <= a <= b <= d), None)
-        hides = (held.valid(self.folded, "cpu") & ~padding.valid(self.folded, "cpu")).any(-1)
-        return int(hides.nonzero()[0]) if bool(hides.any()) else None
+        check_taken_in(self.padding, self.folded, self.sums.shape[0], padding)
 
     def padding_after(self, padding: Padding | None, fold_to: int, keys: int) -> Padding | None:
         """Which folded tokens are real once `fold_to` more are in."""

@@ -17,14 +17,14 @@ registers them as its own.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from einops import rearrange
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from regard.call import Call, Path, cleaned, in_own_dtype, poisoned, taint
+from regard.call import Call, Path, cleaned, in_own_dtype, ordered, poisoned, taint
 from regard.cost import COUNTED, Cost, Work, accumulator, score_cost, similarity_flops
 from regard.eager import symbolic
 from regard.key_values import KeyValueState
@@ -71,6 +71,20 @@ class Mechanism:
     """What stands in a hidden key's place among the scores that a trace shows."""
     excuses: ClassVar[Mapping[str, str]] = {}
     """Laws of `regard.check` that this family of mechanisms does not claim to keep, and why."""
+
+    ordered: ClassVar[bool] = False
+    """Whether the weights depend on where tokens stand. Such a mechanism is causal by itself, whatever the mask, and
+    `weigh` is called with all heads and all queries, the last of which stands at the last key."""
+
+    def for_layer(self, qk_length: int) -> Self:
+        """The mechanism as a layer with heads of this length owns it: with the tensors that it learns there, if it has
+        none yet. What is made here is initialised here, and on a real device.
+
+        >>> import regard as rg
+        >>> rg.Gated(), rg.Gated().for_layer(8)
+        (Gated(gate=None), Gated(gate=Gate))
+        """
+        return self
 
     def tensors(self) -> dict[str, Tensor | nn.Module]:
         """The fields that are tensors or modules, by name: what a layer registers.
@@ -209,7 +223,7 @@ class Mechanism:
 
     def paths(self) -> tuple[Path, ...]:
         """The ways to compute this mechanism, best first; the last one serves every call."""
-        return (blocks.PATH, reference.PATH)
+        return (reference.PATH,) if self.ordered else (blocks.PATH, reference.PATH)
 
     def notes(self, call: Call) -> tuple[str, ...]:
         """What a person should know about this call besides the path."""
@@ -277,7 +291,7 @@ class Mechanism:
         >>> torch.allclose(torch.cat([first, last], 2), rg.attend(q, k, v, m, mask=rg.causal), atol=1e-6)
         True
         """
-        rule = as_mask(mask)
+        rule = ordered(self, as_mask(mask))
         kind = self.state_type(k.shape[-1] if isinstance(k, Tensor) else 1)
         if type(state) is not kind or not same(state.mechanism, self):
             owner = getattr(state, "mechanism", None)

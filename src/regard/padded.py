@@ -34,6 +34,28 @@ def join_padding(
     return padding_of(torch.cat(parts, dim=1))
 
 
+def check_taken_in(real: Padding | None, length: int, batch: int, later: Padding | None) -> None:
+    """Raise ValueError if a later mask's padding hides one of the first `length` tokens, of which `real` says which
+    were real when they came and are in a state's sums for good."""
+    if later is None:
+        return
+    real = Padding(((0, length),) * batch) if real is None else real
+    if (row := _hidden_again(real, length, later)) is not None:
+        raise ValueError(
+            f"mask: expected padding that leaves the first {length} tokens, which are summed, as they came, "
+            f"got one that hides a token of sequence {row}"
+        )
+
+
+def _hidden_again(real: Padding, length: int, later: Padding) -> int | None:
+    """The first sequence of which a padding hides a real token."""
+    if later.rows is not None and real.rows is not None:  # no tensors: a step must not cost by its history
+        rows = zip(real.rows, later.rows, strict=True)
+        return next((row for row, ((a, b), (c, d)) in enumerate(rows) if a < b and not c <= a <= b <= d), None)
+    hides = (real.valid(length, "cpu") & ~later.valid(length, "cpu")).any(-1)
+    return int(hides.nonzero()[0]) if bool(hides.any()) else None
+
+
 @lru_cache(maxsize=64)
 def _join_spans(old: tuple[Span, ...], length: int, new: tuple[Span, ...], count: int) -> Padding | None:
     """The padding of [old | new] where each row stays one interval, without touching a tensor; None otherwise.

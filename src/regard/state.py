@@ -12,7 +12,10 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from regard.mask import Padding
+from regard.eager import readable
+from regard.mask import Mask, Padding
+from regard.padded import check_taken_in, join_padding, reorder_padding
+from regard.structure import padding_between
 
 
 @dataclass(frozen=True)
@@ -130,11 +133,17 @@ class FixedState(State):
     by those fields. It cannot be cropped: what it has met is not kept.
     """
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.__repr__ = cls.__repr__  # type: ignore[method-assign] # its own, so that dataclass makes no other
+
     mechanism: Any
     sizes: Sizes
     length: int = 0
     tainted: Tensor | None = None
     """Rows and heads (B, G) that took in a NaN or infinity; None while none did."""
+    padding: Padding | None = None
+    """Which of the tokens met are real; None while all are."""
 
     def _tensors(self) -> dict[str, Tensor]:
         values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
@@ -146,7 +155,9 @@ class FixedState(State):
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.numel() * tensor.element_size() for tensor in self._tensors().values())
+        table = None if self.padding is None else self.padding.table
+        tensors = [*self._tensors().values(), *(() if table is None else (table,))]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def check(self, k: Tensor, v: Tensor) -> None:
         sizes = self.sizes
@@ -160,7 +171,8 @@ class FixedState(State):
     def reorder(self, index: Tensor) -> "FixedState":
         index = row_index(index, self.batch, self.device)
         chosen: dict[str, Any] = {name: tensor[index] for name, tensor in self._tensors().items()}
-        return replace(self, **chosen, sizes=replace(self.sizes, batch=len(index)))
+        padding = reorder_padding(self.padding, index, self.length)
+        return replace(self, **chosen, padding=padding, sizes=replace(self.sizes, batch=len(index)))
 
     def crop(self, length: int) -> "FixedState":
         if type(length) is not int or length != self.length:
@@ -170,7 +182,8 @@ class FixedState(State):
         return self
 
     def saved(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        return {}, self._tensors()
+        padding = {} if self.padding is None else {"padding": self.padding.valid(self.length).clone()}
+        return {}, self._tensors() | padding
 
     def restored(self, stored: Stored) -> "FixedState":
         shapes = {name: tensor for name, tensor in self._tensors().items() if name != "tainted"}
@@ -179,7 +192,37 @@ class FixedState(State):
         }
         tainted = stored.flags("tainted", stored.batch, self.sizes.num_kv_heads)
         sizes = replace(self.sizes, batch=stored.batch)
-        return replace(self, **tensors, tainted=tainted, length=stored.length, sizes=sizes)
+        padding = stored.padding("padding", stored.length)
+        return replace(self, **tensors, tainted=tainted, padding=padding, length=stored.length, sizes=sizes)
+
+    def fresh(self, rule: Mask | None, count: int) -> Padding | None:
+        """Which of `count` new tokens are real under a mask over the whole history; None if all are.
+
+        ValueError if the mask hides a token that the state has taken in: that cannot be undone.
+        """
+        total = self.length + count
+        check_taken_in(self.padding, self.length, self.batch, padding_between(rule, 0, self.length, total))
+        return padding_between(rule, self.length, total, total)
+
+    def flags(self, count: int, fresh: Padding | None, tainted: Tensor | None) -> Tensor | None:
+        """What carries a NaN or infinity, (B, G, 1 + T): the history, as if it were one key, and each new token that is
+        real; None if nothing does."""
+        if tainted is None and self.tainted is None:
+            return None
+        none = torch.zeros(self.batch, self.sizes.num_kv_heads, count, dtype=torch.bool, device=self.device)
+        before = none.any(-1) if self.tainted is None else self.tainted
+        tainted = none if tainted is None else tainted
+        real = tainted if fresh is None else tainted & fresh.valid(count, self.device)[:, None]
+        return torch.cat([before[..., None], real], dim=-1)
+
+    def grown(self, count: int, fresh: Padding | None, flags: Tensor | None, **tensors: Tensor) -> Self:
+        """The state `count` tokens later, with other tensors; `fresh` and `flags` as above."""
+        tainted = None if flags is None else flags.any(-1)
+        if self.tainted is None and tainted is not None and readable(tainted) and not bool(tainted.any()):
+            tainted = None
+        padding = join_padding(self.padding, self.length, fresh, count, self.batch, self.device)
+        changes: dict[str, Any] = {**tensors, "length": self.length + count, "tainted": tainted, "padding": padding}
+        return replace(self, **changes)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.mechanism!r}, length={self.length}, nbytes={self.nbytes})"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from regard.attention import attend, weights
-from regard.call import Call
+from regard.call import Call, ordered
 from regard.cost import Work, cost, count_flops
 from regard.laws.case import (
     HEADS,
@@ -288,7 +288,7 @@ def _finite_gradients(out: Tensor, inputs: tuple[Tensor, ...], to: Tensor | None
 
 def _leakless(mechanism: Mechanism, case: Case) -> None:
     q, k, v = case.tensors()
-    rule = case.rule()
+    rule = ordered(mechanism, case.rule())
     if rule is None or 0 in (case.batch, case.queries, case.keys):
         return
     visible = rule.visible(case.batch, 4, case.queries, case.keys).expand(case.batch, 4, case.queries, case.keys)
@@ -327,7 +327,7 @@ def _leakless(mechanism: Mechanism, case: Case) -> None:
 
 
 def _no_hidden(mechanism: Mechanism, case: Case) -> str | None:
-    return "no key is hidden" if case.mask == "none" else None
+    return "no key is hidden" if case.mask == "none" and not mechanism.ordered else None
 
 
 @torch.no_grad()

@@ -18,7 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from regard.attention import attend, weights
-from regard.call import cleaned, poisoned, taint
+from regard.call import cleaned, ordered, poisoned, taint
 from regard.layers.linear import Linear, projections
 from regard.layers.positions import Rotary, Tables
 from regard.layers.ragged import Ragged
@@ -145,7 +145,7 @@ class Attend(nn.Module):
             return mechanism.extend(q, k, v, state, mask, bias=bias)
         if self.training and self.dropout > 0:
             # Dropping weights needs the weights: the plain form, in training only. A weight of 0 does not hide a NaN.
-            mask = as_mask(mask)
+            mask = ordered(mechanism, as_mask(mask))
             tainted = None if mask is None else taint(k, v)
             kept = F.dropout(weights(q, cleaned(k, tainted), mechanism, mask, bias=bias), self.dropout)
             visible = None if mask is None else mask.visible(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.device)
@@ -205,7 +205,7 @@ class MultiHeadAttention(nn.Module):
         self.W_v = Linear(value_dim or key_dim or embedding_dim, groups * self.value_length, bias=bias)
         out_bias = bias if output_bias is None else output_bias
         self.W_o = Linear(num_heads * self.value_length, embedding_dim, bias=out_bias)
-        mechanism = as_mechanism(mechanism)
+        mechanism = as_mechanism(mechanism).for_layer(self.qk_length)
         check_learned(mechanism, self.qk_length)
         self.attend = Attend(mechanism, dropout)
 

@@ -139,12 +139,17 @@ class Stack(nn.Module):
         mechanism = as_mechanism(config.mechanism)
         if causal and refusal(mechanism, causal_mask) is not None:
             raise ValueError(f"mechanism: expected one that can be causal, got {mechanism!r}")
+        if config.cross and mechanism.ordered:
+            raise ValueError(
+                f"mechanism: expected one for attention over another sequence, got {mechanism!r}, "
+                "which is causal by itself: a token's place among another sequence's tokens has no meaning"
+            )
         if bias is not None and refusal(mechanism, bias=True) is not None:
             raise ValueError(f"mechanism: expected one with additive scores, for a bias by distance, got {mechanism!r}")
         qk_length = config.qk_length or config.embedding_dim // config.num_heads
         for size in windows or () if causal else ():
             if size is not None and mechanism.streams(qk_length, Structure(before=size - 1, after=0)) is not None:
-                raise ValueError(f"window: expected none with {mechanism!r}, whose sums forget no key, got {size}")
+                raise ValueError(f"window: expected none with {mechanism!r}, whose sums cannot drop a key, got {size}")
         different = num_layers if num_shared is None else num_shared
         if num_shared is not None and not 1 <= num_shared <= num_layers:
             raise ValueError(f"num_shared: expected 1 to {num_layers} different blocks, got {num_shared}")

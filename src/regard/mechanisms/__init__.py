@@ -2,8 +2,10 @@
 
 from regard.mechanism import Mechanism
 from regard.mechanisms.channel import Channel
+from regard.mechanisms.gated import Gated
 from regard.mechanisms.kernel import Elu, Kernel, RandomFeatures
 from regard.mechanisms.polynomial import Polynomial, Quadratic, Taylor
+from regard.mechanisms.retention import Retention
 from regard.mechanisms.softmax import Argmax, Softmax, Uniform
 
 REGISTRY: dict[str, Mechanism] = {
@@ -16,6 +18,8 @@ REGISTRY: dict[str, Mechanism] = {
     "elu": Elu(),
     "taylor": Taylor(),
     "random-features": RandomFeatures(n=64),
+    "retention": Retention(),
+    "gated": Gated(),
     "channel": Channel(),
     "channel-by-channels": Channel(scale="channels"),
 }
@@ -38,10 +42,12 @@ __all__ = [
     "Argmax",
     "Channel",
     "Elu",
+    "Gated",
     "Kernel",
     "Polynomial",
     "Quadratic",
     "RandomFeatures",
+    "Retention",
     "Softmax",
     "Taylor",
     "Uniform",

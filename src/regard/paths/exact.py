@@ -8,6 +8,8 @@ from regard.call import Call, cleaned, in_own_dtype, taint
 
 def weights(call: Call, rows: list[int] | None, heads: list[int] | None) -> Tensor:
     """Weights (B, heads, rows, S) between queries and keys, by the mechanism's plain formula."""
+    if call.mechanism.ordered and (rows is not None or heads is not None):  # which token or head it is matters to it
+        return choose_scores(weights(call, None, None), rows, heads)
     tainted = None if call.mask is None else taint(call.k, call.k)
     q, k, bias, repeats = call.q, cleaned(call.k, tainted), call.bias, call.heads // call.groups
     every_row = range(call.queries) if rows is None else rows

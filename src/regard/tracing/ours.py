@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.attention import weights
+from regard.call import ordered
 from regard.layers.attention import Attend
 from regard.layers.block import Stack
 from regard.mask import Mask, Padding, as_mask
@@ -83,6 +84,7 @@ def met(
     kind: Kind, mechanism: Mechanism, q: Tensor, k: Tensor, v: Tensor, rule: Mask | None, bias: Tensor | None
 ) -> Met:
     """One run of a mechanism, for a recorder."""
+    rule = ordered(mechanism, rule)
     batch, heads, queries, keys = *q.shape[:3], k.shape[2]
     if not weighs_tokens(mechanism, q.shape[3]):
         return Met(
