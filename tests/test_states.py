@@ -16,7 +16,13 @@ from regard.key_values import KeyValueState
 B, H, G, K, V = 3, 4, 2, 5, 6
 CACHED = {"softmax": rg.Softmax(), "softcap": rg.Softmax(softcap=5.0), "argmax": rg.Argmax(), "uniform": rg.Uniform()}
 SUMMED = {"quadratic": rg.Quadratic(), "taylor": rg.Taylor(), "elu": rg.Elu(), "random": rg.RandomFeatures(n=7)}
-STREAMS = CACHED | SUMMED
+FADING = {
+    "retention": rg.Retention(),
+    "gated": rg.Gated(),
+    "a gate": rg.Gated(gate=lambda k: -k.square().sum(-1, keepdim=True)),
+    "features' gates": rg.Gated(gate=lambda k: -k.square()),
+}
+STREAMS = CACHED | SUMMED | FADING
 LONG = 2 * RECENT + 45
 """Long enough that a kernel's state folds more than once, and not a multiple of anything."""
 
@@ -50,6 +56,8 @@ def similarity(mechanism: rg.Mechanism, q: Tensor, k: Tensor) -> Tensor:
 
 def plain(mechanism: rg.Mechanism, q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
     """The plain formula in the tensors' own dtype."""
+    if mechanism.ordered:
+        return recurrence(mechanism, q, k, v, visible)
     k, v = (t.repeat_interleave(H // G, dim=1) for t in (k, v))
     if mechanism == rg.Argmax():
         scores = (q @ k.transpose(-1, -2)).masked_fill(~visible, -math.inf)
@@ -59,6 +67,21 @@ def plain(mechanism: rg.Mechanism, q: Tensor, k: Tensor, v: Tensor, visible: Ten
         similar = similarity(mechanism, q, k).masked_fill(~visible, 0)
     total = similar.sum(-1, keepdim=True)
     return (similar / total.masked_fill(total == 0, 1)) @ v
+
+
+def recurrence(mechanism: rg.Mechanism, q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+    """S_t = exp(g_t) S_{t-1} + k_t v_t^T and q_t S_t, token by token; of a hidden key only retention's gate counts."""
+    real = visible.reshape((1,) * (4 - visible.ndim) + visible.shape)[:, 0, -1, :, None, None]  # (B or 1, T, 1, 1)
+    gates = mechanism.log_gates(k, None).expand_as(k)
+    k, v, gates = (t.repeat_interleave(H // G, dim=1) for t in (k, v, gates))
+    if not isinstance(mechanism, rg.Retention):
+        gates = gates.masked_fill(~real[:, None, :, :, 0], 0)
+    sums, out = k.new_zeros(*k.shape[:2], K, v.shape[3]), []
+    for t in range(k.shape[2]):
+        new = k[:, :, t, :, None] * v[:, :, t, None]
+        sums = gates[:, :, t, :, None].exp() * sums + new.masked_fill(~real[:, t, :, None], 0)
+        out.append(q[:, :, t, None] @ sums * K**-0.5)
+    return torch.cat(out, 2)
 
 
 def triangle(length: int) -> Tensor:
@@ -108,7 +131,14 @@ def test_token_by_token_is_whole(name: str) -> None:
     assert close(out, plain(mechanism, *tensors, triangle(length)))
 
 
-@every_stream
+@pytest.mark.parametrize("name", FADING)
+def test_what_is_causal_by_itself_streams_so_without_a_mask(name: str) -> None:
+    mechanism, tensors = FADING[name], tokens(LONG)
+    out, _ = stream(mechanism, tensors, [0, 3, 150, LONG], start(mechanism), lambda length: None)
+    assert close(out, plain(mechanism, *tensors, triangle(LONG)))
+
+
+@pytest.mark.parametrize("name", CACHED | SUMMED)
 def test_a_stream_without_a_mask_sees_its_whole_chunk(name: str) -> None:
     """No mask is no causality: each piece sees all of itself and of the past."""
     mechanism, tensors, cuts = STREAMS[name], tokens(LONG), [0, 3, 150, LONG]
@@ -229,7 +259,7 @@ def test_a_bad_order_is_refused(name: str, index: list[Any]) -> None:
         start(STREAMS[name]).reorder(torch.tensor(index))
 
 
-@every_stream
+@pytest.mark.parametrize("name", CACHED | SUMMED)
 def test_a_cropped_state_is_the_earlier_state(name: str) -> None:
     mechanism, tensors, other = STREAMS[name], tokens(100), tokens(100, seed=1)
     _, late = stream(mechanism, tensors, [0, 100], start(mechanism))
@@ -241,7 +271,7 @@ def test_a_cropped_state_is_the_earlier_state(name: str) -> None:
     assert close(again, plain(mechanism, *tensors, triangle(100))[:, :, 60:]), "the crop's fork wrote over its origin"
 
 
-@every_stream
+@pytest.mark.parametrize("name", CACHED | SUMMED)
 def test_cropping_keeps_the_padding_of_what_is_left(name: str) -> None:
     mechanism, tensors, starts = STREAMS[name], tokens(20), torch.tensor([0, 6, 12])
     _, late = stream(mechanism, tensors, [0, 20], start(mechanism), lambda n: rg.causal & left(starts, n))
@@ -292,7 +322,7 @@ def test_nbytes_counts_what_is_remembered_of_bad_tokens(name: str) -> None:
     holes = torch.tensor([[True, False, True, True, True, True]] * B)
     fresh = start(mechanism)
     _, state = mechanism.extend(*tensors, fresh, mask=rg.causal & rg.padding(valid=holes))
-    assert state.nbytes == fresh.nbytes + B * 6 + B * G * 6
+    assert state.nbytes == fresh.nbytes + B * 6 + B * G * (1 if mechanism.ordered else 6)
 
 
 @every_sum
@@ -509,6 +539,9 @@ def test_half_precision_streams_within_budget(name: str, dtype: torch.dtype) -> 
     allowed = 2 * max((rough.double() - exact).abs().max().item(), torch.finfo(dtype).eps / 2) + 1e-5
     assert out.dtype == dtype
     assert (out.double() - exact).abs().max() <= allowed
+    if name in FADING:
+        assert state.sums.dtype == torch.float32
+        return
     held = state.recent.keys if isinstance(state, KernelState) else state.keys
     assert held.dtype == dtype
 

@@ -33,7 +33,7 @@ VARIANTS = {
     "deep decoder": {"num_layers": 1, "num_decoder_layers": 3, "feed_forward_proj": "gated-silu"},
     "deep encoder": {"num_layers": 3, "num_decoder_layers": 1, "feed_forward_proj": "gelu"},
 }
-CAUSAL = [name for name, mechanism in REGISTRY.items() if weighs_tokens(mechanism, 8)]
+CAUSAL = [name for name, one in REGISTRY.items() if weighs_tokens(one, 8) and not one.ordered]
 
 
 def build(config):

@@ -118,8 +118,7 @@ class RecurrentMechanism(UnnormalisedMechanism):
             return None
         given = f"{known.rest!r}" if known.rest is not None else "a window"
         return (
-            f"mask: expected causal, padding, both or none for {self!r}: its sums fade keys and drop none, "
-            f"got {given}"
+            f"mask: expected causal, padding, both or none for {self!r}: its sums fade keys and drop none, got {given}"
         )
 
     def paths(self) -> tuple[Path, ...]:
@@ -249,7 +248,7 @@ def _walk(
     q: Tensor, k: Tensor, v: Tensor, gates: Tensor, sums: Tensor | None, keep: bool
 ) -> tuple[Tensor, Tensor | None]:
     """The output for as many queries as keys, given the sums before them; and, to `keep`, the sums after them."""
-    kind, tokens, heads = gates.dtype, k.shape[2], q.shape[1] // k.shape[1]
+    dtype, kind, tokens, heads = q.dtype, gates.dtype, k.shape[2], q.shape[1] // k.shape[1]
     size = _chunk(tokens)
     q = rearrange(q.to(kind) * q.shape[3] ** -0.5, "b (g r) t k -> b g t (r k)", g=k.shape[1])
     # What fills the last chunk up changes nothing: keys of 0, and gates of 0, which leave everything as it is.
@@ -269,7 +268,7 @@ def _walk(
         after = _joined(after_first + upto_second[..., -1:, :], after_second)
         length *= 2
     out, sums = _through_sums(q, k, v, upto, after, out, sums, size, keep)
-    return rearrange(out[:, :, :tokens], "b g t r v -> b (g r) t v"), sums
+    return rearrange(out[:, :, :tokens], "b g t r v -> b (g r) t v").to(dtype), sums
 
 
 def _through_sums(

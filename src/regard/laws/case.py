@@ -168,4 +168,6 @@ def in_dtype(mechanism: Mechanism, dtype: torch.dtype) -> Mechanism:
 
 def agrees(what: str, actual: Tensor, mechanism: Mechanism, q: Tensor, k: Tensor, v: Tensor, rule: Mask | None) -> None:
     """Raise Broken if `actual` is not, within the error budget, what the mechanism gives for these tensors."""
+    if actual.dtype != q.dtype:
+        raise Broken(f"{what} is in {actual.dtype}, not in {q.dtype}")
     within_budget(what, actual, exact_output(mechanism, q, k, v, rule), plain_output(mechanism, q, k, v, rule))

@@ -233,7 +233,7 @@ def _size(tensor: Tensor) -> float:
 @torch.no_grad()
 def _normalised(mechanism: Mechanism, case: Case) -> None:
     q, k, _ = case.tensors()
-    rule = case.rule()
+    rule = ordered(mechanism, case.rule())
     table = weights(q, k, mechanism, rule)
     if table.numel() == 0:
         return

@@ -139,11 +139,9 @@ class Stack(nn.Module):
         mechanism = as_mechanism(config.mechanism)
         if causal and refusal(mechanism, causal_mask) is not None:
             raise ValueError(f"mechanism: expected one that can be causal, got {mechanism!r}")
-        if config.cross and mechanism.ordered:
-            raise ValueError(
-                f"mechanism: expected one for attention over another sequence, got {mechanism!r}, "
-                "which is causal by itself: a token's place among another sequence's tokens has no meaning"
-            )
+        if mechanism.ordered and (config.cross or not causal):
+            task = "attention over another sequence" if config.cross else "tokens that see each other both ways"
+            raise ValueError(f"mechanism: expected one for {task}, got {mechanism!r}, which is causal by itself")
         if bias is not None and refusal(mechanism, bias=True) is not None:
             raise ValueError(f"mechanism: expected one with additive scores, for a bias by distance, got {mechanism!r}")
         qk_length = config.qk_length or config.embedding_dim // config.num_heads

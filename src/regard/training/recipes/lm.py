@@ -9,7 +9,8 @@ of any vocabulary with each other and with compressors (`regard.data.baselines`)
 A row of a batch is `context` tokens, cut at other places in each epoch. Packed rows are cut from all documents in a
 circle, and the documents in a row are kept apart by `rg.segments`: none sees another. A kernel then computes its
 weights pair by pair, which within a context of hundreds of tokens costs about what its running sums do. Rows that are
-not packed hold one document, or a piece of one, each: kernels run by their sums, softmax by one fused call.
+not packed hold one document, or a piece of one, each: kernels run by their sums, softmax by one fused call. Mechanisms
+that forget, whose sums run through the whole row, take such rows only.
 
 Positions count along the row. A document in the middle of a packed row computes as it would alone where attention knows
 distances only: rotary positions with softmax and with polynomial kernels, but not with elementwise features (elu), and
@@ -31,6 +32,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from regard.call import refusal
 from regard.checkpoints.errors import CheckpointError
 from regard.checkpoints.tokenizer import Tokenizer
 from regard.data.text import SUFFIXES, Document, Tokens, chance, documents, plain_ids, split, write_tokens
@@ -76,7 +78,11 @@ class Options:
     mechanism: str = option("softmax", f"Attention, one of {CHOICES}.")
     kv_heads: int | None = option(None, "Key/value heads; as many as heads if not given, 1 is MQA.")
     window: int | None = option(None, "Tokens that each one sees, itself among them; all before it if not given.")
-    packed: bool = option(True, "Rows with pieces of several documents, kept apart; if not, one document a row.")
+    packed: bool | None = option(
+        None,
+        "Rows with pieces of several documents, kept apart; if not, one document a row. Packed if not given, unless "
+        "the mechanism cannot keep documents apart.",
+    )
 
     def __post_init__(self) -> None:
         for name, least in (("vocabulary", 300), ("context", 2)):
@@ -87,6 +93,12 @@ class Options:
         if not self.suffix:
             raise ValueError("suffix: expected at least one, got none")
         check_causal(self.mechanism, self.window)
+        apart = refusal(from_text(self.mechanism), segments(torch.zeros(1, 8, dtype=torch.long))) is None
+        if self.packed and not apart:
+            raise ValueError(
+                f"packed: expected --no-packed with {self.mechanism}, whose documents would mix, got --packed"
+            )
+        object.__setattr__(self, "packed", apart if self.packed is None else self.packed)
         self.config(self.vocabulary)
 
     def config(self, vocabulary_size: int) -> DecoderConfig:

@@ -1,0 +1,119 @@
+"""A mechanism with a state of its own, in one file: sums that fade with every token.
+
+    python examples/forgetful_mechanism.py
+
+Linear attention whose keys count for less the further back they are,
+
+    sim_ts = rate^(t-s) · phi(q_t)·phi(k_s) for s ≤ t,     w_ts = sim_ts / sum over visible s' of sim_ts'
+    out_t  = phi(q_t) S_t / phi(q_t)·z_t,                  S_t = rate · S_{t-1} + phi(k_t) v_t^T,  phi = elu + 1
+                                                           z_t = rate · z_{t-1} + phi(k_t)
+
+The weights are stated in `weigh`. The stream keeps (S, z) instead of keys and values: `empty_state` says what is kept,
+`advance` goes on from it. Everything else (layers, models, generation, saved prompts, traces, the laws) follows.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import elu
+
+import regard as rg
+from regard.call import poisoned
+from regard.state import FixedState, Sizes
+from regard.structure import EVERYTHING, Structure
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class FadingState(FixedState):
+    """Sums over the tokens met, (B, G, K, V) and (B, G, K): their fields are what is reordered, counted and saved."""
+
+    sums: Tensor
+    total: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forgetful(rg.Mechanism):
+    """Weights fall by `rate` with every token between query and key."""
+
+    ordered: ClassVar[bool] = True  # its weights depend on where tokens stand, and it is causal by itself
+    excuses: ClassVar[Mapping[str, str]] = {"permuted": "a key counts for less the further back it is"}
+    rate: float = 0.9
+
+    def weigh(self, q: Tensor, k: Tensor, visible: Tensor | None, bias: Tensor | None = None) -> Tensor:
+        """The exact weights; the last query stands at the last key."""
+        keys = torch.arange(k.shape[2], device=q.device)
+        distance = torch.arange(k.shape[2] - q.shape[2], k.shape[2], device=q.device)[:, None] - keys
+        seen = distance >= 0 if visible is None else (distance >= 0) & visible
+        q = q.masked_fill(~seen.any(-1, keepdim=True), 0)  # a query that sees nothing reaches no key's gradient
+        similar = self.grouped(lambda q, k: phi(q) @ phi(k).transpose(-1, -2), q, k)
+        return self.normalise((similar * self.rate ** distance.clamp(min=0)).masked_fill(~seen, 0))
+
+    def streams(self, qk_length: int, known: Structure = EVERYTHING) -> str | None:
+        """Sums take no key out again: causal and padding are all the masks that a stream can have."""
+        hides = known.rest is not None or known.windowed
+        return f"mask: expected causal, padding, both or none to stream {self!r}, got another" if hides else None
+
+    def state_type(self, qk_length: int) -> type[FadingState]:
+        """What it goes on from."""
+        return FadingState
+
+    def empty_state(self, sizes: Sizes, capacity: int, storage: torch.dtype | None = None) -> FadingState:
+        """What it starts from."""
+        sums, total = sizes.zeros(sizes.qk_length, sizes.value_length), sizes.zeros(sizes.qk_length)
+        return FadingState(mechanism=self, sizes=sizes, sums=sums, total=total)
+
+    def advance(
+        self, q: Tensor, k: Tensor, v: Tensor, state: Any, rule: Any, bias: None, tainted: Tensor | None
+    ) -> tuple[Tensor, FadingState]:
+        """Take tokens in one by one. Keys and values come free of NaN; `tainted` says which were not."""
+        count, sums, total = k.shape[2], state.sums, state.total
+        fresh = state.fresh(rule, count)  # which of them are real
+        queries, keys, values = phi(q.to(sums.dtype)), phi(k.to(sums.dtype)), v.to(sums.dtype)
+        if fresh is not None:
+            keys = keys.masked_fill(~fresh.valid(count, k.device)[:, None, :, None], 0)
+        out = [queries.new_zeros(*q.shape[:2], 0, v.shape[3])]
+        for t in range(count):
+            sums = self.rate * sums + keys[:, :, t, :, None] * values[:, :, t, None]
+            total = self.rate * total + keys[:, :, t]
+            query = queries[:, :, t].unflatten(1, (k.shape[1], -1))
+            size = query @ total[..., None]
+            out.append((query @ sums / size.masked_fill(size == 0, 1)).flatten(1, 2)[:, :, None])
+        flags = state.flags(count, fresh, tainted)
+        longer = state.grown(count, fresh, flags, sums=sums, total=total)
+        return poisoned(torch.cat(out, 2).to(q.dtype), rg.causal, flags), longer
+
+    def cost(self, work: rg.Work) -> rg.Cost:
+        """The weights' formula is counted as it is; of the state the base class cannot know."""
+        numbers = work.batch * work.num_kv_heads * work.qk_length * (work.value_length + 1)
+        kind = torch.promote_types(work.dtype, torch.float32)
+        return replace(super().cost(work), state_bytes=numbers * kind.itemsize)
+
+
+def phi(x: Tensor) -> Tensor:
+    """Features of queries and keys, above 0."""
+    return elu(x) + 1
+
+
+def main() -> None:
+    """Compute, stream, see, count and prove it; then a model."""
+    torch.manual_seed(0)
+    mechanism = Forgetful()
+    q, k, v = torch.randn(2, 8, 100, 16), torch.randn(2, 2, 100, 16), torch.randn(2, 2, 100, 16)
+    whole = rg.attend(q, k, v, mechanism)
+    state = mechanism.start(batch=2, num_kv_heads=2, qk_length=16, value_length=16)
+    out, state = mechanism.extend(q[:, :, :60], k[:, :, :60], v[:, :, :60], state)
+    rest, state = mechanism.extend(q[:, :, 60:], k[:, :, 60:], v[:, :, 60:], state)
+    print(f"streamed: off by at most {(torch.cat([out, rest], 2) - whole).abs().max():.1e}, {state}")
+    print(rg.weights(q, k, mechanism, rows=[-1], heads=[0])[0, 0, 0, -4:])
+    print(rg.cost(mechanism, rg.Work(query_length=4096, key_length=4096, mask=rg.causal)))
+    sizes = {"vocabulary_size": 50, "embedding_dim": 32, "num_layers": 2, "num_heads": 4}
+    model = rg.Decoder(rg.DecoderConfig(**sizes, mechanism=mechanism))
+    print(rg.generate(model, [[1, 2, 3]], max_new_tokens=5)[0].tokens)
+    print(rg.check(mechanism, masks=["causal", "padding left"], dtypes=["float32"]))
+
+
+if __name__ == "__main__":
+    main()
