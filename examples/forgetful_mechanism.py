@@ -49,7 +49,8 @@ class Forgetful(rg.Mechanism):
         seen = distance >= 0 if visible is None else (distance >= 0) & visible
         q = q.masked_fill(~seen.any(-1, keepdim=True), 0)  # a query that sees nothing reaches no key's gradient
         similar = self.grouped(lambda q, k: phi(q) @ phi(k).transpose(-1, -2), q, k)
-        return self.normalise((similar * self.rate ** distance.clamp(min=0)).masked_fill(~seen, 0))
+        fade = similar.new_tensor(self.rate) ** distance.clamp(min=0)
+        return self.normalise((similar * fade).masked_fill(~seen, 0))
 
     def streams(self, qk_length: int, known: Structure = EVERYTHING) -> str | None:
         """Sums take no key out again: causal and padding are all the masks that a stream can have."""

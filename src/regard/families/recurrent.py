@@ -164,23 +164,24 @@ class RecurrentMechanism(UnnormalisedMechanism):
             moved = replace(work, key_length=tokens, mask=None).io_bytes + state_bytes
         else:
             tokens = min(tokens, work.key_length)
-        flops = 0
+        flops, gate_flops, gate_length = 0, *self._gate_cost(work.qk_length)
         if tokens:
             flops = _walk_flops(work, tokens, history=old > 0, keep=streamed)
-            flops += (tokens if streamed else work.key_length) * self._gate_flops(work.qk_length)
+            flops += (tokens if streamed else work.key_length) * gate_flops
             flops += 0 if streamed else 2 * old * work.qk_length * work.value_length
         return Cost(
             flops=heads * flops,
             bytes=moved,
             state_bytes=state_bytes,
-            activation_bytes=heads * _walk_size(work, tokens) * accumulator(work.dtype).itemsize,
+            activation_bytes=heads * _walk_size(work, tokens, gate_length) * accumulator(work.dtype).itemsize,
             form="linear",
         )
 
-    def _gate_flops(self, qk_length: int) -> int:
+    def _gate_cost(self, qk_length: int) -> tuple[int, int]:
+        """FLOPs of a token's gates, and how many there are for each head."""
         x = probe(self, (1, 1, COUNTED, qk_length))
-        with made_on(x.device):
-            return count_flops(lambda: self.gates(x, None)) // COUNTED
+        with made_on(x.device), torch.no_grad():
+            return count_flops(lambda: self.gates(x, None)) // COUNTED, self.gates(x, None).shape[-1]
 
 
 def _known(work: Work) -> Structure:
@@ -252,7 +253,7 @@ def _walk(
     size = _chunk(tokens)
     q = rearrange(q.to(kind) * q.shape[3] ** -0.5, "b (g r) t k -> b g t (r k)", g=k.shape[1])
     # What fills the last chunk up changes nothing: keys of 0, and gates of 0, which leave everything as it is.
-    q, k, v, gates = (F.pad(x.to(kind), (0, 0, 0, -tokens % size)) for x in (q, k, v, gates))
+    q, k, v, gates = (_filled(x.to(kind), -tokens % size) for x in (q, k, v, gates))
     q = q.unflatten(-1, (heads, -1))  # (B, G, T, R, K)
     upto, after = gates, torch.zeros_like(gates)  # sums of gates: from a block's start to the token, from it to the end
     out = (q @ k[..., None]) * v[..., None, :]
@@ -302,6 +303,10 @@ def _through_sums(
     return torch.cat([out[:, :, : first * size], out[:, :, late] + more], 2), sums
 
 
+def _filled(x: Tensor, more: int) -> Tensor:
+    return F.pad(x, (0, 0, 0, more)) if more else x
+
+
 def _halves(x: Tensor, length: int) -> tuple[Tensor, ...]:
     """The first and second blocks of pairs of blocks of tokens: (B, G, T, …) -> twice (B, G, N, length, …)."""
     return x.unflatten(2, (-1, 2, length)).unbind(3)
@@ -325,9 +330,11 @@ def _walk_flops(work: Work, tokens: int, history: bool, keep: bool) -> int:
     return size * (chunks * of_pairs + 2 * work.qk_length * work.value_length * (folds + rows * reads))
 
 
-def _walk_size(work: Work, tokens: int) -> int:
-    """Numbers that `_walk` holds at once, for each key head: the sums before each chunk, and one level of blocks."""
+def _walk_size(work: Work, tokens: int, gate_length: int) -> int:
+    """Numbers that `_walk` holds at once, for each key head: the sums before each chunk, and of each token its query,
+    key, value, gates and output, and its share of one level of blocks."""
     size, rows = _chunk(max(1, tokens)), work.num_heads // work.num_kv_heads
-    chunks = -(-tokens // size)
-    level = (rows + 1) * work.qk_length + rows * (size // 2 + work.value_length)
-    return chunks * (work.qk_length * work.value_length + size * level // 2)
+    chunks, qk_length, value_length = -(-tokens // size), work.qk_length, work.value_length
+    token = (rows + 1) * (qk_length + value_length) + 6 * gate_length + rows * value_length
+    level = (rows + 1) * qk_length + rows * (size // 2 + value_length)
+    return chunks * (qk_length * value_length + size * token + size * level // 2)

@@ -125,7 +125,7 @@ def fingerprint(model: Decoder | Transformer) -> str:
 
 
 def _plain_fields(value: object) -> str:
-    plain = (bool, int, float, str, type(None))
+    plain = (bool, int, float, str, tuple, type(None))
     held = vars(value).items() if isinstance(value, Mechanism) else ()
     return ", ".join(f"{name}={one}" for name, one in held if isinstance(one, plain))
 

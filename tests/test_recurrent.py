@@ -1,0 +1,396 @@
+"""Mechanisms that forget: the papers' formulas, gates of any strength, what a mask means to them, what they learn."""
+
+import importlib.util
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn.functional import logsigmoid
+from torch.utils.flop_counter import FlopCounterMode
+
+import regard as rg
+from memory import Allocations
+from regard.mechanisms.gated import Gate
+from test_cli import entry_point
+
+ROOT = Path(__file__).parent.parent
+SIZES = {"vocabulary_size": 11, "embedding_dim": 16, "num_layers": 2, "num_heads": 2, "hidden_dim": 16}
+B, H, G, K, V = 2, 4, 2, 6, 3
+
+
+def draw(length: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = (B, H, length, K), (B, G, length, K), (B, G, length, V)
+    q, k, v = (torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes)
+    return q, k, v
+
+
+def recurrence(q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Tensor:
+    """S_t = exp(g_t) S_{t-1} + k_t v_t^T, out_t = q_t S_t / sqrt(K): the formula of the papers, token by token."""
+    k, v, gates = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v, gates))
+    sums, out = torch.zeros_like(k[:, :, 0, :, None] * v[:, :, 0, None]), []
+    for t in range(k.shape[2]):
+        sums = gates[:, :, t, :, None].exp() * sums + k[:, :, t, :, None] * v[:, :, t, None]
+        out.append(q[:, :, t, None] @ sums * q.shape[3] ** -0.5)
+    return torch.cat(out, 2)
+
+
+def off(actual: Tensor, expected: Tensor) -> float:
+    return ((actual - expected).abs().max() / expected.abs().max().clamp(min=1)).item()
+
+
+# The formula
+
+
+@pytest.mark.parametrize("path", ["recurrent", "reference"])
+@pytest.mark.parametrize("form", ["retention", "gla", "simple_gla", "simple_gla_chunked"])
+def test_agrees_with_flash_linear_attentions_naive_form(form: str, path: str) -> None:
+    """Numbers of version 0.5.2, whose naive forms computed in float64: tests/data/forgetting.py made them."""
+    numbers = load_file(ROOT / "tests/data/forgetting.safetensors")
+    gates = numbers["by_feature" if form == "gla" else "by_head"]
+    mechanism = rg.Retention() if form == "retention" else rg.Gated(gate=lambda k: gates)
+    out = rg.attend(numbers["q"], numbers["k"], numbers["v"], mechanism, path=path)
+    assert (out - numbers[form]).abs().max() <= 1e-10
+
+
+GATES = {
+    "mild": lambda k: logsigmoid(k) / 16,
+    "scalar": lambda k: logsigmoid(k.sum(-1, keepdim=True)),
+    "strong": lambda k: -20 * k.square(),
+    "enormous": lambda k: -1e4 * k.square(),
+    "none": lambda k: torch.zeros_like(k),
+    "closed": lambda k: (-k.abs()).masked_fill(k > 0.5, -math.inf),
+    "closed for all features": lambda k: k.new_zeros(*k.shape[:-1], 1).masked_fill(
+        k.sum(-1, keepdim=True) > 2, -math.inf
+    ),
+}
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 17, 64, 65, 200])
+@pytest.mark.parametrize("gate", GATES)
+def test_gates_of_any_strength_are_the_recurrence(gate: str, length: int) -> None:
+    mechanism, (q, k, v) = rg.Gated(gate=GATES[gate]), draw(length)
+    expected = recurrence(q, k, v, GATES[gate](k))
+    for path in ("recurrent", "reference"):
+        assert off(rg.attend(q, k, v, mechanism, path=path), expected) <= 1e-13
+    state = mechanism.start(batch=B, num_kv_heads=G, qk_length=K, value_length=V, dtype=torch.float64)
+    out = []
+    for begin in range(0, length, 7):
+        piece = slice(begin, begin + 7)
+        part, state = mechanism.extend(q[:, :, piece], k[:, :, piece], v[:, :, piece], state)
+        out.append(part)
+    assert off(torch.cat(out, 2), expected) <= 1e-13
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_gates_of_any_strength_keep_float32s_digits_and_finite_gradients(gate: str) -> None:
+    """Sums of gates are never subtracted from each other: one strong gate costs the later ones no digits."""
+    mechanism, tensors = rg.Gated(gate=GATES[gate]), draw(200, torch.float32)
+    exact = recurrence(*(t.double() for t in tensors), GATES[gate](tensors[1].double()))
+    leaves = [t.clone().requires_grad_() for t in tensors]
+    out = rg.attend(*leaves, mechanism)
+    assert off(out.double(), exact) <= 2e-6
+    assert all(grad.isfinite().all() for grad in torch.autograd.grad(out.square().sum(), leaves))
+
+
+def test_a_heads_decay_is_that_of_its_key_head() -> None:
+    q, k, v = draw(70)
+    out = rg.attend(q, k, v, rg.Retention())
+    wide = [t.repeat_interleave(2, 1) for t in (k, v)]
+    near, far = 1 - 2**-5, 1 - 2**-6
+    assert off(out, rg.attend(q, *wide, rg.Retention(decay=(near, near, far, far)))) <= 1e-13
+    assert off(out, rg.attend(q, k, v, rg.Retention(decay=[near, far]))) <= 1e-13
+    assert (
+        off(rg.attend(q, k, v, rg.Retention(decay=0.9)), recurrence(q, k, v, torch.full_like(k, math.log(0.9)))) < 1e-13
+    )
+    chosen = rg.weights(q, k, rg.Retention(), rows=[3, -1], heads=[3, 0])
+    assert off(chosen, rg.weights(q, k, rg.Retention())[:, [3, 0]][:, :, [3, -1]]) <= 1e-14
+
+
+def test_what_is_no_decay_and_no_gate_is_refused() -> None:
+    for decay in (0, 1.5, (), (0.5, -1), "0.5", (True,)):
+        with pytest.raises(ValueError, match=r"^decay: expected numbers above 0, at most 1, one for each head, got"):
+            rg.Retention(decay=decay)
+    with pytest.raises(ValueError, match=r"^gate: expected a function \(…, S, K\) -> .* got float$"):
+        rg.Gated(gate=0.5)
+    q, k, v = draw(5)
+    for gate in (lambda k: k[..., :2], lambda k: k.sum(-1), lambda k: 1.0):
+        with pytest.raises(ValueError, match=r"^gate: expected \(…, S, 1\) or \(…, S, K\) from keys"):
+            rg.attend(q, k, v, rg.Gated(gate=gate))
+
+
+# Masks
+
+
+@pytest.mark.parametrize("mechanism", [rg.Retention(), rg.Gated()], ids=repr)
+def test_no_query_sees_what_comes_after_it_with_a_mask_or_without(mechanism: rg.Mechanism) -> None:
+    q, k, v = draw(70)
+    whole = rg.attend(q, k, v, mechanism)
+    assert torch.equal(whole, rg.attend(q, k, v, mechanism, rg.causal))
+    assert not rg.weights(q, k, mechanism).triu(1).any()
+    for bad in (math.nan, math.inf, 7.0):
+        dirty = [torch.cat([t[:, :, :40], torch.full_like(t[:, :, 40:], bad)], 2) for t in (k, v)]
+        for path in ("recurrent", "reference"):
+            out = rg.attend(q, *dirty, mechanism, path=path)
+            assert off(out[:, :, :40], whole[:, :, :40]) <= 1e-14
+            assert bad == 7 or out[:, :, 40:].isnan().all()
+        weights = rg.weights(q, dirty[0], mechanism)
+        assert bad == 7 or (weights[:, :, :40].isfinite().all() and weights[:, :, 40:].isnan().all())
+    assert "mask       causal" in str(rg.explain(q, k, v, mechanism))
+
+
+def test_a_hidden_key_fades_retention_by_its_place_and_gates_not_at_all() -> None:
+    q, k, v = draw(20)
+    real = torch.arange(20) % 3 != 1
+    rule = rg.padding(valid=real.expand(B, 20))
+    fixed, gated = rg.Retention(decay=0.8), rg.Gated(gate=lambda k: -k.square())
+    shown = k.masked_fill(~real[:, None], 0)
+    expected = recurrence(q, shown, v, torch.full_like(k, math.log(0.8)))
+    assert off(rg.attend(q, k, v, fixed, rule), expected) <= 1e-13
+    alone = recurrence(q[:, :, real], k[:, :, real], v[:, :, real], -k[:, :, real].square())
+    assert off(rg.attend(q, k, v, gated, rule)[:, :, real], alone) <= 1e-13
+
+
+@pytest.mark.parametrize("mechanism", [rg.Retention(), rg.Gated()], ids=repr)
+def test_other_masks_and_biases_are_refused_with_a_reason(mechanism: rg.Mechanism) -> None:
+    q, k, v = draw(9)
+    masks = {
+        "a window": rg.causal & rg.window(before=3),
+        "segments": rg.segments([[0] * 4 + [1] * 5] * B),
+        "dense": rg.dense(torch.ones(9, 9, dtype=torch.bool)),
+    }
+    state = mechanism.start(batch=B, num_kv_heads=G, qk_length=K, value_length=V, dtype=torch.float64)
+    for name, mask in masks.items():
+        said = rf"^mask: expected causal, padding, both or none for .*: its sums fade keys and drop none, got {name}"
+        for call in (
+            lambda mask=mask: rg.attend(q, k, v, mechanism, mask),
+            lambda mask=mask: rg.weights(q, k, mechanism, mask),
+            lambda mask=mask: mechanism.extend(q, k, v, state, mask),
+            lambda mask=mask: rg.cost(mechanism, rg.Work(batch=B, query_length=9, key_length=9, mask=mask)),
+        ):
+            with pytest.raises(ValueError, match=said):
+                call()
+    with pytest.raises(ValueError, match=r"^bias: expected none"):
+        rg.attend(q, k, v, mechanism, bias=torch.zeros(9, 9, dtype=torch.float64))
+    with pytest.raises(ValueError, match=r"^storage: expected None"):
+        mechanism.start(batch=1, num_kv_heads=1, qk_length=4, value_length=4, storage=torch.int8)
+
+
+@pytest.mark.parametrize("name", ["retention", "gated"])
+def test_models_that_look_both_ways_or_at_another_sequence_are_refused(name: str) -> None:
+    """A class token that comes first would see nothing of its sentence or picture."""
+    sizes = {"vocabulary_size": 11, "embedding_dim": 16, "num_layers": 1, "num_heads": 2, "mechanism": name}
+    both = r"^mechanism: expected one for tokens that see each other both ways, got .* causal by itself$"
+    for build in (
+        lambda: rg.Encoder(rg.EncoderConfig(**sizes)),
+        lambda: rg.Transformer(rg.TransformerConfig(**sizes)),
+    ):
+        with pytest.raises(ValueError, match=both):
+            build()
+    with pytest.raises(ValueError, match=r"^window: expected none with .* whose sums cannot drop a key, got 4"):
+        rg.Decoder(rg.DecoderConfig(**sizes, window=4))
+
+
+# What is learned
+
+
+def test_a_gate_by_name_is_the_layers_own_and_starts_as_the_keys_themselves() -> None:
+    layer = rg.MultiHeadAttention(16, 4, 2, mechanism="gated").double()
+    assert {name for name, _ in layer.attend.named_parameters()} == {"gate.weight", "gate.bias"}
+    x = torch.randn(2, 70, 16, dtype=torch.float64)
+    bare = rg.MultiHeadAttention(16, 4, 2, mechanism=rg.Gated(gate=lambda k: logsigmoid(k) / 16)).double()
+    bare.load_state_dict({name: one for name, one in layer.state_dict().items() if "gate" not in name})
+    assert off(layer(x), bare(x)) <= 1e-14
+    before = [one.clone() for one in layer.attend.parameters()]
+    layer(x).square().sum().backward()
+    torch.optim.SGD(layer.parameters(), lr=0.01).step()
+    assert all(not torch.equal(old, new) for old, new in zip(before, layer.attend.parameters(), strict=True))
+    assert off(layer(x), bare(x)) > 1e-3
+    passed = Gate(4).double()
+    assert rg.MultiHeadAttention(16, 4, mechanism=rg.Gated(gate=passed)).attend.gate is passed
+
+
+def test_gates_by_name_learn_in_a_decoder_layer_by_layer_and_are_saved_and_loaded(tmp_path: Path) -> None:
+    model = rg.Decoder(rg.DecoderConfig(**SIZES, mechanism="gated")).eval()
+    tokens = torch.randint(11, (2, 7))
+    gates = [parameter for name, parameter in model.named_parameters() if ".attend.gate." in name]
+    assert len({id(gate) for gate in gates}) == 4
+    torch.nn.functional.cross_entropy(model(tokens).transpose(1, 2), tokens).backward()
+    assert all(gate.grad.abs().sum() > 0 for gate in gates)
+    assert model.summary(8).parameters == sum(parameter.numel() for parameter in model.parameters())
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            parameter.add_(0.01 * number)  # layers differ, as they do once trained
+    folder = rg.save(model, tmp_path / "model")
+    assert torch.equal(rg.load(folder)(tokens), model(tokens))
+    assert torch.equal(rg.load(folder, mechanism="retention")(tokens).isfinite(), torch.ones(2, 7, 11).bool())
+    fresh = rg.load(rg.save(rg.Decoder(rg.DecoderConfig(**SIZES)), tmp_path / "softmax"), mechanism="gated")
+    for block in fresh.stack.blocks:
+        assert torch.equal(block.attention.attend.gate.weight, torch.eye(8))
+        assert not block.attention.attend.gate.bias.any()
+    decayed = rg.Decoder(rg.DecoderConfig(**SIZES, mechanism=rg.Retention(decay=(0.9, 0.5)))).eval()
+    again = rg.load(rg.save(decayed, tmp_path / "retention"))
+    assert again.config.mechanism == rg.Retention(decay=(0.9, 0.5))
+    assert torch.equal(again(tokens), decayed(tokens))
+
+
+def test_prompts_of_other_decays_are_told_apart(tmp_path: Path) -> None:
+    def decoder(decay: float) -> rg.Decoder:
+        torch.manual_seed(0)
+        return rg.Decoder(rg.DecoderConfig(**SIZES, mechanism=rg.Retention(decay=decay))).eval()
+
+    rg.prefill(decoder(0.9), [[1, 2, 3]]).save(tmp_path / "prompt.safetensors")
+    with pytest.raises(rg.CheckpointError, match="a model with another config"):
+        rg.Prompt.load(tmp_path / "prompt.safetensors", decoder(0.5))
+
+
+@pytest.mark.parametrize("law", ["streamed", "weights", "paths", "learned", "curved", "cost"])
+@pytest.mark.parametrize("features", [1, 12])
+def test_a_learned_gate_keeps_the_law(law: str, features: int) -> None:
+    torch.manual_seed(0)
+    mechanism = rg.Gated(gate=nn.Sequential(nn.Linear(12, features), nn.LogSigmoid()))
+    report = rg.check(mechanism, laws=[law], masks=["causal", "padding left"], heads=["GQA"], qk_length=12, examples=1)
+    assert report.ok, str(report)
+    assert any(cell.outcome == "held" for cell in report.cells)
+
+
+@pytest.mark.parametrize("name", ["retention", "gated"])
+def test_a_language_model_trains_by_name(name: str, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    (tmp_path / "text").mkdir()
+    for number in range(30):
+        words = " ".join(f"word{(number * at) % 17} and{at % 5}" for at in range(60))
+        (tmp_path / "text" / f"{number}.txt").write_text(words)
+    command = ["train", "lm", "--data", "text", "--mechanism", name, "--steps", "3", "--vocabulary", "300",
+               "--context", "16", "--width", "16", "--heads", "2", "--layers", "1", "--device", "cpu"]  # fmt: skip
+    done = entry_point(monkeypatch, capsys)(*command, "--out", "run", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    model = rg.load(tmp_path / "run")
+    assert type(model.config.mechanism).__name__.lower() == name
+    assert model(torch.zeros(1, 4, dtype=torch.long)).isfinite().all()
+    done = entry_point(monkeypatch, capsys)(*command, "--packed", "--out", "other", cwd=tmp_path)
+    assert (done.returncode, "packed: expected --no-packed with" in done.stderr) == (2, True)
+
+
+# Cost
+
+
+@pytest.mark.parametrize("groups", [4, 2, 1])
+@pytest.mark.parametrize("mechanism", [rg.Retention(), rg.Gated(gate=Gate(8))], ids=["retention", "gated"])
+def test_a_streams_flops_are_the_counted_ones(mechanism: rg.Mechanism, groups: int) -> None:
+    q, k, v = torch.randn(2, 4, 50, 8), torch.randn(2, groups, 50, 8), torch.randn(2, groups, 50, 5)
+    state = mechanism.start(batch=2, num_kv_heads=groups, qk_length=8, value_length=5)
+    work = rg.Work(batch=2, num_heads=4, num_kv_heads=groups, qk_length=8, value_length=5, dtype=torch.float32)
+    with torch.no_grad():
+        _, state = mechanism.extend(q[:, :, :3], k[:, :, :3], v[:, :, :3], state)
+        for low, high in ((3, 4), (4, 5), (5, 12), (12, 50)):
+            here = slice(low, high)
+            with FlopCounterMode(display=False) as counter:
+                _, state = mechanism.extend(q[:, :, here], k[:, :, here], v[:, :, here], state)
+            stated = rg.cost(mechanism, replace(work, query_length=high - low, key_length=high))
+            assert counter.get_total_flops() == stated.flops
+            assert state.nbytes == stated.state_bytes
+
+
+@pytest.mark.parametrize("groups", [4, 1])
+@pytest.mark.parametrize("mechanism", [rg.Retention(), rg.Gated()], ids=repr)
+def test_memory_is_linear_in_the_length_and_what_the_cost_says(mechanism: rg.Mechanism, groups: int) -> None:
+    def peak(length: int) -> int:
+        q, k, v = (torch.randn(1, heads, length, 32) for heads in (4, groups, groups))
+        with Allocations() as allocations, torch.no_grad():
+            out = rg.attend(q, k, v, mechanism)
+        return allocations.peak - out.numel() * 4
+
+    short, long = peak(1024), peak(2048)
+    assert long <= 2.05 * short
+    sizes = {"num_heads": 4, "num_kv_heads": groups, "qk_length": 32, "value_length": 32, "dtype": torch.float32}
+    stated = rg.cost(mechanism, rg.Work(query_length=2048, key_length=2048, **sizes)).activation_bytes
+    assert 0.67 * stated <= long <= 1.5 * stated
+
+
+def test_no_length_is_too_long_to_count() -> None:
+    work = rg.Work(query_length=10**15, key_length=10**15, mask=rg.causal)
+    assert rg.cost(rg.Retention(), work).flops < rg.cost(rg.Softmax(), work).flops / 10**9
+    assert rg.crossover(rg.Softmax(), rg.Retention(), replace(work, query_length=512, key_length=512)) < 1024
+
+
+# A mechanism of one file, outside the package
+
+
+@pytest.fixture(scope="module")
+def outside() -> Any:
+    path = ROOT / "examples/forgetful_mechanism.py"
+    spec = importlib.util.spec_from_file_location("forgetful_mechanism", path)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    assert spec.loader is not None
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_state_of_ones_own_streams_forks_reorders_and_remembers(outside: Any) -> None:
+    mechanism, (q, k, v) = outside.Forgetful(), draw(30)
+    real = torch.arange(30) >= torch.tensor([[0], [9]])
+    k, v = (t.masked_fill(~real[:, None, :, None], math.nan) for t in (k, v))
+    whole = rg.attend(q, k, v, mechanism, rg.padding(valid=real))
+    state = mechanism.start(batch=B, num_kv_heads=G, qk_length=K, value_length=V, dtype=torch.float64)
+    first, state = mechanism.extend(
+        q[:, :, :20], k[:, :, :20], v[:, :, :20], state, rg.causal & rg.padding(valid=real[:, :20])
+    )
+    assert isinstance(state, outside.FadingState)
+    order = torch.tensor([1, 0, 1])
+    for rows, now in ((torch.arange(B), state), (order, state.reorder(order))):
+        rest, longer = mechanism.extend(q[rows, :, 20:], k[rows, :, 20:], v[rows, :, 20:], now)
+        assert off(torch.cat([first[rows], rest], 2), whole[rows]) <= 1e-13
+        assert (longer.length, longer.batch, state.length) == (30, len(rows), 20)
+    with pytest.raises(ValueError, match="mask: expected padding that leaves the first 20 tokens"):
+        mechanism.extend(
+            q[:, :, 20:], k[:, :, 20:], v[:, :, 20:], state, rg.padding(valid=real & (torch.arange(30) != 12))
+        )
+    with pytest.raises(ValueError, match="length: expected 20, since FadingState cannot be taken back, got 3"):
+        state.crop(3)
+    k[0, 0, 25] = math.nan
+    rest, longer = mechanism.extend(q[:, :, 20:], k[:, :, 20:], v[:, :, 20:], state)
+    assert rest[0, :2, 5:].isnan().all()
+    assert rest[0, :2, :5].isfinite().all()
+    assert rest[1].isfinite().all()
+    later, _ = mechanism.extend(q[:, :, :1], q[:, :2, :1], q[:, :2, :1, :V], longer)
+    assert later[0, :2].isnan().all()
+    assert later[0, 2:].isfinite().all()
+
+
+def test_a_state_of_ones_own_serves_a_model_generation_prompts_and_traces(outside: Any, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = rg.Decoder(rg.DecoderConfig(**SIZES, mechanism=outside.Forgetful(rate=0.7))).eval()
+    prompts = [[1, 2, 3, 4, 5], [6, 7], [8]]
+    together = rg.generate(model, prompts, max_new_tokens=6)
+    assert [row.tokens for row in together] == [rg.generate(model, [p], max_new_tokens=6)[0].tokens for p in prompts]
+    assert rg.generate(model, [[1, 2]], beams=3, max_new_tokens=4)[0].tokens
+    prompt = rg.prefill(model, prompts)
+    prompt.save(tmp_path / "prompt.safetensors")
+    again = rg.Prompt.load(tmp_path / "prompt.safetensors", model)
+    assert again.nbytes == prompt.nbytes
+    assert [row.tokens for row in rg.generate(model, state=again, max_new_tokens=6)] == [row.tokens for row in together]
+    tokens = torch.tensor([[1, 2, 3, 4, 5]])
+    with torch.no_grad(), rg.trace(model, keep=("queries", "keys", "weights")) as whole:
+        model(tokens)
+    with torch.no_grad(), rg.trace(model, keep=("queries", "keys", "weights")) as steps:
+        _, state = model.extend(tokens[:, :3], model.start(batch=1))
+        model.extend(tokens[:, 3:], state)
+    for one, other in zip(whole.layers, steps.layers, strict=True):
+        assert torch.allclose(one.weights, other.weights, atol=1e-6)
+        assert torch.equal(one.weights, rg.weights(one.queries, one.keys, outside.Forgetful(rate=0.7), rg.causal))
+
+
+def test_a_state_of_ones_own_keeps_every_law(outside: Any) -> None:
+    masks = ["none", "padding left"]
+    report = rg.check(outside.Forgetful(), masks=masks, heads=["GQA"], dtypes=["float64"], examples=1)
+    assert report.ok, str(report)
+    held = {cell.law for cell in report.cells if cell.outcome == "held"}
+    assert {cell.law for cell in report.cells} - held == {"permuted"}
