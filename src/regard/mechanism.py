@@ -17,7 +17,7 @@ registers them as its own.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from einops import rearrange
@@ -76,7 +76,7 @@ class Mechanism:
     """Whether the weights depend on where tokens stand. Such a mechanism is causal by itself, whatever the mask, and
     `weigh` is called with all heads and all queries, the last of which stands at the last key."""
 
-    def for_layer(self, qk_length: int) -> Self:
+    def for_layer(self, qk_length: int) -> "Mechanism":
         """The mechanism as a layer with heads of this length owns it: with the tensors that it learns there, if it has
         none yet. What is made here is initialised here, and on a real device.
 
@@ -263,7 +263,7 @@ class Mechanism:
         values gives a state of its own here, and goes on from it in `advance`."""
         return KeyValueState.empty(sizes, capacity, storage)
 
-    def state_type(self, qk_length: int) -> type[State]:
+    def state_type(self, qk_length: int) -> type[Any]:
         """The kind of state it goes on from, for heads of a length."""
         return KeyValueState
 

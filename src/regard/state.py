@@ -215,7 +215,7 @@ class FixedState(State):
         real = tainted if fresh is None else tainted & fresh.valid(count, self.device)[:, None]
         return torch.cat([before[..., None], real], dim=-1)
 
-    def grown(self, count: int, fresh: Padding | None, flags: Tensor | None, **tensors: Tensor) -> Self:
+    def grown(self, count: int, fresh: Padding | None, flags: Tensor | None, **tensors: Tensor) -> "FixedState":
         """The state `count` tokens later, with other tensors; `fresh` and `flags` as above."""
         tainted = None if flags is None else flags.any(-1)
         if self.tainted is None and tainted is not None and readable(tainted) and not bool(tainted.any()):

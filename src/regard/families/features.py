@@ -130,7 +130,7 @@ class FeatureMechanism(Mechanism):
             )
         return None
 
-    def state_type(self, qk_length: int) -> type[State]:
+    def state_type(self, qk_length: int) -> type[Any]:
         return KernelState if self.linear(qk_length) else KeyValueState
 
     def empty_state(self, sizes: Sizes, capacity: int, storage: torch.dtype | None = None) -> State:

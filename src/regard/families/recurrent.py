@@ -124,7 +124,7 @@ class RecurrentMechanism(UnnormalisedMechanism):
     def paths(self) -> tuple[Path, ...]:
         return (RECURRENT, reference.PATH)
 
-    def state_type(self, qk_length: int) -> type[State]:
+    def state_type(self, qk_length: int) -> type[Any]:
         return RecurrentState
 
     def empty_state(self, sizes: Sizes, capacity: int, storage: torch.dtype | None = None) -> State:

@@ -12,7 +12,6 @@ Yang et al. 2024, "Gated linear attention transformers with hardware-efficient t
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Self
 
 import torch
 from jaxtyping import Bool, Float
@@ -70,7 +69,7 @@ class Gated(RecurrentMechanism):
                 f"gate: expected a function (…, S, K) -> (…, S, 1) or (…, S, K), got {type(self.gate).__name__}"
             )
 
-    def for_layer(self, qk_length: int) -> Self:
+    def for_layer(self, qk_length: int) -> "Gated":
         if self.gate is not None:
             return self
         # A model that is built without memory is filled from a file, which may hold no gate.
