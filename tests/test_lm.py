@@ -375,7 +375,7 @@ def test_padding_changes_no_loss(corpus, tmp_path):
 def test_every_causal_mechanism_learns_from_both_kinds_of_rows(corpus, tmp_path, mechanism, packed):
     """Rows are packed if not told otherwise, but for mechanisms whose sums would mix the documents of a row."""
     task = built(corpus, tmp_path, mechanism=mechanism, packed=packed, kv_heads=1)
-    assert task.options.packed == (packed is None and mechanism not in ("retention", "gated"))
+    assert task.options.packed == (packed is None and not REGISTRY[mechanism].ordered)
     batch = task.batch(range(8), 0)
     before = task.totals(task.model, batch)["loss"]
     before.backward()

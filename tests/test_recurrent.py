@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import regard as rg
 from memory import Allocations
+from regard.mechanisms.delta import Rate
 from regard.mechanisms.gated import Gate
 from test_cli import entry_point
 
@@ -49,12 +50,14 @@ def off(actual: Tensor, expected: Tensor) -> float:
 
 
 @pytest.mark.parametrize("path", ["recurrent", "reference"])
-@pytest.mark.parametrize("form", ["retention", "gla", "simple_gla", "simple_gla_chunked"])
+@pytest.mark.parametrize("form", ["retention", "gla", "simple_gla", "simple_gla_chunked", "delta_rule"])
 def test_agrees_with_flash_linear_attentions_naive_form(form: str, path: str) -> None:
     """Numbers of version 0.5.2, whose naive forms computed in float64: tests/data/forgetting.py made them."""
     numbers = load_file(ROOT / "tests/data/forgetting.safetensors")
     gates = numbers["by_feature" if form == "gla" else "by_head"]
-    mechanism = rg.Retention() if form == "retention" else rg.Gated(gate=lambda k: gates)
+    mechanism: rg.Mechanism = rg.Retention() if form == "retention" else rg.Gated(gate=lambda k: gates)
+    if form == "delta_rule":
+        mechanism = rg.Delta(rate=lambda k: numbers["rates"])
     out = rg.attend(numbers["q"], numbers["k"], numbers["v"], mechanism, path=path)
     assert (out - numbers[form]).abs().max() <= 1e-10
 
@@ -120,6 +123,10 @@ def test_what_is_no_decay_and_no_gate_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^gate: expected a function \(…, S, K\) -> .* got float$"):
         rg.Gated(gate=0.5)
     q, k, v = draw(5)
+    with pytest.raises(ValueError, match=r"^rate: expected a function \(…, S, K\) -> .* got float$"):
+        rg.Delta(rate=0.5)
+    with pytest.raises(ValueError, match=r"^rate: expected \(…, S, 1\) from keys"):
+        rg.attend(q, k, v, rg.Delta(rate=torch.sigmoid))
     for gate in (lambda k: k[..., :2], lambda k: k.sum(-1), lambda k: 1.0):
         with pytest.raises(ValueError, match=r"^gate: expected \(…, S, 1\) or \(…, S, K\) from keys"):
             rg.attend(q, k, v, rg.Gated(gate=gate))
@@ -128,7 +135,7 @@ def test_what_is_no_decay_and_no_gate_is_refused() -> None:
 # Masks
 
 
-@pytest.mark.parametrize("mechanism", [rg.Retention(), rg.Gated()], ids=repr)
+@pytest.mark.parametrize("mechanism", [rg.Retention(), rg.Gated(), rg.Delta()], ids=repr)
 def test_no_query_sees_what_comes_after_it_with_a_mask_or_without(mechanism: rg.Mechanism) -> None:
     q, k, v = draw(70)
     whole = rg.attend(q, k, v, mechanism)
@@ -157,7 +164,7 @@ def test_a_hidden_key_fades_retention_by_its_place_and_gates_not_at_all() -> Non
     assert off(rg.attend(q, k, v, gated, rule)[:, :, real], alone) <= 1e-13
 
 
-@pytest.mark.parametrize("mechanism", [rg.Retention(), rg.Gated()], ids=repr)
+@pytest.mark.parametrize("mechanism", [rg.Retention(), rg.Gated(), rg.Delta()], ids=repr)
 def test_other_masks_and_biases_are_refused_with_a_reason(mechanism: rg.Mechanism) -> None:
     q, k, v = draw(9)
     masks = {
@@ -167,7 +174,7 @@ def test_other_masks_and_biases_are_refused_with_a_reason(mechanism: rg.Mechanis
     }
     state = mechanism.start(batch=B, num_kv_heads=G, qk_length=K, value_length=V, dtype=torch.float64)
     for name, mask in masks.items():
-        said = rf"^mask: expected causal, padding, both or none for .*: its sums fade keys and drop none, got {name}"
+        said = rf"^mask: expected causal, padding, both or none for .*: its sums cannot drop a key, got {name}"
         for call in (
             lambda mask=mask: rg.attend(q, k, v, mechanism, mask),
             lambda mask=mask: rg.weights(q, k, mechanism, mask),
@@ -182,7 +189,7 @@ def test_other_masks_and_biases_are_refused_with_a_reason(mechanism: rg.Mechanis
         mechanism.start(batch=1, num_kv_heads=1, qk_length=4, value_length=4, storage=torch.int8)
 
 
-@pytest.mark.parametrize("name", ["retention", "gated"])
+@pytest.mark.parametrize("name", ["retention", "gated", "delta"])
 def test_models_that_look_both_ways_or_at_another_sequence_are_refused(name: str) -> None:
     """A class token that comes first would see nothing of its sentence or picture."""
     sizes = {"vocabulary_size": 11, "embedding_dim": 16, "num_layers": 1, "num_heads": 2, "mechanism": name}
@@ -216,10 +223,13 @@ def test_a_gate_by_name_is_the_layers_own_and_starts_as_the_keys_themselves() ->
     assert rg.MultiHeadAttention(16, 4, mechanism=rg.Gated(gate=passed)).attend.gate is passed
 
 
-def test_gates_by_name_learn_in_a_decoder_layer_by_layer_and_are_saved_and_loaded(tmp_path: Path) -> None:
-    model = rg.Decoder(rg.DecoderConfig(**SIZES, mechanism="gated")).eval()
+@pytest.mark.parametrize(("name", "field"), [("gated", "gate"), ("delta", "rate")])
+def test_gates_by_name_learn_in_a_decoder_layer_by_layer_and_are_saved_and_loaded(
+    name: str, field: str, tmp_path: Path
+) -> None:
+    model = rg.Decoder(rg.DecoderConfig(**SIZES, mechanism=name)).eval()
     tokens = torch.randint(11, (2, 7))
-    gates = [parameter for name, parameter in model.named_parameters() if ".attend.gate." in name]
+    gates = [parameter for place, parameter in model.named_parameters() if f".attend.{field}." in place]
     assert len({id(gate) for gate in gates}) == 4
     torch.nn.functional.cross_entropy(model(tokens).transpose(1, 2), tokens).backward()
     assert all(gate.grad.abs().sum() > 0 for gate in gates)
@@ -230,10 +240,11 @@ def test_gates_by_name_learn_in_a_decoder_layer_by_layer_and_are_saved_and_loade
     folder = rg.save(model, tmp_path / "model")
     assert torch.equal(rg.load(folder)(tokens), model(tokens))
     assert torch.equal(rg.load(folder, mechanism="retention")(tokens).isfinite(), torch.ones(2, 7, 11).bool())
-    fresh = rg.load(rg.save(rg.Decoder(rg.DecoderConfig(**SIZES)), tmp_path / "softmax"), mechanism="gated")
+    fresh = rg.load(rg.save(rg.Decoder(rg.DecoderConfig(**SIZES)), tmp_path / "softmax"), mechanism=name)
     for block in fresh.stack.blocks:
-        assert torch.equal(block.attention.attend.gate.weight, torch.eye(8))
-        assert not block.attention.attend.gate.bias.any()
+        learned = getattr(block.attention.attend, field)
+        assert torch.equal(learned.weight, torch.eye(8) if name == "gated" else torch.zeros(1, 8))
+        assert not learned.bias.any()
     decayed = rg.Decoder(rg.DecoderConfig(**SIZES, mechanism=rg.Retention(decay=(0.9, 0.5)))).eval()
     again = rg.load(rg.save(decayed, tmp_path / "retention"))
     assert again.config.mechanism == rg.Retention(decay=(0.9, 0.5))
@@ -260,7 +271,7 @@ def test_a_learned_gate_keeps_the_law(law: str, features: int) -> None:
     assert any(cell.outcome == "held" for cell in report.cells)
 
 
-@pytest.mark.parametrize("name", ["retention", "gated"])
+@pytest.mark.parametrize("name", ["retention", "gated", "delta"])
 def test_a_language_model_trains_by_name(name: str, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     (tmp_path / "text").mkdir()
     for number in range(30):
@@ -281,7 +292,7 @@ def test_a_language_model_trains_by_name(name: str, tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("groups", [4, 2, 1])
-@pytest.mark.parametrize("mechanism", [rg.Retention(), rg.Gated(gate=Gate(8))], ids=["retention", "gated"])
+@pytest.mark.parametrize("mechanism", [rg.Retention(), rg.Gated(gate=Gate(8)), rg.Delta(rate=Rate(8))], ids=repr)
 def test_a_streams_flops_are_the_counted_ones(mechanism: rg.Mechanism, groups: int) -> None:
     q, k, v = torch.randn(2, 4, 50, 8), torch.randn(2, groups, 50, 8), torch.randn(2, groups, 50, 5)
     state = mechanism.start(batch=2, num_kv_heads=groups, qk_length=8, value_length=5)
@@ -298,7 +309,7 @@ def test_a_streams_flops_are_the_counted_ones(mechanism: rg.Mechanism, groups: i
 
 
 @pytest.mark.parametrize("groups", [4, 1])
-@pytest.mark.parametrize("mechanism", [rg.Retention(), rg.Gated()], ids=repr)
+@pytest.mark.parametrize("mechanism", [rg.Retention(), rg.Gated(), rg.Delta()], ids=repr)
 def test_memory_is_linear_in_the_length_and_what_the_cost_says(mechanism: rg.Mechanism, groups: int) -> None:
     def peak(length: int) -> int:
         q, k, v = (torch.randn(1, heads, length, 32) for heads in (4, groups, groups))

@@ -21,6 +21,7 @@ FADING = {
     "gated": rg.Gated(),
     "a gate": rg.Gated(gate=lambda k: -k.square().sum(-1, keepdim=True)),
     "features' gates": rg.Gated(gate=lambda k: -k.square()),
+    "delta": rg.Delta(rate=lambda k: torch.sigmoid(k.sum(-1, keepdim=True))),
 }
 STREAMS = CACHED | SUMMED | FADING
 LONG = 2 * RECENT + 45
@@ -70,15 +71,20 @@ def plain(mechanism: rg.Mechanism, q: Tensor, k: Tensor, v: Tensor, visible: Ten
 
 
 def recurrence(mechanism: rg.Mechanism, q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
-    """S_t = exp(g_t) S_{t-1} + k_t v_t^T and q_t S_t, token by token; of a hidden key only retention's gate counts."""
+    """S_t = exp(g_t) S_{t-1} + k_t v_t^T and q_t S_t, token by token; of a hidden key only retention's gate counts. The
+    delta rule adds k_t (v_t - k_t S_{t-1})^T in its place, by its rate."""
     real = visible.reshape((1,) * (4 - visible.ndim) + visible.shape)[:, 0, -1, :, None, None]  # (B or 1, T, 1, 1)
-    gates = mechanism.log_gates(k, None).expand_as(k)
-    k, v, gates = (t.repeat_interleave(H // G, dim=1) for t in (k, v, gates))
+    delta = isinstance(mechanism, rg.Delta)
+    gates = k.new_zeros(()).expand_as(k) if delta else mechanism.log_gates(k, None).expand_as(k)
+    rates = torch.sigmoid(k.sum(-1, keepdim=True)) if delta else k.new_ones(())
+    k = torch.nn.functional.normalize(k, dim=-1) if delta else k
+    k, v, gates, rates = (t.expand(*k.shape[:3], -1).repeat_interleave(H // G, dim=1) for t in (k, v, gates, rates))
     if not isinstance(mechanism, rg.Retention):
         gates = gates.masked_fill(~real[:, None, :, :, 0], 0)
     sums, out = k.new_zeros(*k.shape[:2], K, v.shape[3]), []
     for t in range(k.shape[2]):
-        new = k[:, :, t, :, None] * v[:, :, t, None]
+        value = v[:, :, t, None] - k[:, :, t, None] @ sums if delta else v[:, :, t, None]
+        new = rates[:, :, t, :, None] * k[:, :, t, :, None] * value
         sums = gates[:, :, t, :, None].exp() * sums + new.masked_fill(~real[:, t, :, None], 0)
         out.append(q[:, :, t, None] @ sums * K**-0.5)
     return torch.cat(out, 2)

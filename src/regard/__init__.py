@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from regard.mechanism import UnnormalisedMechanism as UnnormalisedMechanism
     from regard.mechanisms import Argmax as Argmax
     from regard.mechanisms import Channel as Channel
+    from regard.mechanisms import Delta as Delta
     from regard.mechanisms import Elu as Elu
     from regard.mechanisms import Gated as Gated
     from regard.mechanisms import Kernel as Kernel
@@ -87,7 +88,7 @@ _HOMES = {
     "regard.families.scores": "ScoreMechanism",
     "regard.mechanism": "Mechanism UnnormalisedMechanism",
     "regard.mechanisms": (
-        "Argmax Channel Elu Gated Kernel Polynomial Quadratic RandomFeatures Retention Softmax Taylor Uniform"
+        "Argmax Channel Delta Elu Gated Kernel Polynomial Quadratic RandomFeatures Retention Softmax Taylor Uniform"
     ),
     "regard.models.davit": "DaViT DaViTConfig",
     "regard.models.decoder": "Decoder DecoderConfig",

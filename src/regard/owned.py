@@ -155,3 +155,10 @@ def made_on(device: torch.device) -> AbstractContextManager[object]:
     """A context in which new tensors are made on a device, also while a model is built on another ("meta")."""
     usual = torch.compiler.is_compiling() or torch.get_default_device() == device
     return nullcontext() if usual else device
+
+
+def real_place() -> AbstractContextManager[object]:
+    """A context in which a mechanism makes its tensors, with numbers also while a model is built without memory: such a
+    model is filled from a file, which may hold none of them."""
+    place = torch.get_default_device()
+    return made_on(torch.device("cpu") if place.type == "meta" else place)

@@ -42,8 +42,15 @@ def main() -> None:
         "simple_gla": simple["naive_recurrent_simple_gla"](q, k, v, by_head)[0].transpose(1, 2),
         "simple_gla_chunked": simple["naive_chunk_simple_gla"](q, k, v, by_head)[0].transpose(1, 2),
     }
+    directions, rates = torch.nn.functional.normalize(heads[1], dim=-1), torch.sigmoid(draw(B, H, T))
+    delta = naive(folder, "delta_rule")["delta_rule_recurrence"]
+    outputs["delta_rule"] = delta(heads[0], directions, heads[2], rates)[0]
     tensors = dict(zip("qkv", heads, strict=True)) | outputs
-    tensors |= {"by_feature": by_feature.transpose(1, 2), "by_head": by_head.transpose(1, 2)[..., None]}
+    tensors |= {
+        "rates": rates[..., None],
+        "by_feature": by_feature.transpose(1, 2),
+        "by_head": by_head.transpose(1, 2)[..., None],
+    }
     plain = {name: tensor.contiguous() for name, tensor in tensors.items()}
     assert all(tensor.dtype == torch.float64 for tensor in plain.values())
     save_file(plain, Path(__file__).with_suffix(".safetensors"))

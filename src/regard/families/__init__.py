@@ -4,7 +4,8 @@
     similarity as it is             regard.mechanism.UnnormalisedMechanism: likewise
     softmax of scores               scores.ScoreMechanism: state `score(q, k)`
     inner products of features      features.FeatureMechanism: state `features(x)` and `feature_length`
-    fading sums                     recurrent.RecurrentMechanism: state `log_gates(k, real)`
+    sums that every token changes   recurrent.RecurrentMechanism: state `table` and `walk`
+    sums that fade                  fading.FadingMechanism: state `log_gates(k, real)`
     between channels                channels.ChannelMechanism: state `scale(tokens, channels)`
 
 A family knows what its members share (how weights are made, what is kept of a history, which paths there are, what it

@@ -2,6 +2,7 @@
 
 from regard.mechanism import Mechanism
 from regard.mechanisms.channel import Channel
+from regard.mechanisms.delta import Delta
 from regard.mechanisms.gated import Gated
 from regard.mechanisms.kernel import Elu, Kernel, RandomFeatures
 from regard.mechanisms.polynomial import Polynomial, Quadratic, Taylor
@@ -20,6 +21,7 @@ REGISTRY: dict[str, Mechanism] = {
     "random-features": RandomFeatures(n=64),
     "retention": Retention(),
     "gated": Gated(),
+    "delta": Delta(),
     "channel": Channel(),
     "channel-by-channels": Channel(scale="channels"),
 }
@@ -41,6 +43,7 @@ __all__ = [
     "REGISTRY",
     "Argmax",
     "Channel",
+    "Delta",
     "Elu",
     "Gated",
     "Kernel",

@@ -5,7 +5,7 @@
 
 A gate is one number for each token and head, or one for each feature. A key that padding hides neither adds to the sums
 nor fades them: its gate is left out. The weights are not normalised; it is causal by itself, also without a mask
-(families/recurrent.py).
+(families/fading.py).
 
 Yang et al. 2024, "Gated linear attention transformers with hardware-efficient training".
 """
@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, logsigmoid
 
 from regard.cost import accumulator
-from regard.families.recurrent import RecurrentMechanism
-from regard.owned import made_on, replaced
+from regard.families.fading import FadingMechanism
+from regard.owned import real_place, replaced
 
 SOFTNESS = 16
 """By what log-gates are divided, as in the paper, so that an untrained gate keeps some 96 % with every token."""
@@ -45,7 +45,7 @@ class Gate(nn.Module):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gated(RecurrentMechanism):
+class Gated(FadingMechanism):
     """Linear attention with gates from the keys. `gate` gives their logarithms, at most 0: a function or a module,
     whose parameters learn, from keys (…, S, K) to (…, S, 1), one for each head, or (…, S, K), one for each feature.
 
@@ -72,9 +72,7 @@ class Gated(RecurrentMechanism):
     def for_layer(self, qk_length: int) -> "Gated":
         if self.gate is not None:
             return self
-        # A model that is built without memory is filled from a file, which may hold no gate.
-        place = torch.get_default_device()
-        with made_on(torch.device("cpu") if place.type == "meta" else place):
+        with real_place():
             return replaced(self, {"gate": Gate(qk_length)})
 
     def log_gates(

@@ -4,7 +4,7 @@
     out_t = q_t S_t / sqrt(qk_length),                  S_t = gamma_g S_{t-1} + k_t v_t^T
 
 The decay goes by the distance of positions: a key that padding hides adds nothing, and the sums fade past it as past
-any other. The weights are not normalised; it is causal by itself, also without a mask (families/recurrent.py).
+any other. The weights are not normalised; it is causal by itself, also without a mask (families/fading.py).
 
 Sun et al. 2023, "Retentive network: a successor to transformer for large language models".
 """
@@ -18,11 +18,11 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from regard.families.recurrent import RecurrentMechanism
+from regard.families.fading import FadingMechanism
 
 
 @dataclass(frozen=True, kw_only=True)
-class Retention(RecurrentMechanism):
+class Retention(FadingMechanism):
     """Keys fade by `decay` with every token: a number for each key/value head, over again if there are more heads.
 
     By default head g has 1 - 2^(-5-g), from 0.969 on: the first heads look near, the last ones far.
@@ -34,7 +34,7 @@ class Retention(RecurrentMechanism):
     """
 
     excuses: ClassVar[Mapping[str, str]] = {
-        **RecurrentMechanism.excuses,
+        **FadingMechanism.excuses,
         "groups": "each key/value head has a decay of its own",
     }
     decay: tuple[float, ...] | None = None
