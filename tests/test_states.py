@@ -76,9 +76,9 @@ def recurrence(mechanism: rg.Mechanism, q: Tensor, k: Tensor, v: Tensor, visible
     real = visible.reshape((1,) * (4 - visible.ndim) + visible.shape)[:, 0, -1, :, None, None]  # (B or 1, T, 1, 1)
     delta = isinstance(mechanism, rg.Delta)
     gates = k.new_zeros(()).expand_as(k) if delta else mechanism.log_gates(k, None).expand_as(k)
-    rates = torch.sigmoid(k.sum(-1, keepdim=True)) if delta else k.new_ones(())
+    rates = torch.sigmoid(k.sum(-1, keepdim=True)) if delta else torch.ones_like(k[..., :1])
     k = torch.nn.functional.normalize(k, dim=-1) if delta else k
-    k, v, gates, rates = (t.expand(*k.shape[:3], -1).repeat_interleave(H // G, dim=1) for t in (k, v, gates, rates))
+    k, v, gates, rates = (t.repeat_interleave(H // G, dim=1) for t in (k, v, gates, rates))
     if not isinstance(mechanism, rg.Retention):
         gates = gates.masked_fill(~real[:, None, :, :, 0], 0)
     sums, out = k.new_zeros(*k.shape[:2], K, v.shape[3]), []
@@ -581,9 +581,10 @@ def test_an_empty_batch_streams(name: str) -> None:
     assert state.length == LONG
 
 
-@pytest.mark.parametrize("name", ["softmax", "quadratic"])
-def test_a_prompt_met_in_inference_mode_can_be_continued(name: str) -> None:
-    mechanism, tensors, prompt = STREAMS[name], tokens(LONG), RECENT + 30
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("name", ["softmax", "quadratic", *FADING])
+def test_a_prompt_met_in_inference_mode_can_be_continued(name: str, recorded: bool) -> None:
+    mechanism, tensors, prompt = STREAMS[name], tuple(t.requires_grad_(recorded) for t in tokens(LONG)), RECENT + 30
     state = start(mechanism)
     with torch.inference_mode():
         first, state = stream(mechanism, tensors, [0, prompt], state)

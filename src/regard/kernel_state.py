@@ -8,7 +8,7 @@ from torch import Tensor
 from regard.key_values import KeyValueState
 from regard.mask import Padding
 from regard.padded import check_taken_in, join_padding, reorder_padding
-from regard.state import State, Stored, row_index
+from regard.state import State, Stored, frozen, row_index
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,6 +83,11 @@ class KernelState(State):
                 f"the first {self.folded} tokens are summed and cannot be taken out again"
             )
         return replace(self, recent=self.recent.crop(length - self.folded))
+
+    def recordable(self) -> "KernelState":
+        if not frozen(self.sums):
+            return self
+        return replace(self, sums=self.sums.clone(), normaliser=self.normaliser.clone())
 
     def saved(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         plan, recent = self.recent.saved()

@@ -300,7 +300,8 @@ class Mechanism:
         check_extend(self, q, k, v, state, rule, bias)
         tainted = None if self.guards(k) else taint(k, v)
         with in_own_dtype(q):
-            return self.advance(q, cleaned(k, tainted), cleaned(v, tainted), state, rule, bias, tainted)
+            clean = cleaned(k, tainted), cleaned(v, tainted)
+            return self.advance(q, *clean, state.recordable(), rule, bias, tainted)
 
     def guards(self, k: Tensor) -> bool:
         """Whether `advance` by itself keeps a NaN or infinity in these new keys from queries that do not see it."""

@@ -112,6 +112,10 @@ class State:
         """The state that was saved, given an empty one like it."""
         raise NotImplementedError
 
+    def recordable(self) -> "State":
+        """The state as autograd can record it: what was made in inference mode is copied outside of it."""
+        return self
+
     def with_room(self, more: int, most: int) -> "State":
         """The state with room for `more` tokens, and for `most` at the most; itself if it needs no room."""
         return self
@@ -195,6 +199,10 @@ class FixedState(State):
         padding = stored.padding("padding", stored.length)
         return replace(self, **tensors, tainted=tainted, padding=padding, length=stored.length, sizes=sizes)
 
+    def recordable(self) -> "FixedState":
+        changes: dict[str, Any] = {name: tensor.clone() for name, tensor in self._tensors().items() if frozen(tensor)}
+        return replace(self, **changes) if changes else self
+
     def fresh(self, rule: Mask | None, count: int) -> Padding | None:
         """Which of `count` new tokens are real under a mask over the whole history; None if all are.
 
@@ -226,6 +234,13 @@ class FixedState(State):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.mechanism!r}, length={self.length}, nbytes={self.nbytes})"
+
+
+def frozen(tensor: Tensor) -> bool:
+    """Whether autograd cannot record what is computed with a tensor, since inference mode made it."""
+    if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
+        return False
+    return tensor.is_inference()
 
 
 def check_tokens(
