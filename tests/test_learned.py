@@ -43,6 +43,7 @@ LEARNED = {
     "a module": lambda: rg.Kernel(feature_map=nn.Sequential(nn.Linear(8, 6), nn.Softplus())),
     "a parameter": lambda: Bilinear(W=nn.Parameter(torch.randn(8, 8)), shift=torch.ones(1)),
     "a kernel's parameter": lambda: Projected(W=nn.Parameter(torch.randn(8, 6))),
+    "a gate": lambda: rg.Gated(gate=nn.Sequential(nn.Linear(8, 8), nn.LogSigmoid())),
 }
 learned = pytest.mark.parametrize("make", LEARNED.values(), ids=LEARNED)
 

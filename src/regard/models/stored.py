@@ -26,10 +26,12 @@ def is_shipped(mechanism: object) -> bool:
     """Whether a file can name the mechanism by itself.
 
     >>> import regard as rg, torch
-    >>> is_shipped(rg.Elu()), is_shipped(rg.Kernel(feature_map=torch.relu))
-    (True, False)
+    >>> is_shipped(rg.Elu()), is_shipped(rg.Kernel(feature_map=torch.relu)), is_shipped(rg.Gated(gate=torch.nn.Tanh()))
+    (True, False, False)
     """
-    return SHIPPED.get(type(mechanism).__name__) is type(mechanism)
+    if not isinstance(mechanism, Mechanism) or SHIPPED.get(type(mechanism).__name__) is not type(mechanism):
+        return False
+    return not any(_apart(_encoded(getattr(mechanism, one.name))) for one in _arguments(mechanism))
 
 
 def to_json(mechanism: Mechanism) -> dict[str, Any]:
