@@ -2,13 +2,16 @@
 
     python benchmarks/compilers.py            a table, and one line of JSON
 
-Needs numba and a C++ compiler beside what regard needs; docs/machine_code.md says what came of it. Steps are timed in
-turn on the same tensors, after their results were compared; `SDPA` is PyTorch's own. The first step of each way is
-timed in processes of its own: with nothing kept on disk, and again with what the one before had kept.
+Needs numba, ninja and a C++ compiler beside what regard needs; docs/machine_code.md says what came of it. Steps are
+timed in turn on the same tensors, after their results were compared; `SDPA` is PyTorch's own. The first step of each
+way is timed in processes of its own: with nothing kept on disk, and again with what the one before had kept. All times
+are CPU time, on one thread: what surrounds them on a shared machine does not count.
 """
 
 import json
 import os
+import random
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -21,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from regard.bench.harness import environment, interleaved
+from regard.bench.harness import environment
 
 HERE, SOURCES = Path(__file__).parent, Path(__file__).parents[1] / "src/regard/paths"
 FILES = {
@@ -34,6 +37,7 @@ FLAGS = {
                "-mavx512bw", "-mfma"],
     "AVX2": ["-DCPU_CAPABILITY=AVX2", "-DCPU_CAPABILITY_AVX2", "-mavx2", "-mfma", "-mf16c"],
 }  # fmt: skip
+THREADS = {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
 Step = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -66,6 +70,24 @@ def cpp() -> Step:
 WAYS: dict[str, Callable[[], Step]] = {"llvmlite": llvmlite, "numba": numba, "C++": cpp}
 
 
+def cpu_seconds() -> float:
+    """CPU time of this process and of the compilers that it ran."""
+    return sum(os.times()[:4])
+
+
+def interleaved(steps: list[Callable[[], Tensor]], rounds: int) -> list[float]:
+    """Median CPU seconds of each step, timed in turn, in another order each time: a step finds the cache as the one
+    before has left it."""
+    times: list[list[float]] = [[] for _ in steps]
+    turns = random.Random(0)
+    for _ in range(rounds):
+        for number in turns.sample(range(len(steps)), len(steps)):
+            begin = time.process_time()
+            steps[number]()
+            times[number].append(time.process_time() - begin)
+    return [statistics.median(slot) for slot in times]
+
+
 def tensors(size: int) -> tuple[Tensor, Tensor, Tensor]:
     """8 of 32 heads over 4,096 keys."""
     generator = torch.Generator().manual_seed(0)
@@ -77,9 +99,9 @@ def first_step(way: str) -> float:
     """Seconds from nothing of this way loaded to its first result, in this process."""
     q, k, v = tensors(64)
     F.scaled_dot_product_attention(q, k, v, enable_gqa=True)  # torch itself is ready
-    begin = time.perf_counter()
+    begin = cpu_seconds()
     WAYS[way]()(q, k, v)
-    return time.perf_counter() - begin
+    return cpu_seconds() - begin
 
 
 def first_steps(way: str) -> tuple[float, float]:
@@ -87,7 +109,8 @@ def first_steps(way: str) -> tuple[float, float]:
     script = f"import compilers; print(compilers.first_step({way!r}))"
     with tempfile.TemporaryDirectory() as folder:
         names = ("XDG_CACHE_HOME", "NUMBA_CACHE_DIR", "TORCH_EXTENSIONS_DIR")
-        rooms = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path]), **dict.fromkeys(names, folder)}
+        rooms = {**os.environ, **THREADS, "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])}
+        rooms.update(dict.fromkeys(names, folder))
         run = [sys.executable, "-c", script]
         cold, warm = (
             float(subprocess.run(run, env=rooms, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
@@ -104,6 +127,8 @@ def lines(paths: list[Path]) -> int:
 
 def main() -> None:
     """Measure, print a table and a line of JSON."""
+    os.environ.update(THREADS)
+    torch.set_num_threads(1)
     results: dict[str, dict[str, float]] = {}
     for way in WAYS:
         cold, warm = first_steps(way)
@@ -115,7 +140,7 @@ def main() -> None:
         for way, step in steps.items():
             if (step(q, k, v) - steps["SDPA"](q, k, v)).abs().max() > 1e-5:
                 raise ValueError(f"{way}: expected the result of SDPA, got another")
-        times = interleaved([partial(step, q, k, v) for step in steps.values()], 401)
+        times = interleaved([partial(step, q, k, v) for step in steps.values()], 201)
         for way, seconds in zip(steps, times, strict=True):
             results.setdefault(way, {})[f"ms_{size}"] = 1000 * seconds
     columns = ["lines", "first_step_s", "first_step_kept_s", "ms_64", "ms_128"]

@@ -20,8 +20,7 @@ LANES = 4 if _ARM else {"AVX512": 16, "AVX2": 8}.get(torch.backends.cpu.get_cpu_
 """Float32 numbers in a register of this processor; 0 where no machine code is made for it."""
 MATRIX_UNITS = bool(torch.cpu._is_amx_tile_supported())
 """Whether the processor multiplies tiles of half-precision numbers (AMX), which our code does not."""
-_TORCH = Path(torch.__file__).parent
-_OPENMP = sorted([*(_TORCH / "lib").glob("libgomp*"), *_TORCH.with_name("torch.libs").glob("libgomp*")])
+_OPENMP = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*"))
 _FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _HAS_LLVM = find_spec("llvmlite") is not None
 

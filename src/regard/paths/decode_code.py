@@ -231,13 +231,15 @@ def _score_few(
     code: Code, tile: int, queries: Any, keys: Any, stride: Any, count: Any, length: int, weights: Any,
     values: Any, value_stride: Any, value_length: int,
 ) -> None:  # fmt: skip
-    """weights[s, row] = queries[row] · keys[s]. A key after the other: in any other order memory answers later. As many
-    keys as fill a vector with scores are summed together.
+    """weights[s, row] = queries[row] · keys[s]. A key after the other: in any other order memory answers later. Sums
+    within vectors are for several together, as many as the registers hold beside the queries.
 
     Values are read some columns at a time, which no processor foresees, so that they are asked for here.
     """
     b = code.b
-    for s, tokens in _groups(code, count, code.lanes // tile):
+    places = [(row, column) for row in range(tile) for column in range(0, length, code.lanes)]
+    query = {(row, column): code.vector(queries, row * length + column) for row, column in places}
+    for s, tokens in _groups(code, count, code.lanes if tile == 1 else 4 // tile):
         products = []
         for token in tokens:
             code.prefetch(code.at(values, b.mul(token, value_stride), code.stored), value_length)
@@ -246,7 +248,7 @@ def _score_few(
             for column in range(0, length, code.lanes):
                 key = code.vector(here, column, code.stored)
                 for row in range(tile):
-                    sums[row] = code.fma(code.vector(queries, row * length + column), key, sums[row])
+                    sums[row] = code.fma(query[row, column], key, sums[row])
             products += sums
         code.write(code.sums(products), weights, b.mul(s, I64(tile)))
 
