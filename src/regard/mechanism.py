@@ -58,6 +58,8 @@ class Mechanism:
         super().__init_subclass__(**options)
         # Its own, so that dataclass makes no others.
         cls.__repr__, cls.__eq__ = cls.__repr__, cls.__eq__  # type: ignore[method-assign]
+        # Asked at every step: kept here, since torch.compile looks through functools' caches, and warns.
+        cls.shipped = all(parent is object or parent.__module__.startswith("regard.") for parent in cls.__mro__)
 
     def __repr__(self) -> str:
         shown = (f"{entry.name}={brief(getattr(self, entry.name))}" for entry in fields(self) if entry.repr)
@@ -67,6 +69,8 @@ class Mechanism:
         """Whether all fields are equal; tensors are compared as they are hashed, by identity."""
         return same(other, self) if isinstance(other, Mechanism) else NotImplemented
 
+    shipped: ClassVar[bool] = True
+    """Whether its class and all that this inherits from are of this package."""
     hidden_score: ClassVar[float] = 0.0
     """What stands in a hidden key's place among the scores that a trace shows."""
     excuses: ClassVar[Mapping[str, str]] = {}

@@ -4,7 +4,7 @@ import copy
 import inspect
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -142,13 +142,7 @@ def leaves(tensor: Tensor) -> list[Tensor]:
 
 def foreign(mechanism: "Mechanism") -> bool:
     """Whether a mechanism runs code of a user's, a module or a function: ours holds no tensors."""
-    kind: Any = type(mechanism)
-    return not _shipped(kind) or any(callable(value) for value in vars(mechanism).values())
-
-
-@cache
-def _shipped(kind: Any) -> bool:
-    return all(parent is object or parent.__module__.startswith("regard.") for parent in kind.__mro__)
+    return not mechanism.shipped or any(callable(value) for value in vars(mechanism).values())
 
 
 def made_on(device: torch.device) -> AbstractContextManager[object]:
