@@ -42,7 +42,7 @@ def small_tiles(monkeypatch):
     step = band_attention.Launch(16, 16, 4, 1)
     monkeypatch.setattr(band_attention, "tiles", lambda *_: band_attention.Tiles(step, step, step))
     monkeypatch.setattr(band_attention, "MENDING", step)
-    monkeypatch.setattr(decode_attention, "plan", lambda *_: (decode_attention.Launch(16, 4, 1, (1.0,)), 3))
+    monkeypatch.setattr(decode_attention, "plan", lambda *_: (decode_attention.Launch(16, 4, 1, (1.0,), (1.0,)), 3))
 
 
 def tensors(queries, heads=2, groups=1, length=16, value_length=16, batch=2):
@@ -86,7 +86,7 @@ def test_a_few_queries(mask, queries):
 
 def test_a_few_queries_of_odd_heads_in_one_part_and_in_several_tiles(monkeypatch):
     compare(split, None, *tensors(1, heads=3, groups=3, length=9, value_length=5))
-    monkeypatch.setattr(decode_attention, "plan", lambda *_: (decode_attention.Launch(16, 4, 1, (1.0,)), 1))
+    monkeypatch.setattr(decode_attention, "plan", lambda *_: (decode_attention.Launch(16, 4, 1, (1.0,), (1.0,)), 1))
     compare(split, rg.causal, *tensors(2, heads=20, groups=1, length=9))
     monkeypatch.setattr(decode_attention, "MOST_ROWS", 16)
     compare(split, rg.causal, *tensors(2, heads=20, groups=1))

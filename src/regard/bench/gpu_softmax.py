@@ -30,6 +30,8 @@ BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
+LONGEST = {"cuDNN": 1 << 20, "flash": 8192, "efficient": 2048}
+"""Lengths up to which a backend is timed: beyond, it is far behind."""
 CACHE = 120_000_000
 """Bytes of inputs, at least, that calls rotate through: twice an H200's cache."""
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
@@ -121,7 +123,7 @@ def backend(name: str, **options: Any) -> Callable[..., Tensor]:
 def row(name: str, shapes: Sequence[tuple[int, ...]], mask: Mask | None, derived: bool, peers: dict[str, Any]) -> Any:
     """Ours and the peers on one shape."""
     short = [(min(shape[0], 2), *shape[1:2], min(shape[2], 2048), shape[3]) for shape in shapes]
-    check(short, mask if short == list(shapes) else _shortened(mask), derived)
+    check(short, mask if short == list(shapes) else _shortened(mask, short[1][2]), derived)
     sets = inputs(shapes, derived)
     q, k, v = sets[0]
     path = explain(q, k, v, mask=mask).path
@@ -129,23 +131,24 @@ def row(name: str, shapes: Sequence[tuple[int, ...]], mask: Mask | None, derived
     theirs = {peer: timed(run, sets, derived) for peer, run in peers.items()}
     known = {peer: value for peer, value in theirs.items() if value is not None}
     assert ours is not None
-    ratio = min(known.values()) / ours if known else None
-    return {"name": name, "path": path, "ours_ms": ours, "peers_ms": known, "ratio": ratio}
+    return {"name": name, "path": path, **compared(ours, known)}
 
 
-def _shortened(mask: Mask | None) -> Mask | None:
-    """A mask of the same kind for two rows of at most 2,048 tokens."""
-    if mask is None or not any(isinstance(part, Padding | Segments) for part in conjunction(mask)):
-        return mask
-    short = [
-        padding([2048, 700])
-        if isinstance(part, Padding)
-        else segments(torch.arange(2048)[None] // 300)
-        if isinstance(part, Segments)
-        else part
-        for part in conjunction(mask)
-    ]
-    return reduce(and_, short)
+def compared(ours_ms: float, peers_ms: dict[str, float]) -> dict[str, Any]:
+    """Times, and how many times as long each peer takes."""
+    ratios = {peer: value / ours_ms for peer, value in peers_ms.items()}
+    return {"ours_ms": ours_ms, "peers_ms": peers_ms, "ratios": ratios}
+
+
+def _shortened(mask: Mask | None, keys: int) -> Mask | None:
+    """A mask of the same kind for at most two rows of `keys` tokens."""
+
+    def part(whole: Mask) -> Mask:
+        if isinstance(whole, Padding):
+            return padding([keys, keys // 3])
+        return segments(torch.arange(keys)[None] // 300) if isinstance(whole, Segments) else whole
+
+    return None if mask is None else reduce(and_, map(part, conjunction(mask)))
 
 
 def softmax_rows(lengths: Sequence[int] = LENGTHS) -> list[Any]:
@@ -156,7 +159,7 @@ def softmax_rows(lengths: Sequence[int] = LENGTHS) -> list[Any]:
             [(1, 16, length, size)] * 3,
             causal,
             derived,
-            {name: backend(name, is_causal=True) for name in BACKENDS if name != "efficient" or length <= 2048},
+            {name: backend(name, is_causal=True) for name, most in LONGEST.items() if length <= most},
         )
         for size in (64, 128)
         for length in lengths
@@ -219,7 +222,7 @@ def padded_rows() -> list[Any]:
         )
         peer = timed(backend("cuDNN", is_causal=True), inputs(shapes, derived), derived)
         assert peer is not None
-        packed.append({**found, "peers_ms": {"cuDNN over the padded batch": peer}, "ratio": peer / found["ours_ms"]})
+        packed.append({**found, **compared(found["ours_ms"], {"cuDNN over the padded batch": peer})})
     return packed + [
         row(
             f"64 rows of 64 to 1,024 tokens, {name}, {'forward + backward' if derived else 'forward'}",
@@ -251,9 +254,7 @@ def token_rows(batches: Sequence[int] = (1, 16), compiled: bool = True) -> list[
             rows.append(
                 {
                     "name": f"one token of SmolLM2's form, {mechanism}, batch {batch}",
-                    "ours_ms": ours,
-                    "peers_ms": theirs,
-                    "ratios": {name: peer / ours for name, peer in theirs.items()},
+                    **compared(ours, theirs),
                     "tokens_per_s": batch / ours * 1e3,
                     "terabytes_per_s": nbytes / ours / 1e9,
                 }
@@ -310,16 +311,16 @@ def _transformers(batches: Sequence[int], compiled: bool) -> dict[int, dict[str,
 
 
 def python_rows() -> list[Any]:
-    """Microseconds of the CPU for a call that nobody waits for: 16 heads of 64, 512 tokens, causal."""
+    """The CPU's time for a call that nobody waits for: 16 heads of 64, 512 tokens."""
 
-    def microseconds(run: Callable[[], Any]) -> float:
+    def launching(run: Callable[[], Any]) -> float:
         times = []
         for _ in range(5):
             torch.cuda.synchronize()
             start = time.perf_counter()
             for _ in range(100):
                 run()
-            times.append((time.perf_counter() - start) * 1e4)
+            times.append((time.perf_counter() - start) * 10)
         return sorted(times)[2]
 
     q, k, v = (torch.randn(1, 16, 512, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
@@ -335,9 +336,9 @@ def python_rows() -> list[Any]:
         ),
     }
     with torch.no_grad():
-        times = {name: (microseconds(ours), microseconds(theirs)) for name, (ours, theirs) in calls.items()}
+        times = {name: (launching(ours), launching(theirs)) for name, (ours, theirs) in calls.items()}
     return [
-        {"name": f"Python around a call, {name}", "ours_us": ours, "SDPA_us": theirs}
+        {"name": f"the CPU's part of a call, {name}", **compared(ours, {"SDPA": theirs})}
         for name, (ours, theirs) in times.items()
     ]
 

@@ -23,7 +23,7 @@ def bench(
     quick: Annotated[
         bool, typer.Option("--quick", help="A few rounds only: a look, not a result, and no goal is missed.")
     ] = False,
-    gpu: Annotated[bool, typer.Option("--gpu", help="Kernel attention on a CUDA device instead.")] = False,
+    gpu: Annotated[bool, typer.Option("--gpu", help="Attention and generation on a CUDA device instead.")] = False,
 ) -> None:
     """Speed against named peers, as ratios measured in one run; above 1, ours is faster. Exit 1 if a goal is missed."""
     if gpu:
@@ -76,9 +76,11 @@ def _bench_row(result: "Result") -> dict[str, str]:
 
 
 def _gpu(as_json: bool, out: Path | None) -> None:
+    from regard.bench import gpu_softmax
     from regard.bench.gpu import run, save
 
     results = run()
+    results["softmax"] = gpu_softmax.run()
     rows = [
         {
             "benchmark": row["name"],
@@ -88,6 +90,14 @@ def _gpu(as_json: bool, out: Path | None) -> None:
             "memory": f"{row['memory_gb']:.2f} GB",
         }
         for row in results["rows"]
+    ]
+    rows += [
+        {
+            "benchmark": row["name"],
+            "ours": f"{row['ours_ms']:.3f} ms",
+            **{name: f"{ms:.3f} ms ({row['ratios'][name]:.2f}×)" for name, ms in row["peers_ms"].items()},
+        }
+        for row in results["softmax"]
     ]
     names = list(dict.fromkeys(name for row in rows for name in row))
     print_table([{name: row.get(name, "") for name in names} for row in rows], right=("ours",))

@@ -22,6 +22,8 @@ FILLING, WAVE, MERGING = 100, 30, 200
 """Keys that a multiprocessor could read while its pipelines fill, while programs follow others, and while the merging
 kernel runs."""
 
+THREE, AFTER_THREE = (1.3, 2.0, 3.0), (1.7, 2.4, 3.0)
+
 
 class Launch(NamedTuple):
     """Keys of a step, warps, stages of the pipeline, and how the programs of a multiprocessor get on."""
@@ -30,8 +32,10 @@ class Launch(NamedTuple):
     warps: int
     stages: int
     shares: tuple[float, ...]
-    """How long 1, 2, … programs of a multiprocessor take for a key each, next to the last of them, which it has room
-    for: fewer leave it waiting for memory."""
+    """How long 1, 2, … programs of a multiprocessor take for a key each, up to as many as it has room for: fewer leave
+    it waiting for memory."""
+    tails: tuple[float, ...]
+    """The same where others ran before them, some of which end late."""
 
 
 @lru_cache(maxsize=256)
@@ -39,10 +43,10 @@ def launches(longest: int, bytes_per_number: int) -> tuple[Launch, ...]:
     """What was fastest on an H200, for heads of a length: three programs of a multiprocessor, or one with a deep
     pipeline."""
     if bytes_per_number == 4:
-        return (Launch(32 if longest > 64 else 64, 4, 3, (1.3, 2.0, 3.0)),)
+        return (Launch(32 if longest > 64 else 64, 4, 3, THREE, AFTER_THREE),)
     if longest <= 64:
-        return (Launch(128, 4, 3, (1.3, 2.0, 3.0)),)
-    return Launch(64, 4, 3, (1.3, 2.0, 3.0)), Launch(128, 8, 4, (1.05,))
+        return (Launch(128, 4, 3, THREE, AFTER_THREE),)
+    return Launch(64, 4, 3, THREE, AFTER_THREE), Launch(128, 8, 4, (1.05,), (1.05,))
 
 
 @lru_cache(maxsize=4096)
@@ -58,8 +62,8 @@ def plan(keys: int, pairs: int, rows: int, longest: int, bytes_per_number: int) 
         slots = MULTIPROCESSORS * len(launch.shares)
         waves, rest = divmod(pairs * splits, slots)
         part = triton.cdiv(triton.cdiv(keys, splits), launch.keys) * launch.keys
-        last = launch.shares[triton.cdiv(rest, MULTIPROCESSORS) - 1] if rest else 0.0
-        work = part * (launch.shares[-1] * waves + last) + FILLING + WAVE * (waves - (rest == 0))
+        last = (launch.tails if waves else launch.shares)[triton.cdiv(rest, MULTIPROCESSORS) - 1] if rest else 0.0
+        work = part * (len(launch.shares) * waves + last) + FILLING + WAVE * (waves - (rest == 0))
         return work if splits == 1 else work + MERGING + rows * splits * 2 / MULTIPROCESSORS
 
     def splits(launch: Launch) -> range:
