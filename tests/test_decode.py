@@ -66,14 +66,14 @@ def test_it_agrees_with_the_reference(monkeypatch, kind, lanes, keys):
         agree(*tensors(kind, repeats=repeats, keys=keys, K=K, V=V))
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("lanes", [4, 8, 16])
 @pytest.mark.parametrize("rows", [2, 3, 5, 8, 16, 20, 32, 64, 130])
-def test_new_tokens_over_a_history_agree(monkeypatch, kind, lanes, rows):
+def test_new_tokens_over_a_history_agree(monkeypatch, lanes, rows):
     """Every tile there is, whole and with rows to spare, one head or several in it."""
     monkeypatch.setattr(cpu, "LANES", min(lanes, cpu.LANES))
     for repeats in (1, 2, 5):
         if rows % repeats == 0:
+            kind = KINDS[(rows + lanes) % 3]  # each dtype meets few and many rows
             case = tensors(kind, repeats=repeats, keys=2 * BLOCK + 7, queries=rows // repeats)
             assert rg.explain(*case, mask=rg.causal).path == "decode"
             agree(*case, rg.causal)
@@ -83,7 +83,7 @@ def test_new_tokens_over_a_history_agree(monkeypatch, kind, lanes, rows):
 @given(
     batch=st.integers(1, 3), groups=st.integers(1, 3), repeats=st.integers(1, 9),
     queries=st.sampled_from([1, 1, 2, 3, 9, 40]), keys=st.integers(1, 300),
-    K=st.sampled_from([16, 32]), V=st.sampled_from([16, 80]),
+    K=st.just(16), V=st.sampled_from([16, 80]),
     beta=st.sampled_from([None, 0.0, 0.3]), bad=st.sampled_from([None, math.nan, math.inf]), data=st.data(),
 )  # fmt: skip
 def test_it_agrees_under_any_band_and_padding_and_nothing_hidden_leaks(
