@@ -104,6 +104,19 @@ def test_nothing_hidden_leaks_and_nothing_seen_is_hidden(name, recorded):
         assert all(grad.isfinite().all() and not grad[:, :, at:].any() for grad in grads)
 
 
+def test_nobody_mends_where_all_is_taken_to_be_finite():
+    from regard.call import all_finite
+
+    _, rule, tensors = case("long", torch.bfloat16)
+    leaves = [t.requires_grad_() for t in tensors]
+    mended = rg.attend(*leaves, mask=rule)
+    with all_finite():
+        plainly = rg.attend(*leaves, mask=rule)
+    assert torch.equal(mended, plainly)
+    grads = [torch.autograd.grad(out.float().sum(), leaves) for out in (mended, plainly)]
+    assert all(grad.isfinite().all() for some in grads for grad in some)
+
+
 def test_int8_states_with_the_length_on_the_device():
     from regard.kernels import decode_attention
 

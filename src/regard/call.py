@@ -235,6 +235,11 @@ def all_finite() -> Iterator[None]:
         _policy.finite = before
 
 
+def finite() -> bool:
+    """Whether keys and values are taken to be finite, here and now."""
+    return _policy.finite
+
+
 def taint(k: Tensor, v: Tensor) -> Tensor | None:
     """Which keys (B, G, S) carry a NaN or infinity, or whose value does; None if none do.
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.call import Call, Path
+from regard.call import Call, Path, finite
 from regard.eager import untouched
 from regard.paths import gpu
 
@@ -46,18 +46,20 @@ def run(call: Call) -> Tensor:
     """cuDNN's kernel; heads that a masked NaN reached are computed again."""
     q, scale = gpu.scaled(call)
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, call.k, call.v))
+    causal = call.structure.causal
+    mended = causal and not finite()  # nothing is hidden without a mask
     if gpu.derived(call):
-        return _Attention.apply(q, k, v, scale, call.structure.causal)  # type: ignore[no-untyped-call]
-    return _forward(q, k, v, scale, call.structure.causal)[0]
+        return _Attention.apply(q, k, v, scale, causal, mended)  # type: ignore[no-untyped-call]
+    return _forward(q, k, v, scale, causal, mended)[0]
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Any, ...]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, mended: bool) -> tuple[Any, ...]:
     from regard.kernels import band_attention
 
     out, lse, *rest = torch.ops.aten._scaled_dot_product_cudnn_attention(
         q, k, v, None, True, 0.0, causal, False, scale=scale
     )
-    if causal:
+    if mended:
         band_attention.mend(band_attention.Work(q, k, v, None, scale, None, 0), out, lse)
     return out, lse, rest
 
@@ -66,17 +68,17 @@ class _Attention(torch.autograd.Function):
     """The backward pass is cuDNN's too, mended likewise; once differentiable."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Tensor:
-        out, lse, (*seen, seed, offset, _) = _forward(q, k, v, scale, causal)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, mended: bool) -> Tensor:
+        out, lse, (*seen, seed, offset, _) = _forward(q, k, v, scale, causal, mended)
         ctx.save_for_backward(q, k, v, out, lse, seed, offset)
-        ctx.seen, ctx.scale, ctx.causal = seen, scale, causal
+        ctx.options = seen, scale, causal, mended
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, *rest = ctx.saved_tensors
-        grads = _Gradients.apply(grad, q, k, v, out.detach(), *rest, ctx.seen, ctx.scale, ctx.causal)  # type: ignore[no-untyped-call]
-        return (*grads, None, None)
+        grads = _Gradients.apply(grad, q, k, v, out.detach(), *rest, *ctx.options)  # type: ignore[no-untyped-call]
+        return (*grads, None, None, None)
 
 
 class _Gradients(torch.autograd.Function):
@@ -85,14 +87,14 @@ class _Gradients(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seed: Tensor, offset: Tensor,
-        seen: list[Any], scale: float, causal: bool,
+        seen: list[Any], scale: float, causal: bool, mended: bool,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         from regard.kernels import band_attention
 
         grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
             grad, q, k, v, out, lse, seed, offset, None, *seen, 0.0, causal, scale=scale
         )
-        if causal:
+        if mended:
             work = band_attention.Work(q, k, v, None, scale, None, 0)
             band_attention.mend_backward(work, grad, out, lse, grads)
         return tuple(grads)
