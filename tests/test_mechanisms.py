@@ -1,7 +1,10 @@
 """Facts about each mechanism: its formula, its ends, its published form."""
 
 import math
+from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -329,3 +332,45 @@ def test_causal_softmax_can_be_mapped_over_queries():
     q, k, v = make(6)
     found = torch.func.vmap(lambda one: rg.attend(one, k, v, mask=rg.causal))(torch.stack([q, 2 * q]))
     torch.testing.assert_close(found[1], rg.attend(2 * q, k, v, mask=rg.causal))
+
+
+def test_a_changed_part_of_softmax_is_not_passed_by():
+    """PyTorch's kernels compute the formula as it was."""
+
+    class Sharp(rg.Softmax):
+        def scale(self, qk_length):
+            return 5.0
+
+    q = k = v = torch.randn(1, 2, 6, 4, dtype=torch.float64)
+    assert torch.allclose(rg.attend(q, k, v, Sharp()), rg.weights(q, k, Sharp()) @ v)
+    assert torch.allclose(rg.attend(q, k, v, Sharp()), rg.attend(q, k, v, rg.Softmax(beta=5.0)))
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"__annotations__": {"scale": float}, "scale": 1.0}, "expected a field of another name than 'scale'"),
+        ({"__annotations__": {"ordered": bool}, "ordered": True}, "expected a field of another name than 'ordered'"),
+        ({"__init__": lambda self: None}, "expected fields, as of a dataclass, got an __init__"),
+    ],
+)
+def test_a_class_that_would_be_misunderstood_is_refused_when_it_is_made(body, message):
+    with pytest.raises(TypeError, match=message):
+        type("Mine", (rg.ScoreMechanism,), body)
+
+
+@pytest.mark.parametrize("name", ["features", "similarity"])
+def test_a_shipped_kernel_keeps_its_formula(name):
+    """Its faster forms would go on with the old one."""
+    with pytest.raises(TypeError, match=r"Mine: expected to inherit from rg\.FeatureMechanism"):
+        type("Mine", (rg.Quadratic,), {name: lambda self, *x: x[0]})
+
+
+def test_mechanisms_with_arrays_are_compared():
+    @dataclass(frozen=True, kw_only=True)
+    class Table(rg.Mechanism):
+        values: Any
+
+    table = np.ones(3)
+    assert Table(values=table) == Table(values=table)
+    assert Table(values=table) != Table(values=np.ones(3))

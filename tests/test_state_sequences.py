@@ -37,6 +37,12 @@ STREAMING = {name: mechanism for name, mechanism in REGISTRY.items() if mechanis
 every_stream = pytest.mark.parametrize("name", STREAMING)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Sigmoid(rg.Mechanism):
+    def similarity(self, q: Tensor, k: Tensor) -> Tensor:
+        return torch.sigmoid(q @ k.transpose(-1, -2))
+
+
 @dataclass
 class History:
     """A state, and all that it has met."""
@@ -259,6 +265,57 @@ def test_what_cannot_be_merged_gets_copies_once() -> None:
         out, longer = mechanism.extend(query, new_k, new_v, many, mask, bias=term)
         assert not longer.shared
         assert torch.allclose(out, rg.attend(q, *keys, mechanism, mask, bias=term, path="reference"), atol=1e-12)
+
+
+@pytest.mark.parametrize("learned", ["k", "v", "prefix"])
+def test_gradients_over_a_shared_prefix_are_those_of_copies(learned: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(batch: int, heads: int, tokens: int, size: int) -> Tensor:
+        return torch.randn(batch, heads, tokens, size, generator=generator, dtype=torch.float64)
+
+    mechanism, sizes = rg.Softmax(), {"num_kv_heads": G, "qk_length": K, "value_length": V, "dtype": torch.float64}
+    q, k, v = draw(1, H, 300, K), draw(1, G, 300, K), draw(1, G, 300, V)
+    k.requires_grad_(learned == "prefix")
+    prompt = mechanism.extend(q, k, v, mechanism.start(batch=1, capacity=310, **sizes), rg.causal)[1]
+    with torch.no_grad():
+        many = prompt.reorder(torch.zeros(3, dtype=torch.long))
+    if learned == "prefix":
+        many = prompt.reorder(torch.zeros(3, dtype=torch.long))
+    q, new_k, new_v = draw(3, H, 2, K), draw(3, G, 2, K), draw(3, G, 2, V)
+    leaf = {"k": new_k, "v": new_v, "prefix": k}[learned].requires_grad_()
+    whole = torch.cat([k.expand(3, -1, -1, -1), new_k], 2), torch.cat([v.expand(3, -1, -1, -1), new_v], 2)
+    out, _ = mechanism.extend(q, new_k, new_v, many, rg.causal)
+    expected = rg.attend(q, *whole, mechanism, rg.causal, path="reference")
+    grads = [torch.autograd.grad(result.square().sum(), leaf)[0] for result in (out, expected)]
+    assert torch.allclose(*grads, atol=1e-12)
+
+
+def test_a_shared_state_goes_on_with_any_mechanism_that_keeps_keys() -> None:
+    generator = torch.Generator().manual_seed(0)
+    k, v = (torch.randn(1, G, 300, size, generator=generator, dtype=torch.float64) for size in (K, V))
+    q = torch.randn(3, H, 1, K, generator=generator, dtype=torch.float64)
+    state = rg.Softmax().start(batch=1, num_kv_heads=G, qk_length=K, value_length=V, dtype=torch.float64).append(k, v)
+    new = k[:, :, :1].expand(3, -1, -1, -1), v[:, :, :1].expand(3, -1, -1, -1)
+    many = state.reorder(torch.zeros(3, dtype=torch.long))
+    assert many.shared
+    out, _ = Sigmoid().extend(q, *new, many, rg.causal)
+    whole = [torch.cat([old.expand(3, -1, -1, -1), more], 2) for old, more in zip((k, v), new, strict=True)]
+    assert torch.allclose(out, rg.attend(q, *whole, Sigmoid(), rg.causal, path="reference"), atol=1e-12)
+
+
+def test_keys_alone_are_mapped_where_a_batch_has_several_runs() -> None:
+    valid = torch.arange(200) >= torch.tensor([[150], [0]])
+    mask = rg.causal & rg.padding(valid=valid)
+    sizes = {"batch": 2, "num_kv_heads": G, "qk_length": K, "value_length": V, "dtype": torch.float64}
+    q, k, v = (torch.randn(2, heads, 200, size, dtype=torch.float64) for heads, size in ((H, K), (G, K), (G, V)))
+    start = rg.Softmax().start(capacity=200, **sizes)
+
+    def output(k: Tensor) -> Tensor:
+        return rg.Softmax().extend(q, k, v, start, mask)[0]
+
+    many = torch.stack([k, k.flip(2)])
+    assert torch.allclose(torch.vmap(output)(many), torch.stack([output(one) for one in many]), atol=1e-12)
 
 
 @every_stream

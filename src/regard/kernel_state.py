@@ -108,6 +108,8 @@ class KernelState(State):
             for name, like in (("sums", self.sums), ("normaliser", self.normaliser))
         }
         recent = stored.part("recent", stored.plan["recent"])
+        if recent.plan["forgotten"] != 0 or recent.plan["length"] != stored.length - folded:
+            raise ValueError(f"{recent.plan['length']!r} of the newest {stored.length - folded} tokens")
         return replace(
             self,
             **tensors,

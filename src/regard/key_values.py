@@ -36,6 +36,11 @@ class Prefix:
     places: tuple[int, ...]
     """The row in the buffer, for each row of the run."""
 
+    @property
+    def derived(self) -> bool:
+        """Whether autograd records what it holds."""
+        return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.buffer.tensors)
+
     def of(self, chosen: list[int]) -> "Prefix":
         """The prefix of other rows of the run, without histories that none of them has."""
         places = [self.places[row] for row in chosen]
@@ -372,7 +377,8 @@ class KeyValueState(State):
         least = stored.length if stored.window is None else min(stored.length, stored.window - 1)
         if type(count) is not int or not least <= count <= stored.length:
             raise ValueError(f"{count!r} tokens of {stored.length}")
-        return self.filled(stored, count, count)
+        forgotten = stored.plan["forgotten"]
+        return self.filled(stored, count, count - forgotten if type(forgotten) is int else count)
 
     def filled(self, stored: Stored, count: int, capacity: int) -> "KeyValueState":
         """A state of `count` tokens from a file, given an empty one like it."""
@@ -432,7 +438,7 @@ def first_room(lengths: Iterable[int], most: int) -> int:
 def _restored_run(stored: Stored, index: int, like: Buffer, count: int, padding: Padding | None) -> Run:
     plan = stored.plan["runs"][index]
     rows, begin, waiting = tuple(plan["rows"]), plan["begin"], plan["waiting"]
-    if not all(type(row) is int for row in rows):
+    if not all(type(row) is int for row in rows) or (not rows and stored.batch):
         raise ValueError(f"a run of rows {rows!r:.40}")
     if type(begin) is not int or not 0 <= begin <= count or type(waiting) is not bool or list(rows) != sorted(rows):
         raise ValueError(f"a run that begins at {begin!r} of {count} tokens")

@@ -29,7 +29,7 @@ from regard.cost import COUNTED, Cost, Work, accumulator, score_cost, similarity
 from regard.eager import symbolic
 from regard.key_values import KeyValueState
 from regard.mask import Mask, MaskFunction, as_mask
-from regard.owned import brief, flat, foreign, leaves, made_on, own_dtype, probe, same
+from regard.owned import brief, check_class, flat, foreign, leaves, made_on, own_dtype, probe, same
 from regard.paths import blocks, exact, reference
 from regard.paths.runs import over_runs, settled, with_space
 from regard.state import Sizes, State
@@ -60,6 +60,8 @@ class Mechanism:
         cls.__repr__, cls.__eq__ = cls.__repr__, cls.__eq__  # type: ignore[method-assign]
         # Asked at every step: kept here, since torch.compile looks through functools' caches, and warns.
         cls.shipped = all(parent is object or parent.__module__.startswith("regard.") for parent in cls.__mro__)
+        if not cls.shipped:
+            check_class(cls)
 
     def __repr__(self) -> str:
         shown = (f"{entry.name}={brief(getattr(self, entry.name))}" for entry in fields(self) if entry.repr)
@@ -187,16 +189,16 @@ class Mechanism:
 
     def grouped(self, compare: Callable[[Tensor, Tensor], Tensor], q: Tensor, k: Tensor) -> Tensor:
         """`compare` for H query heads over G key heads, the queries of a group as rows of one comparison."""
-        groups, kind = k.shape[1], self.precision(q.dtype)
+        groups, kind, name = k.shape[1], self.precision(q.dtype), compare.__name__
         tiled = rearrange(q, "b (g r) t k -> b g (r t) k", g=groups)
         own = self.formula_dtype(kind)
         try:
             similar = compare(tiled.to(own), k.to(own))
         except RuntimeError as error:
-            if groups == q.shape[1] or isinstance(error, torch.OutOfMemoryError):
+            if groups == q.shape[1] or isinstance(error, torch.OutOfMemoryError | NotImplementedError):
                 raise
             raise ValueError(
-                f"similarity: expected a formula for queries (B, G, H / G · T, K) = {tuple(tiled.shape)} and keys "
+                f"{name}: expected a formula for queries (B, G, H / G · T, K) = {tuple(tiled.shape)} and keys "
                 f"(B, G, S, K) = {tuple(k.shape)}, the {q.shape[1] // groups} query heads of a key/value head as rows "
                 f"of one, got {type(self).__name__}, which raises {str(error).splitlines()[0]}"
             ) from error
@@ -204,7 +206,7 @@ class Mechanism:
         if not isinstance(similar, Tensor) or similar.shape != expected:
             shape = tuple(similar.shape) if isinstance(similar, Tensor) else type(similar).__name__
             raise ValueError(
-                f"similarity: expected (…, T, S) = {expected} from queries {tuple(tiled.shape)} and keys "
+                f"{name}: expected (…, T, S) = {expected} from queries {tuple(tiled.shape)} and keys "
                 f"{tuple(k.shape)}, got {shape} from {type(self).__name__}"
             )
         return rearrange(similar.to(kind), "b g (r t) s -> b (g r) t s", r=q.shape[1] // groups)

@@ -16,6 +16,33 @@ if TYPE_CHECKING:
 M = TypeVar("M", bound="Mechanism")
 
 
+def check_class(kind: "type[Mechanism]") -> None:
+    """Raise TypeError for a user's class whose fields would take the place of what a mechanism is asked, or that has
+    an `__init__` of its own, which fields do not know of.
+
+    >>> import regard as rg
+    >>> class Mine(rg.ScoreMechanism):
+    ...     scale: float = 2.0
+    Traceback (most recent call last):
+    TypeError: Mine: expected a field of another name than 'scale', which every ScoreMechanism has for itself
+    """
+    if "__init__" in vars(kind):
+        raise TypeError(
+            f"{kind.__name__}: expected fields, as of a dataclass, got an __init__: what it sets would not be "
+            "compared, shown or saved"
+        )
+    ours = [parent for parent in kind.__mro__[1:] if parent.__module__.startswith("regard.")]
+    for name, annotation in vars(kind).get("__annotations__", {}).items():
+        if "ClassVar" in str(annotation):
+            continue
+        owner = next((parent for parent in ours if name in vars(parent)), None)
+        if owner is not None and name not in getattr(owner, "__dataclass_fields__", {}):
+            raise TypeError(
+                f"{kind.__name__}: expected a field of another name than {name!r}, which every {owner.__name__} has "
+                "for itself"
+            )
+
+
 def same(owner: object, mechanism: "Mechanism") -> bool:
     """Whether a state of `owner` is one of `mechanism`: equal fields, and the very same tensors; None is anybody's."""
     if owner is None or owner is mechanism:
@@ -23,9 +50,17 @@ def same(owner: object, mechanism: "Mechanism") -> bool:
     if type(owner) is not type(mechanism):
         return False
     pairs = [(getattr(owner, entry.name), getattr(mechanism, entry.name)) for entry in fields(mechanism)]
-    return all(
-        old is new or (not isinstance(old, Tensor) and not isinstance(new, Tensor) and old == new) for old, new in pairs
-    )
+    return all(old is new or _equal(old, new) for old, new in pairs)
+
+
+def _equal(old: object, new: object) -> bool:
+    """Whether two values are equal and say so in one word; arrays and what holds tensors are compared by identity."""
+    if isinstance(old, Tensor) or isinstance(new, Tensor):
+        return False
+    try:
+        return bool(old == new)
+    except (RuntimeError, ValueError):
+        return False
 
 
 def replaced(mechanism: M, tensors: dict[str, Any]) -> M:

@@ -57,6 +57,16 @@ class FeatureMechanism(Mechanism):
     """What a GPU kernel makes of queries and keys: "square", d (q·k)² + b q·k + a from `coefficients`; "elu"; or
     nothing, "given" their features."""
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        stated = {"features", "similarity"} & vars(cls).keys()
+        shipped = [parent for parent in cls.__mro__[1:] if parent.__module__.startswith("regard.mechanisms.")]
+        if stated and shipped and not cls.__module__.startswith("regard."):
+            raise TypeError(
+                f"{cls.__name__}: expected to inherit from rg.FeatureMechanism (or rg.Mechanism, for a similarity "
+                f"alone), since {shipped[0].__name__} has faster forms of its own formula, got another {stated.pop()}"
+            )
+
     def features(self, x: Float[Tensor, "*b T K"]) -> Float[Tensor, "*b T C"]:
         """phi(x), for queries and keys alike."""
         raise NotImplementedError(f"{type(self).__name__} states no features(x)")

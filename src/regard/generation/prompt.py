@@ -127,7 +127,8 @@ def fingerprint(model: Decoder | Transformer) -> str:
 def _plain_fields(value: object) -> str:
     plain = (bool, int, float, str, tuple, type(None))
     held = vars(value).items() if isinstance(value, Mechanism) else ()
-    return ", ".join(f"{name}={one}" for name, one in held if isinstance(one, plain))
+    named = {name: f"{one.__module__}.{one.__qualname__}" for name, one in held if hasattr(one, "__qualname__")}
+    return ", ".join(f"{name}={named.get(name, one)}" for name, one in held if isinstance(one, plain) or name in named)
 
 
 def unlike(reader: str, model: Decoder | Transformer) -> str | None:

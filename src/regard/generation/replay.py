@@ -58,6 +58,8 @@ def uncapturable(model: Decoder | Transformer, state: ModelState, most: int) -> 
             return reason
         if _foreign(mechanism):
             return f"{type(mechanism).__name__} runs code that may read numbers"
+        if getattr(layer, "forgotten", 0):
+            return "its state has forgotten what a mask's window left behind"
         if not isinstance(layer, KeyValueState | KernelState):
             return f"no slot for a {type(layer).__name__}"
         if layer.tainted is not None or (isinstance(layer, KernelState) and layer.recent.tainted is not None):

@@ -107,6 +107,11 @@ class Attend(nn.Module):
         super().__init__()
         self.dropout, self._mechanism, self._fields = dropout, mechanism, tuple(mechanism.tensors())
         for name, value in mechanism.tensors().items():
+            if hasattr(self, name):
+                raise ValueError(
+                    f"{name}: expected a field of another name, since a layer, where it is registered, has one of its "
+                    f"own, got {type(mechanism).__name__}"
+                )
             if isinstance(value, nn.Module):
                 self.add_module(name, value)
             elif isinstance(value, nn.Parameter):

@@ -71,7 +71,9 @@ class Softmax(ScoreMechanism):
 
     def sdpa_scale(self, qk_length: int) -> float | None:
         """The scale with which PyTorch's SDPA computes this mechanism; None if it does not."""
-        if self.softcap is not None or type(self).score is not Softmax.score:
+        kind = type(self)
+        own = kind.score, kind.scale, kind.weigh, kind.mix
+        if self.softcap is not None or own != (Softmax.score, Softmax.scale, Softmax.weigh, Softmax.mix):
             return None
         scale = self._beta(qk_length)
         return scale if scale <= 1e6 else None

@@ -124,15 +124,29 @@ def _encoded(value: Any) -> Any:
     """A field as JSON has it: what JSON cannot hold is an object that says what it was."""
     if isinstance(value, Tensor):
         return {"tensor": list(value.shape), "parameter": isinstance(value, nn.Parameter)}
-    if type(value) is float and not math.isfinite(value):
-        return {"float": str(value)}
-    if value is None or type(value) in (bool, int, float, str):
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {"float": str(float(value))}
+    if value is None or type(value) in (bool, int, str):
         return value
     if isinstance(value, list | tuple):
         parts = [_encoded(part) for part in value]
         if not any(_apart(part) for part in parts):
             return parts
-    return {"object": type(value).__name__}
+    kept = {"object": type(value).__name__}
+    return kept if isinstance(value, nn.Module) else kept | {"is": described(value)}
+
+
+def described(value: Any) -> str:
+    """What tells an object from others, in every process: a function's full name, or what it looks like.
+
+    >>> import torch
+    >>> described(torch.nn.functional.relu), described({"a": 1})
+    ('torch.nn.functional.relu', "{'a': 1}")
+    """
+    if hasattr(value, "__qualname__"):
+        return f"{value.__module__}.{value.__qualname__}"
+    kind: Any = type(value)
+    return str(kind.__qualname__) if kind.__repr__ is object.__repr__ else repr(value)[:200]
 
 
 def _decoded(value: Any) -> Any:
@@ -148,21 +162,19 @@ def _apart(value: Any) -> bool:
 
 def _agrees(mechanism: Mechanism, field: str, value: Any) -> bool:
     mine = _encoded(getattr(mechanism, field, None))
-    return _apart(mine) == _apart(value) and (_apart(value) or mine == value)
+    return bool(mine == value) or ("tensor" in value and _apart(mine) if isinstance(value, dict) else False)
 
 
 def _made(kind: type[Mechanism], stored: dict[str, Any], read: Callable[[str], Tensor | None]) -> Mechanism:
     """A mechanism of a class with the stored fields; the class's default for what a file does not hold."""
-    defaults = {
-        one.name for one in _arguments(kind) if one.default is not MISSING or one.default_factory is not MISSING
-    }
+    defaults = {one.name: _encoded(_default(one)) for one in _arguments(kind)}
     given: dict[str, Any] = {}
     for field, value in stored.items():
         if not _apart(value):
             given[field] = _decoded(value)
         elif "tensor" in value and (tensor := read(field)) is not None:
             given[field] = nn.Parameter(tensor) if value.get("parameter") is True else tensor
-        elif field not in defaults:
+        elif "object" in value and defaults.get(field) != value:
             raise ValueError(
                 f"mechanisms: expected a value {kind.__name__}({field}=…), since a file does not hold a "
                 f"{value.get('object', 'tensor')!s:.40}, got the class"
@@ -171,6 +183,10 @@ def _made(kind: type[Mechanism], stored: dict[str, Any], read: Callable[[str], T
         return kind(**given)
     except TypeError as error:
         raise ValueError(f"mechanisms: expected the fields of {kind.__name__}, got {error}") from None
+
+
+def _default(field: Any) -> Any:
+    return field.default if field.default_factory is MISSING else field.default_factory()
 
 
 def _refuse_unknown(values: dict[str, Any]) -> NoReturn:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from regard.call import Call, choose, nothing
+from regard.eager import transformed
 from regard.key_values import KeyValueState
 from regard.mask import Mask
 from regard.paths import shared
@@ -40,7 +41,10 @@ def settled(
         return state
     for run in state.runs:
         part, keys = part_of(mask, run.rows, run.begin, state.length), state.length - run.begin
-        if run.prefix is not None and shared.cannot(mechanism, q, keys, part, bias, recorded) is not None:
+        if run.prefix is None:
+            continue
+        derived = recorded or run.derived or run.prefix.derived
+        if shared.cannot(mechanism, q, keys, part, bias, derived) is not None:
             return state.apart()
     return state
 
@@ -53,6 +57,8 @@ def over_runs(
         return _run(Call(mechanism, q, state.keys, state.values, mask, bias))
     causal = structure(mask, q.shape[2], state.length).causal
     outputs = q.new_zeros(*q.shape[:3], state.buffer.values.shape[3])
+    if transformed():  # a transform of keys or values alone reaches the output
+        outputs = outputs + sum(t[..., :0].sum() for run in state.runs for t in (run.buffer.keys, run.buffer.values))
     for run in state.runs:
         keys = state.length - run.begin
         if keys == 0:  # rows of padding alone

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 def cannot(mechanism: Any, q: Tensor, keys: int, mask: Mask | None, bias: Tensor | None, recorded: bool) -> str | None:
     """Why queries at the end of `keys` keys cannot attend to a prefix and the rest apart; None if they can."""
     known, queries = structure(mask, q.shape[2], keys), q.shape[2]
-    if bias is not None or mechanism.sdpa_scale(q.shape[3]) is None:
+    plain = sdpa.PATH in mechanism.paths() and mechanism.sdpa_scale(q.shape[3]) is not None
+    if bias is not None or not plain:
         return "only plain softmax merges parts"
     if known.rest is not None or known.windowed or known.paddings or not (known.causal or queries == 1):
         return "the mask is not causal alone"
