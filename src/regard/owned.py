@@ -36,7 +36,7 @@ def check_class(kind: "type[Mechanism]") -> None:
         if "ClassVar" in str(annotation):
             continue
         owner = next((parent for parent in ours if name in vars(parent)), None)
-        if owner is not None and name not in getattr(owner, "__dataclass_fields__", {}):
+        if owner is not None and name not in {entry.name for entry in fields(owner)}:
             raise TypeError(
                 f"{kind.__name__}: expected a field of another name than {name!r}, which every {owner.__name__} has "
                 "for itself"
