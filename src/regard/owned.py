@@ -24,6 +24,7 @@ def check_class(kind: "type[Mechanism]") -> None:
     >>> class Mine(rg.ScoreMechanism):
     ...     scale: float = 2.0
     Traceback (most recent call last):
+        ...
     TypeError: Mine: expected a field of another name than 'scale', which every ScoreMechanism has for itself
     """
     if "__init__" in vars(kind):
