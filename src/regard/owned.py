@@ -18,15 +18,7 @@ M = TypeVar("M", bound="Mechanism")
 
 def check_class(kind: "type[Mechanism]") -> None:
     """Raise TypeError for a user's class whose fields would take the place of what a mechanism is asked, or that has
-    an `__init__` of its own, which fields do not know of.
-
-    >>> import regard as rg
-    >>> class Mine(rg.ScoreMechanism):
-    ...     scale: float = 2.0
-    Traceback (most recent call last):
-        ...
-    TypeError: Mine: expected a field of another name than 'scale', which every ScoreMechanism has for itself
-    """
+    an `__init__` of its own, which fields do not know of."""
     if "__init__" in vars(kind):
         raise TypeError(
             f"{kind.__name__}: expected fields, as of a dataclass, got an __init__: what it sets would not be "
