@@ -17,16 +17,21 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 WITHOUT_NUMBERS = ("regard.cli", "regard.data", "regard.training", "test_cli", "hostile")
 """Commands, texts, runs and broken files: their numbers are those of layers and models, which have their own tests."""
-ELSEWHERE = ("test_compile", "test_transforms", "test_kernels", "test_softmax_kernels")
+TRACED = ("test_compile", "test_transforms", "test_kernels", "test_softmax_kernels")
 """Tests of what torch traces, of code that torch.compile makes, and of Triton's interpreter."""
+ABOVE = (
+    "test_encoder", "test_transformer", "test_vision", "test_trace", "test_summary", "test_plots", "test_masks",
+    "test_errors", "test_own_mechanism", "test_replay", "test_arm", "test_compiler", "test_imports", "test_decoder",
+)  # fmt: skip
+"""Tests of what computes by layers that have tests of their own, of masks and messages, and of other processors."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
     """Tests are `numeric`, and run once more on other instruction sets, unless their module is about something else."""
     for item in items:
         names = list(vars(item.module).values())
-        traced = item.module.__name__ in ELSEWHERE
-        if torch in names and not traced and not any(_home(one).startswith(WITHOUT_NUMBERS) for one in names):
+        elsewhere = item.module.__name__ in TRACED + ABOVE
+        if torch in names and not elsewhere and not any(_home(one).startswith(WITHOUT_NUMBERS) for one in names):
             item.add_marker("numeric")
 
 

@@ -172,7 +172,7 @@ def test_any_sequence_of_operations_is_its_history(name: str, shared: int, monke
     monkeypatch.setattr("regard.key_values.SHARED", shared)
     kind = type("Sequences", (Sequences,), {"mechanism": STREAMING[name]})
     limits = settings(
-        max_examples=40, stateful_step_count=8, phases=[Phase.generate], deadline=None, database=None, derandomize=True,
+        max_examples=25, stateful_step_count=8, phases=[Phase.generate], deadline=None, database=None, derandomize=True,
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
     run_state_machine_as_test(kind, settings=limits)
