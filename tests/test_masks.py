@@ -467,14 +467,14 @@ def test_a_dense_table_gives_nothing_to_queries_it_has_no_row_for() -> None:
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_as_a_mask_gives_what_slices_give(side, causal):
-    """What a GPU does with many lengths, here on the CPU, where the path refuses to be chosen."""
+    """What a GPU does with many lengths, and a CPU with few queries without causality."""
     lengths = torch.tensor([9, 0, 4, 7, 1, 8])[:, None]
     place = torch.arange(9)
     rule = rg.padding(valid=place < lengths if side == "right" else place >= 9 - lengths)
     rule = rg.causal & rule if causal else rule
     q, k, v = (torch.randn(6, heads, 9, 4, dtype=torch.float64) for heads in (4, 2, 2))
     call = Call(rg.Softmax(), q, k, v, rule)
-    assert masked.cannot(call) == "made for GPUs"
+    assert (masked.cannot(call) is None) == (not causal)
     assert (masked.run(call) - rg.attend(q, k, v, mask=rule, path="reference")).abs().max() < 1e-12
 
 
