@@ -23,6 +23,7 @@ from regard.layers.streaming import ModelState, recalled
 from regard.mask import Padding
 from regard.models.decoder import Decoder
 from regard.models.transformer import Transformer
+from regard.owned import foreign
 from regard.paths import gpu, split
 from regard.paths.stream import folded
 
@@ -56,7 +57,7 @@ def uncapturable(model: Decoder | Transformer, state: ModelState, most: int) -> 
         mechanism = block.attention.mechanism
         if state.memory is not None and (reason := _uncrossed(block.cross)) is not None:
             return reason
-        if _foreign(mechanism):
+        if foreign(mechanism):
             return f"{type(mechanism).__name__} runs code that may read numbers"
         if getattr(layer, "forgotten", 0):
             return "its state has forgotten what a mask's window left behind"
@@ -243,9 +244,3 @@ def _uncrossed(layer: Any) -> str | None:
 def _hooked(model: torch.nn.Module) -> bool:
     everywhere = (nn_module._global_forward_hooks, nn_module._global_forward_pre_hooks)
     return any(everywhere) or any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-
-
-def _foreign(mechanism: Any) -> bool:
-    """Whether a mechanism runs code of a user's."""
-    ours = all(kind is object or kind.__module__.startswith("regard.") for kind in type(mechanism).__mro__)
-    return not ours or any(callable(value) for value in vars(mechanism).values())

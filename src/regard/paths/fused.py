@@ -1,7 +1,5 @@
 """Kernel attention on a GPU by kernels of our own, in Triton: features and scores never reach memory."""
 
-from functools import lru_cache
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -9,8 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from regard.call import Call, Path
-from regard.mask import Span
-from regard.paths import chunked
+from regard.paths import chunked, gpu
 
 LONGEST = 128
 """qk_length, value_length and features, at most."""
@@ -18,15 +15,12 @@ LONGEST = 128
 
 ALIGNED = 16
 """Lengths of which multiples are read 16 bytes at a time; others are padded."""
-TRITON = find_spec("triton") is not None
 
 
 def cannot(call: Call) -> str | None:
     """Why this path cannot serve a call; None if it can."""
-    if not call.q.is_cuda:
-        return "made for GPUs"
-    if not TRITON:
-        return "Triton is not installed"
+    if (reason := gpu.missing(call)) is not None:
+        return reason
     if (
         call.q.dtype == torch.float32
         and torch.is_grad_enabled()
@@ -63,7 +57,7 @@ def run(call: Call) -> Tensor:
     from regard.kernels import operators
 
     mechanism: Any = call.mechanism
-    limits = None if call.structure.rows is None else bounds(call.structure.rows, call.q.device)
+    limits = gpu.bounds(call)
     q, k, v, form = call.q, call.k, call.v, mechanism.fused_form
     if form == "elu" and call.qk_length % ALIGNED:
         form = "given"  # padding before the map would not be 0 after it
@@ -87,20 +81,6 @@ def aligned(x: Tensor) -> Tensor:
     if (rest := x.shape[3] % ALIGNED) > 0:
         return F.pad(x, (0, ALIGNED - rest))
     return x if x.stride(3) == 1 else x.contiguous()
-
-
-def bounds(rows: tuple[Span, ...], device: torch.device) -> Tensor:
-    """The first real key of each batch row and the one after the last."""
-    return (
-        torch.tensor(rows, dtype=torch.int32).t().to(device) if torch.compiler.is_compiling() else _copied(rows, device)
-    )
-
-
-@lru_cache(maxsize=256)
-def _copied(rows: tuple[Span, ...], device: torch.device) -> Tensor:
-    """The same table on the device, copied without waiting for it."""
-    table = torch.tensor(rows, dtype=torch.int32).t().contiguous()
-    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
 
 
 PATH = Path("fused", cannot, run, guards_itself=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from regard.eager import untouched
 from regard.mask import Padding, Span
-from regard.paths import fused
+from regard.paths import fused, gpu
 
 END = 1 << 30
 """Past any token: rows that are real to the end keep one table while a stream goes on."""
@@ -29,7 +29,7 @@ def cannot(
     """
     if not q.is_cuda:
         return "made for GPUs"
-    if not fused.TRITON:
+    if not gpu.TRITON:
         return "Triton is not installed"
     if not untouched():
         return "a trace or transform reaches into plain operators alone"
@@ -150,4 +150,4 @@ def _between(rows: tuple[Span, ...] | None, low: int, high: int, device: torch.d
     if rows is None or all(begin <= low and end >= high for begin, end in rows):
         return None
     spans = tuple((max(0, begin - low), END if end >= high else max(0, end - low)) for begin, end in rows)
-    return fused.bounds(spans, device)
+    return gpu.table(spans, device)
