@@ -1,6 +1,7 @@
 """Masks against brute-force definitions over positions: pair by pair, in plain Python."""
 
 import math
+import pickle
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 import regard as rg
+import regard.mask
 from regard.call import Call
 from regard.mask import Band, Mask, Padding, as_mask
 from regard.paths import masked
@@ -186,6 +188,29 @@ def test_structure_loses_nothing(tree: Tree) -> None:
     if parts.rest is not None:
         again = again & seen(parts.rest, queries, keys)
     assert torch.equal(again, brute(known.rule, queries, keys))
+
+
+@SLOWLY
+@given(trees(), st.lists(st.integers(0, B - 1), min_size=1, max_size=B), st.integers(0, 7))
+def test_a_part_is_that_part_of_the_table(tree: Tree, rows: list[int], begin: int) -> None:
+    known, keys = tree.build(), tree.keys
+    begin = min(begin, keys)
+    queries = min(tree.queries, keys - begin)
+    part = known.mask.part(tuple(rows), begin, keys)
+    expected = brute(known.rule, queries, keys)[rows][..., begin:]
+    again = torch.ones_like(expected) if part is None else seen(part, queries, keys - begin, batch=len(rows))
+    assert torch.equal(again, expected)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if not kind.startswith("function")])
+def test_a_pickled_mask_is_the_same_mask(kind: str) -> None:
+    mask = known_masks(4, 4)[kind].mask
+    for original in (mask, mask & rg.causal, mask | rg.causal, ~mask):
+        again = pickle.loads(pickle.dumps(original))
+        assert repr(again) == repr(original)
+        assert torch.equal(seen(again, 4, 4), seen(original, 4, 4))
+        # Where pickles of earlier versions look for it.
+        assert getattr(regard.mask, type(original).__name__) is type(original)
 
 
 @SLOWLY

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from regard.eager import symbolic
-from regard.mask import And, Band, Mask, Padding, Part, Span, padding_of
+from regard.mask import Mask, Padding, Span, padding_of
 
 FOREVER = 1 << 62
 """A length no mask's limit reaches."""
@@ -77,25 +77,17 @@ def structure(mask: Mask | None, queries: int, keys: int) -> Structure:
     `EVERYTHING` itself if none does. Where a trace holds a length open, all limits stay."""
     if mask is None:
         return EVERYTHING
-    before: int | None = None
-    after: int | None = None
-    paddings: list[Padding] = []
-    rest: Mask | None = None
-    for part in conjunction(mask):
-        if isinstance(part, Band):
-            before = part.before if before is None else before if part.before is None else min(before, part.before)
-            after = part.after if after is None else after if part.after is None else min(after, part.after)
-        elif isinstance(part, Padding):
-            paddings.append(part)
-        else:
-            rest = part if rest is None else rest & part
+    bands, paddings, others = mask.terms()
+    before = min([band.before for band in bands if band.before is not None], default=None)
+    after = min([band.after for band in bands if band.after is not None], default=None)
+    rest = reduce(and_, others) if others else None
     is_open = symbolic(queries, keys)
     if before is not None and not is_open and before >= keys - 1:
         before = None
     if after is not None and not is_open and after >= queries - 1 and queries <= keys:
         after = None
     if paddings:
-        known = Structure(before, after, tuple(paddings), rest)
+        known = Structure(before, after, paddings, rest)
         if known.rows is None or is_open or any(a > 0 or b < keys for a, b in known.rows):
             return known
     if before is None and after in (None, 0) and rest is None:
@@ -118,31 +110,15 @@ def both(first: Padding | None, second: Padding | None, keys: int) -> Padding | 
 
 def padding_between(mask: Mask | None, low: int, high: int, keys: int) -> Padding | None:
     """What a mask's padding says of the keys at [low, high) of `keys`, as positions from 0; None if all are real."""
-    found: Padding | None = None
-    for part in conjunction(mask):
-        if isinstance(part, Padding):
-            found = both(found, part, keys)
-    return None if found is None else found.between(low, high, keys)
+    padding: Padding | None = None
+    for term in () if mask is None else mask.terms().paddings:
+        padding = both(padding, term, keys)
+    return None if padding is None else padding.between(low, high, keys)
 
 
 def part_of(mask: Mask | None, rows: tuple[int, ...], begin: int, keys: int) -> Mask | None:
     """What a mask over `keys` keys says of some batch rows and the keys from `begin` on, positions from there."""
-    parts: list[Mask] = []
-    for part in conjunction(mask):
-        if isinstance(part, Band):  # distances stay what they were
-            parts.append(part)
-        elif not isinstance(part, Padding):
-            parts.append(Part(part, rows, begin))
-        elif (padding := part.part(rows, begin, keys)) is not None:
-            parts.append(padding)
-    return reduce(and_, parts) if parts else None
-
-
-def conjunction(mask: Mask | None) -> tuple[Mask, ...]:
-    """The parts that all must hold."""
-    if isinstance(mask, And):
-        return conjunction(mask.left) + conjunction(mask.right)
-    return () if mask is None else (mask,)
+    return None if mask is None else mask.part(rows, begin, keys)
 
 
 def blocks(

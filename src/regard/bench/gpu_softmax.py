@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from functools import reduce
+from itertools import chain
 from operator import and_
 from typing import Any
 
@@ -23,7 +24,6 @@ from regard.laws.case import within_budget
 from regard.mask import Mask, Padding, Segments, causal, padding, segments, window
 from regard.mechanisms import Softmax
 from regard.models.decoder import Decoder, DecoderConfig
-from regard.structure import conjunction
 
 BACKENDS = {
     "cuDNN": SDPBackend.CUDNN_ATTENTION,
@@ -148,7 +148,7 @@ def _shortened(mask: Mask | None, keys: int) -> Mask | None:
             return padding([keys, keys // 3])
         return segments(torch.arange(keys)[None] // 300) if isinstance(whole, Segments) else whole
 
-    return None if mask is None else reduce(and_, map(part, conjunction(mask)))
+    return None if mask is None else reduce(and_, map(part, chain(*mask.terms())))
 
 
 def softmax_rows(lengths: Sequence[int] = LENGTHS) -> list[Any]:
