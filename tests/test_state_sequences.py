@@ -252,8 +252,8 @@ def test_what_cannot_be_merged_gets_copies_once() -> None:
     q, k, v = draw(1, H, 300, K), draw(1, G, 300, K), draw(1, G, 300, V)
     prompt = mechanism.extend(q, k, v, mechanism.start(batch=1, capacity=310, **sizes), rg.causal)[1]
     many = prompt.reorder(torch.zeros(3, dtype=torch.long))
-    assert many.shared
-    assert not prompt.shared
+    assert many.has_prefix
+    assert not prompt.has_prefix
     q, new_k, new_v = draw(3, H, 1, K), draw(3, G, 1, K), draw(3, G, 1, V)
     keys = torch.cat([k.expand(3, -1, -1, -1), new_k], 2), torch.cat([v.expand(3, -1, -1, -1), new_v], 2)
     bias = draw(1, 1, 1, 301)
@@ -263,7 +263,7 @@ def test_what_cannot_be_merged_gets_copies_once() -> None:
         (rg.causal, None, q.clone().requires_grad_()),
     ):
         out, longer = mechanism.extend(query, new_k, new_v, many, mask, bias=term)
-        assert not longer.shared
+        assert not longer.has_prefix
         assert torch.allclose(out, rg.attend(q, *keys, mechanism, mask, bias=term, path="reference"), atol=1e-12)
 
 
@@ -298,7 +298,7 @@ def test_a_shared_state_goes_on_with_any_mechanism_that_keeps_keys() -> None:
     state = rg.Softmax().start(batch=1, num_kv_heads=G, qk_length=K, value_length=V, dtype=torch.float64).append(k, v)
     new = k[:, :, :1].expand(3, -1, -1, -1), v[:, :, :1].expand(3, -1, -1, -1)
     many = state.reorder(torch.zeros(3, dtype=torch.long))
-    assert many.shared
+    assert many.has_prefix
     out, _ = Sigmoid().extend(q, *new, many, rg.causal)
     whole = [torch.cat([old.expand(3, -1, -1, -1), more], 2) for old, more in zip((k, v), new, strict=True)]
     assert torch.allclose(out, rg.attend(q, *whole, Sigmoid(), rg.causal, path="reference"), atol=1e-12)

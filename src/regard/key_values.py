@@ -69,7 +69,7 @@ class Run:
     """Its first tokens, if they are stored apart; the buffer has those after them."""
 
     @property
-    def shared(self) -> int:
+    def prefix_length(self) -> int:
         """Tokens that are stored apart."""
         return 0 if self.prefix is None else self.prefix.length
 
@@ -118,21 +118,21 @@ class Run:
         runs = [Run(rows, self.buffer.blank(len(rows), capacity - begin), begin, False) for rows, begin in groups]
         return [*runs, Run(later, self.buffer.blank(len(later), 0), end)] if later else runs
 
-    def chosen(self, index: list[int], length: int, capacity: int, shares: bool) -> "Run | None":
+    def chosen(self, index: list[int], length: int, capacity: int, may_share: bool) -> "Run | None":
         """What is left of it where batch row i becomes row `index[i]`; None if nothing is.
 
-        Rows that repeat share what they have in common, where `shares` says that attention can do with that.
+        Rows that repeat share what they have in common, where `may_share` says that attention can do with that.
         """
         rows = tuple(new for new, old in enumerate(index) if old in self.rows)
         if not rows:
             return None
         kept, places = max(0, length - self.begin), [self.rows.index(index[new]) for new in rows]
         prefix = None if self.prefix is None else self.prefix.of(places)
-        if prefix is None and shares and kept >= SHARED and len(set(places)) < len(places) and not self.derived:
+        if prefix is None and may_share and kept >= SHARED and len(set(places)) < len(places) and not self.derived:
             prefix = Prefix(self.buffer, kept, tuple(range(len(self.rows)))).of(places)
             buffer = self.buffer.blank(len(rows), roomy(0, capacity - self.begin - kept))
             return replace(self, rows=rows, buffer=buffer, prefix=prefix)
-        kept, room = kept - self.shared, capacity - self.begin - self.shared
+        kept, room = kept - self.prefix_length, capacity - self.begin - self.prefix_length
         room = roomy(kept, room) if kept else min(room, self.buffer.room)
         place = torch.tensor(places, device=self.buffer.keys.device)
         return replace(self, rows=rows, buffer=self.buffer.moved(0, kept, room, place), prefix=prefix)
@@ -166,14 +166,14 @@ class KeyValueState(State):
     """Which keys (B, G, length) came with a NaN or infinity in them; None while none did."""
     mechanism: None = None
     """Keys and values are alike for every mechanism that keeps them."""
-    shares: bool = False
+    may_share: bool = False
     """Whether batch rows that repeat share their first tokens: for mechanisms that can attend to parts and merge."""
     forgotten: int = 0
     """How many of the first tokens are not held any more: a window had left them behind, and room was needed."""
 
     @classmethod
     def empty(
-        cls, sizes: Sizes, capacity: int, storage: torch.dtype | None = None, *, shares: bool = False
+        cls, sizes: Sizes, capacity: int, storage: torch.dtype | None = None, *, may_share: bool = False
     ) -> "KeyValueState":
         """No tokens, and room for `capacity`; `storage=torch.int8` keeps numbers and scales."""
 
@@ -188,7 +188,7 @@ class KeyValueState(State):
         else:
             fine = torch.promote_types(sizes.dtype, torch.float32)
             buffer = Buffer(keys, values, scales=(room(1, fine), room(1, fine)), rounded=sizes.dtype)
-        return cls((Run(tuple(range(sizes.batch)), buffer),), capacity, shares=shares)
+        return cls((Run(tuple(range(sizes.batch)), buffer),), capacity, may_share=may_share)
 
     @property
     def whole(self) -> bool:
@@ -196,13 +196,13 @@ class KeyValueState(State):
         return len(self.runs) == 1 and self.runs[0].begin == 0 and self.runs[0].prefix is None
 
     @property
-    def shared(self) -> bool:
+    def has_prefix(self) -> bool:
         """Whether some rows share their first tokens."""
         return any(run.prefix is not None for run in self.runs)
 
     def apart(self) -> "KeyValueState":
         """The state with every row's tokens in buffers of its own."""
-        return replace(self, runs=tuple(run.apart(self.length) for run in self.runs), shares=False)
+        return replace(self, runs=tuple(run.apart(self.length) for run in self.runs), may_share=False)
 
     @property
     def buffer(self) -> Buffer:
@@ -286,12 +286,12 @@ class KeyValueState(State):
                 keys, values = run.of(k), run.of(v)
                 if here:
                     keys, values = keys[:, :, here:], values[:, :, here:]
-                start = max(0, self.length - run.begin) - run.shared
-                room = self.capacity + self.forgotten - run.begin - run.shared
+                start = max(0, self.length - run.begin) - run.prefix_length
+                room = self.capacity + self.forgotten - run.begin - run.prefix_length
                 buffer = run.buffer.extended(start, keys, values, room, recorded)
                 run = run if buffer is run.buffer else replace(run, buffer=buffer)
             longer.append(run)
-        return KeyValueState(tuple(longer), self.capacity, end, padding, tainted, None, self.shares, self.forgotten)
+        return KeyValueState(tuple(longer), self.capacity, end, padding, tainted, None, self.may_share, self.forgotten)
 
     def forget(self, first: int) -> "KeyValueState":
         """The state without the keys before position `first`, which no later token sees."""
@@ -311,7 +311,7 @@ class KeyValueState(State):
         index = row_index(index, self.batch, self.buffer.keys.device)
         order = index.tolist()
         room = self.capacity + self.forgotten
-        chosen = (run.chosen(order, self.length, room, self.shares) for run in self.runs)
+        chosen = (run.chosen(order, self.length, room, self.may_share) for run in self.runs)
         runs = tuple(run for run in chosen if run is not None)
         return replace(
             self,
@@ -389,7 +389,9 @@ class KeyValueState(State):
         if sorted(row for run in runs for row in run.rows) != list(range(stored.batch)):
             raise ValueError(f"runs that are not of {stored.batch} rows, each once")
         tainted = stored.flags("tainted", stored.batch, self.buffer.keys.shape[1], count)
-        return KeyValueState(tuple(runs), capacity, count, padding, tainted, shares=self.shares, forgotten=forgotten)
+        return KeyValueState(
+            tuple(runs), capacity, count, padding, tainted, may_share=self.may_share, forgotten=forgotten
+        )
 
     def resized(self, capacity: int, drop: int = 0) -> "KeyValueState":
         """The state in buffers of its own with another capacity, without its first `drop` tokens."""
@@ -399,8 +401,12 @@ class KeyValueState(State):
         def moved(run: Run) -> Run:
             run = run.apart(self.length) if drop else run
             begin = max(0, run.begin - drop)
-            low, high = max(0, drop - run.begin), max(0, self.length - run.begin) - run.shared
-            room = capacity + forgotten - begin - run.shared if high > low or run.shared or not self.length else 0
+            low, high = max(0, drop - run.begin), max(0, self.length - run.begin) - run.prefix_length
+            room = (
+                capacity + forgotten - begin - run.prefix_length
+                if high > low or run.prefix_length or not self.length
+                else 0
+            )
             return replace(run, begin=begin, buffer=run.buffer.moved(low, high, room, recorded=run.derived))
 
         padding, tainted = self.padding, self.tainted
@@ -410,7 +416,7 @@ class KeyValueState(State):
             left = tainted[..., drop:]
             tainted = None if readable(left) and not bool(left.any()) else left
         runs = tuple(moved(run) for run in self.runs)
-        return KeyValueState(runs, capacity, kept, padding, tainted, shares=self.shares, forgotten=forgotten)
+        return KeyValueState(runs, capacity, kept, padding, tainted, may_share=self.may_share, forgotten=forgotten)
 
 
 def _together(begins: dict[int, int], start: int, end: int) -> list[tuple[tuple[int, ...], int]]:

@@ -80,8 +80,8 @@ class Softmax(ScoreMechanism):
 
     def empty_state(self, sizes: Sizes, capacity: int, storage: torch.dtype | None = None) -> State:
         # SDPA's kernels give the log-sum-exp by which a shared prefix and the rest are merged.
-        shares = self.sdpa_scale(sizes.qk_length) is not None
-        return KeyValueState.empty(sizes, capacity, storage, shares=shares)
+        may_share = self.sdpa_scale(sizes.qk_length) is not None
+        return KeyValueState.empty(sizes, capacity, storage, may_share=may_share)
 
     def cost(self, work: Work) -> Cost:
         if type(self).score is not Softmax.score:

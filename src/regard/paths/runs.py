@@ -37,7 +37,7 @@ def settled(
     mechanism: "Mechanism", q: Tensor, state: KeyValueState, mask: Mask | None, bias: Tensor | None, recorded: bool
 ) -> KeyValueState:
     """The state as this attention can use it: without shared prefixes, if that is what it takes."""
-    if state.whole or not state.shared:
+    if state.whole or not state.has_prefix:
         return state
     for run in state.runs:
         part, keys = part_of(mask, run.rows, run.begin, state.length), state.length - run.begin
