@@ -1,6 +1,7 @@
 """The cost model against counters: FLOPs, bytes, state and activation memory."""
 
-from dataclasses import replace
+import re
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -278,3 +279,99 @@ def test_beyond_the_crossover_there_is_no_way_back(size, groups):
     for length in range(found, found + 600):
         at = replace(work, query_length=length, key_length=length)
         assert rg.cost(rg.Softmax(), at).flops > rg.cost(rg.Quadratic(), at).flops
+
+
+# Formulas of a user's
+
+W = torch.randn(8, 8)
+
+
+def formula(similarity, **fields):
+    """A mechanism with this similarity."""
+    names = {name: torch.nn.Parameter for name in fields}
+    kind = type("Mine", (rg.Mechanism,), {"similarity": similarity, "__annotations__": names})
+    return dataclass(frozen=True, kw_only=True)(kind)(**fields)
+
+
+def weighing(weigh, ordered=False):
+    """A mechanism that states its weights alone."""
+    return dataclass(frozen=True, kw_only=True)(
+        type("Weighing", (rg.Mechanism,), {"weigh": weigh, "ordered": ordered})
+    )()
+
+
+def parameter(*shape):
+    return torch.nn.Parameter(torch.rand(*shape))
+
+
+def shared(q, k):
+    """q·k with each query head's own key head."""
+    return q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT
+
+
+FORMULAS = {
+    "pairs": lambda: formula(lambda self, q, k: torch.sigmoid(q @ k.mT)),
+    "queries": lambda: formula(lambda self, q, k: torch.sigmoid(q @ self.P @ k.mT), P=parameter(8, 8)),
+    "a matrix for each key head": lambda: formula(lambda self, q, k: (q @ self.P @ k.mT).exp(), P=parameter(2, 8, 8)),
+    "a module": lambda: formula(lambda self, q, k: (self.P(q) @ self.P(k).mT).exp(), P=torch.nn.Linear(8, 5)),
+    "captured": lambda: formula(lambda self, q, k: torch.sigmoid(q @ W @ k.mT)),
+    "no token's": lambda: formula(lambda self, q, k: torch.sigmoid(q @ (self.P @ self.P.mT) @ k.mT), P=parameter(8, 9)),
+    "keys with keys": lambda: formula(lambda self, q, k: (q @ k.mT).exp() @ torch.softmax(k @ k.mT, -1)),
+    "its own number": lambda: formula(lambda self, q, k: torch.sigmoid(q @ k.mT * self.P.item()), P=parameter(1)),
+    "scores": lambda: dataclass(frozen=True, kw_only=True)(
+        type("Score", (rg.ScoreMechanism,), {"score": lambda self, q, k: -((q @ W @ k.mT) ** 2)})
+    )(),
+    "weights alone": lambda: weighing(lambda self, q, k, visible, bias=None: torch.softmax(shared(q @ W, k), -1)),
+    "weights of an order": lambda: weighing(
+        lambda self, q, k, visible, bias=None: torch.softmax(shared(q, k), -1).tril(k.shape[2] - q.shape[2]), True
+    ),
+}
+
+
+@pytest.mark.parametrize("lengths", [(1, 70), (40, 70), (70, 70)], ids=str)
+@pytest.mark.parametrize("name", FORMULAS)
+def test_a_formulas_flops_are_counted_whatever_it_contains(name, lengths):
+    mechanism = FORMULAS[name]()
+    q, k, v = make(lengths[0], 2, keys=lengths[1])
+    stated = rg.cost(mechanism, work_of(q, k, v))
+    run = counted(lambda: rg.attend(q, k, v, mechanism, path="reference"))
+    assert (stated.flops, stated.note) == (run, "")
+    assert rg.cost(mechanism, work_of(q, k, v, rg.causal)).flops < run or lengths[0] == 1
+
+
+def test_a_formula_is_counted_on_meta_tensors_and_nothing_of_it_is_changed():
+    places = []
+
+    def similarity(self, q, k):
+        places.append((q.device.type, k.device.type))
+        self.P.add_(1)
+        return torch.sigmoid(q @ self.P @ k.mT)
+
+    mechanism = formula(similarity, P=torch.zeros(1 << 12, 1 << 12))
+    rg.cost(mechanism, rg.Work(query_length=1 << 20, key_length=1 << 20, qk_length=1 << 12))
+    assert set(places) == {("meta", "meta")}
+    assert mechanism.P.device.type == "cpu"
+    assert not mechanism.P.any()
+
+
+def reads(x):
+    return x * (2 if float(x.sum()) > 3 else 1)
+
+
+@pytest.mark.parametrize(
+    "mechanism",
+    [
+        formula(lambda self, q, k: torch.sigmoid(reads(q) @ W @ k.mT)),
+        formula(lambda self, q, k: torch.from_numpy(q.numpy() @ W.numpy()).sigmoid() @ k.mT.abs()),
+        rg.Kernel(feature_map=lambda x: reads(x).relu() @ W),
+        rg.Gated(gate=lambda k: -reads(k @ W).abs()),
+        rg.Delta(rate=lambda k: reads(k @ W).mean(-1, keepdim=True).sigmoid()),
+    ],
+    ids=["similarity", "numpy", "features", "gates", "rates"],
+)
+def test_a_formula_that_reads_numbers_is_counted_on_zeros_and_the_cost_says_so(mechanism):
+    work = rg.Work(query_length=300, key_length=300, num_heads=4, num_kv_heads=2, qk_length=8, mask=rg.causal)
+    assert re.search(r"counted on zeros: \w+ does not run on meta tensors", rg.cost(mechanism, work).note)
+    window = replace(work, mask=rg.causal & rg.window(before=9))
+    if isinstance(mechanism, rg.Kernel):
+        assert re.search(r"quadratic in the length.*; FLOPs are counted on zeros", rg.cost(mechanism, window).note)

@@ -5,15 +5,21 @@ counted.
 """
 
 import math
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from regard.mask import Mask, MaskFunction, as_mask
+from regard.owned import made_on, probe
 from regard.structure import count_keys, count_pairs
 
 if TYPE_CHECKING:
@@ -163,12 +169,16 @@ def cost(mechanism: "Mechanism", work: Work) -> Cost:
         raise ValueError(f"mechanism: expected a mechanism like rg.Softmax(), got {mechanism!r}")
     parameters = sum(tensor.numel() for tensor in mechanism.parameters())
     try:
-        return replace(mechanism.cost(_checked(work)), parameters=parameters)
+        result = mechanism.cost(_checked(work))
     except (RuntimeError, IndexError, TypeError) as error:  # a user's formula, which is run to be counted
         raise ValueError(
             f"qk_length: expected one that {type(mechanism).__name__} takes, got {work.qk_length}, with which it "
             f"raises {type(error).__name__}: {str(error).partition(chr(10))[0]:.200}"
         ) from error
+    notes = [result.note] if result.note else []
+    if any(count.numbers for count in _counts.get(mechanism, {}).values()):
+        notes.append(f"FLOPs are counted on zeros: {type(mechanism).__name__} does not run on meta tensors")
+    return replace(result, parameters=parameters, note="; ".join(notes))
 
 
 def _checked(work: Work) -> Work:
@@ -177,8 +187,8 @@ def _checked(work: Work) -> Work:
     return work
 
 
-COUNTED = 64
-"""Tokens on which a formula is counted, at the most: more cost more of the same."""
+COUNTED = 32
+"""Tokens on which a formula is counted: none, as many as this and twice as many tell what any number costs."""
 
 
 def count_flops(compute: Callable[[], object]) -> int:
@@ -193,27 +203,87 @@ def count_flops(compute: Callable[[], object]) -> int:
     return int(counter.get_total_flops())
 
 
-def similarity_flops(similarity: Callable[[Tensor, Tensor], Tensor], x: Tensor, work: Work) -> int:
-    """FLOPs of a similarity on some work, counted on the formula itself, whatever it contains; `x` is (1, 1, 64, K).
+class _WithoutNumbers(TorchDispatchMode):
+    """A formula on meta tensors, which have shapes and no numbers: what it computes with them (a parameter, a captured
+    tensor) or writes to is taken as a meta tensor too, so that nothing is moved, copied or changed."""
 
-    What it costs without keys is each query's, what it costs without queries each key's, and the rest each pair's.
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        if func._schema.is_mutable or any(tensor.is_meta for tensor in tensors):
+            args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
+        return func(*args, **kwargs or {})
+
+
+@dataclass(frozen=True)
+class _Count:
+    flops: int
+    numbers: bool
+    """Whether it took numbers to count."""
+
+
+_counts: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""Of each mechanism what was counted, by formula and shapes: a crossover asks for the same some hundred times."""
+
+
+def count_formula(mechanism: "Mechanism", formula: Callable[..., object], *shapes: tuple[int, ...]) -> int:
+    """FLOPs of a mechanism's formula, whatever it contains, for tensors of these shapes: counted on meta tensors, and
+    on zeros where it reads numbers.
+
+    >>> import regard as rg
+    >>> from regard.cost import count_formula
+    >>> count_formula(rg.Softmax(), rg.Softmax().score, (2, 3), (4, 3))
+    48
     """
-    group = work.num_heads // work.num_kv_heads
-    rows, keys = min(group * work.query_length, COUNTED), min(work.key_length, COUNTED)
-    if not rows or not keys:
+    counts: dict[Any, _Count] = _counts.setdefault(mechanism, {})
+    key = formula.__name__, shapes
+    if key not in counts:
+        like = probe(mechanism, (0,))
+        with made_on(like.device):
+            try:
+                tensors = [torch.empty(shape, dtype=like.dtype, device="meta") for shape in shapes]
+                with _WithoutNumbers():  # type: ignore[no-untyped-call] # torch's own
+                    counts[key] = _Count(count_flops(lambda: formula(*tensors)), False)
+            except Exception:  # of a user's formula, which may not run without numbers, or not at all
+                tensors = [like.new_zeros(shape) for shape in shapes]
+                counts[key] = _Count(count_flops(lambda: formula(*tensors)), True)
+    return counts[key].flops
+
+
+def similarity_flops(mechanism: "Mechanism", work: Work) -> int:
+    """FLOPs of comparing queries and keys: those of the tokens, and of what the pairs take, the visible pairs' share.
+
+    FLOPs are a polynomial in both lengths, of at most the second degree in each (`k @ k.mT` among the keys, say): nine
+    small counts give it. What is counted without keys is the queries', without queries the keys', and the rest the
+    pairs'.
+    """
+    if not work.batch or not work.query_length or not work.key_length:
         return 0
 
-    def count(rows: int, keys: int) -> int:
-        return count_flops(lambda: similarity(x[:, :, :rows], x[:, :, :keys]))
+    def count(queries: int, keys: int) -> int:
+        shapes = (1, work.num_heads, queries, work.qk_length), (1, work.num_kv_heads, keys, work.qk_length)
+        return count_formula(mechanism, mechanism.compare_heads, *shapes)
 
-    whole = count(rows, keys)
+    lengths = 0, COUNTED, 2 * COUNTED
+    pairs = work.num_heads * work.query_length * work.key_length
     try:
-        of_rows, of_keys = count(rows, 0), count(0, keys)
+        counts = [[count(queries, keys) for keys in lengths] for queries in lengths]
     except (RuntimeError, IndexError):  # a formula that needs a token: all it costs counts as the pairs'
-        of_rows, of_keys = 0, 0
-    per_row = work.batch * work.num_heads * work.query_length * of_rows // rows
-    per_key = work.batch * work.num_kv_heads * work.key_length * of_keys // keys
-    return per_row + per_key + work.pairs * (whole - of_rows - of_keys) // (rows * keys)
+        return work.pairs * count(COUNTED, COUNTED) // (work.num_heads * COUNTED**2)
+
+    def at(queries: int, keys: int) -> Fraction:
+        by_keys = [sum(map(operator.mul, row, _interpolation(keys)), Fraction()) for row in counts]
+        return sum(map(operator.mul, by_keys, _interpolation(queries)), Fraction())
+
+    nothing, of_queries, of_keys = counts[0][0], at(work.query_length, 0), at(0, work.key_length)
+    of_pairs = at(work.query_length, work.key_length) - of_queries - of_keys + nothing
+    tokens = work.batch * (of_queries + of_keys - 2 * nothing)
+    return round(nothing + tokens + of_pairs * work.pairs / pairs)
+
+
+def _interpolation(length: int) -> tuple[Fraction, Fraction, Fraction]:
+    """By what counts at 0, COUNTED and 2 · COUNTED tokens are multiplied to give the count at another length."""
+    x = Fraction(length, COUNTED)
+    return (x - 1) * (x - 2) / 2, x * (2 - x), x * (x - 1) / 2
 
 
 def score_cost(work: Work, precision: torch.dtype, similarity: int | None = None) -> Cost:

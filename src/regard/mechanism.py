@@ -25,7 +25,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from regard.call import Call, Path, cleaned, in_own_dtype, ordered, poisoned, taint
-from regard.cost import COUNTED, Cost, Work, accumulator, score_cost, similarity_flops
+from regard.cost import Cost, Work, accumulator, score_cost, similarity_flops
 from regard.eager import symbolic
 from regard.key_values import KeyValueState
 from regard.mask import Mask, MaskFunction, as_mask
@@ -42,6 +42,10 @@ class Mechanism:
 
     A field may be a tensor, an `nn.Parameter` or an `nn.Module`: a layer made with the mechanism registers those very
     tensors, so that they learn, move and are saved with the layer. A model gives each of its layers a copy.
+
+    `similarity` is not told positions: it may be given some of the queries, heads or keys, and in a stream its first
+    query is not the first token. A similarity that counts positions gives wrong results, which nothing but the law
+    `permuted` of `regard.check` notices. Such a mechanism is `ordered`, and states `weigh` instead.
 
     >>> import regard as rg, torch
     >>> from dataclasses import dataclass
@@ -137,6 +141,12 @@ class Mechanism:
         """What is computed for each query and key: the similarity, or the weights where `weigh` alone is stated."""
         stated = type(self).similarity is not Mechanism.similarity
         return self.similarity(q, k) if stated else self.weigh(q, k, None)
+
+    def compare_heads(self, q: Float[Tensor, "B H T K"], k: Float[Tensor, "B G S K"]) -> Float[Tensor, "..."]:
+        """The same for H query heads over G key heads, as `attend` runs it."""
+        if type(self).compare is Mechanism.compare and type(self).similarity is Mechanism.similarity:
+            return self.weigh(q, k, None)
+        return self.compare(rearrange(q, "b (g r) t k -> b g (r t) k", g=k.shape[1]), k)
 
     def normalise(self, similar: Float[Tensor, "*b T S"]) -> Float[Tensor, "*b T S"]:
         """Weights from the similarities of the visible keys: each over their sum, 0 where there is none to sum."""
@@ -336,9 +346,7 @@ class Mechanism:
 
     def cost(self, work: Work) -> Cost:
         """What this mechanism costs on some work, its similarity counted as it runs; see `regard.cost`."""
-        x = probe(self, (1, 1, COUNTED, work.qk_length))
-        with made_on(x.device):
-            return score_cost(work, self.precision(work.dtype), similarity_flops(self.compare, x, work))
+        return score_cost(work, self.precision(work.dtype), similarity_flops(self, work))
 
 
 def check_start(

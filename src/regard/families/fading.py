@@ -20,7 +20,7 @@ from einops import rearrange
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from regard.cost import COUNTED, Work, accumulator, count_flops
+from regard.cost import COUNTED, Work, accumulator, count_formula
 from regard.families.recurrent import RecurrentMechanism, chunk_size, filled, seen_keys
 from regard.owned import made_on, own_dtype, probe
 
@@ -104,9 +104,13 @@ class FadingMechanism(RecurrentMechanism):
 
     def _gate_cost(self, qk_length: int) -> tuple[int, int]:
         """FLOPs of a token's gates, and how many there are for each head."""
-        x = probe(self, (1, 1, COUNTED, qk_length))
+        flops = count_formula(self, self._all_gates, (1, 1, COUNTED, qk_length)) // COUNTED
+        x = probe(self, (1, 1, 1, qk_length))
         with made_on(x.device), torch.no_grad():
-            return count_flops(lambda: self.gates(x, None)) // COUNTED, self.gates(x, None).shape[-1]
+            return flops, self._all_gates(x).shape[-1]
+
+    def _all_gates(self, k: Tensor) -> Tensor:
+        return self.gates(k, None)
 
 
 def _after(gates: Tensor) -> Tensor:

@@ -17,12 +17,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from regard.call import Call, Path
-from regard.cost import COUNTED, Cost, Work, count_flops, key_value_bytes, score_cost
+from regard.cost import COUNTED, Cost, Work, count_formula, key_value_bytes, score_cost
 from regard.kernel_state import KernelState
 from regard.key_values import KeyValueState
 from regard.mask import Mask
 from regard.mechanism import Mechanism
-from regard.owned import made_on, own_dtype, probe
+from regard.owned import own_dtype
 from regard.paths import blocks, chunked, fused, fused_stream, reference, stream, sums_cost
 from regard.state import Sizes, State
 from regard.structure import EVERYTHING, Structure, padding_between, structure
@@ -97,9 +97,7 @@ class FeatureMechanism(Mechanism):
 
     def feature_flops(self, qk_length: int) -> int:
         """FLOPs of the contractions inside phi, per token: counted as it runs."""
-        x = probe(self, (1, COUNTED, qk_length))
-        with made_on(x.device):
-            return count_flops(lambda: self._features(x)) // COUNTED
+        return count_formula(self, self._features, (1, COUNTED, qk_length)) // COUNTED
 
     def normaliser_flops(self, qk_length: int) -> tuple[int, int]:
         """FLOPs of the contractions in `denominator`, a query, and in `normaliser`, a key."""

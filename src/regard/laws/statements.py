@@ -534,8 +534,10 @@ def _count_flops(mechanism: Mechanism, case: Case, tensors: Triple, rule: Mask |
     if form == "linear":
         return count_flops(lambda: attend(q, k, v, mechanism, rule))
     whole = count_flops(lambda: reference.run(Call(mechanism, q, k, v, None)))
-    tokens = count_flops(lambda: mechanism.grouped(mechanism.compare, q, k[:, :, :0]))
-    tokens += count_flops(lambda: mechanism.grouped(mechanism.compare, q[:, :, :0], k))
+    none = q[:, :, :0], k[:, :, :0]
+    tokens = count_flops(lambda: mechanism.compare_heads(q, none[1]))
+    tokens += count_flops(lambda: mechanism.compare_heads(none[0], k))
+    tokens -= count_flops(lambda: mechanism.compare_heads(*none))
     seen = 1 if rule is None else rule.visible(case.batch, 1, case.queries, case.keys).double().mean().item()
     return tokens + round((whole - tokens) * seen)
 

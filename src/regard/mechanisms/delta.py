@@ -23,9 +23,9 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from regard.cost import COUNTED, Work, accumulator, count_flops
+from regard.cost import COUNTED, Work, accumulator, count_formula
 from regard.families.recurrent import RecurrentMechanism, chunk_size, filled, seen_keys
-from regard.owned import made_on, own_dtype, probe, real_place, replaced
+from regard.owned import own_dtype, real_place, replaced
 
 
 class Rate(nn.Module):
@@ -132,9 +132,7 @@ class Delta(RecurrentMechanism):
         of_pairs = size * (rows * (work.qk_length + work.value_length) + work.qk_length)
         folds, reads = chunks if keep else chunks - 1, chunks if history else chunks - 1
         flops = 2 * size * (chunks * of_pairs + square * (folds + (rows + 1) * reads))
-        x = probe(self, (1, 1, COUNTED, work.qk_length))
-        with made_on(x.device):
-            return flops + keys * (count_flops(lambda: self.rates(x)) // COUNTED)
+        return flops + keys * (count_formula(self, self.rates, (1, 1, COUNTED, work.qk_length)) // COUNTED)
 
     def walk_size(self, work: Work, tokens: int) -> int:
         # Of each token its query, key, output, what it asks for and finds, and its rows of a chunk's two tables.
