@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import jaxtyping
@@ -365,3 +366,104 @@ def test_a_bad_mechanism_is_not_made() -> None:
         rg.Softmax().beta = -1.0
     with pytest.raises(TypeError):
         rg.Quadratic(2.0)
+
+
+# Formulas of a user's
+
+
+def stating(family: type, **methods: Any) -> Any:
+    """A mechanism of a family with these methods."""
+    for name, method in methods.items():
+        method.__name__ = name
+    return dataclass(frozen=True, kw_only=True)(type("Mine", (family,), methods))()
+
+
+def weigh_in_place(self: Any, q: Tensor, k: Tensor, visible: Any, bias: Any = None) -> Tensor:
+    return torch.softmax(q.mul_(2) @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT, -1)
+
+
+def written(x: Tensor) -> Tensor:
+    x[..., 0] = 3
+    return x.abs()
+
+
+WRITING = {
+    "similarity": lambda: stating(rg.Mechanism, similarity=lambda self, q, k: (q @ k.exp_().mT).exp()),
+    "score": lambda: stating(rg.ScoreMechanism, score=lambda self, q, k: q.mul_(2) @ k.mT),
+    "features": lambda: stating(
+        rg.FeatureMechanism, features=lambda self, x: x.exp_(), feature_length=lambda self, qk_length: qk_length
+    ),
+    "features ": lambda: rg.Kernel(feature_map=torch.nn.Sequential(torch.nn.ReLU(inplace=True))),
+    "log_gates": lambda: rg.Gated(gate=lambda k: -written(k)),
+    "rate": lambda: rg.Delta(rate=lambda k: written(k)[..., :1].sigmoid()),
+    "weigh": lambda: stating(rg.Mechanism, weigh=weigh_in_place),
+}
+MODES = {"gradients": torch.enable_grad, "none": torch.no_grad, "inference": torch.inference_mode}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("verb", ["attend", "weights", "extend"])
+@pytest.mark.parametrize("name", WRITING)
+def test_a_formula_that_writes_in_place_is_refused_before_anything_is_lost(name: str, verb: str, mode: str) -> None:
+    mechanism = WRITING[name]()
+    with MODES[mode]():
+        q, k, v = torch.randn(B, H, T, K), torch.randn(B, G, T, K), torch.randn(B, G, T, V)
+        tensors = [q, k, v]
+        if verb == "extend":
+            state = mechanism.start(batch=B, num_kv_heads=G, qk_length=K, value_length=V)
+            if hasattr(state, "append"):  # a history of keys that are not to be written to
+                state = state.append(k, v)
+                tensors += [state.keys, state.values]
+        before = [tensor.clone() for tensor in tensors]
+        run = {
+            "attend": lambda: rg.attend(q, k, v, mechanism),
+            "weights": lambda: rg.weights(q, k, mechanism),
+            "extend": lambda: mechanism.extend(q, k, v, state),
+        }[verb]
+        for _ in range(2):
+            with pytest.raises(
+                ValueError, match=rf"^{name.strip()}: expected a formula that leaves .*, got \w+\(.*\), "
+            ):
+                run()
+    assert all(torch.equal(one, other) for one, other in zip(tensors, before, strict=True))
+
+
+def test_a_formula_that_writes_later_on_is_refused_when_it_does() -> None:
+    mechanism = stating(rg.Mechanism, similarity=lambda self, q, k: ((q.mul_(2) if q.sum() > 0 else q) @ k.mT).exp())
+    q = -torch.ones(1, 1, 3, 4)
+    rg.attend(q, q, q, mechanism)
+    with pytest.raises(ValueError, match="similarity: expected a formula that leaves the tensors it is given"):
+        rg.attend(-q, q, q, mechanism)
+
+
+RETURNS: dict[str, Any] = {
+    "array": (stating(rg.Mechanism, similarity=lambda self, q, k: (q @ k.mT).exp().numpy()), "similarity", "ndarray"),
+    "array of scores": (stating(rg.ScoreMechanism, score=lambda self, q, k: (q @ k.mT).numpy()), "score", "ndarray"),
+    "other lengths": (stating(rg.Mechanism, similarity=lambda self, q, k: (k @ k.mT).exp()), "similarity", "7, 7"),
+    "more features": (
+        stating(rg.FeatureMechanism, features=lambda self, x: x.exp().repeat_interleave(2, -1),
+                feature_length=lambda self, qk_length: 4), "features", r"feature_length\(3\) is 4, got .*6\)",
+    ),
+    "fewer features": (
+        stating(rg.FeatureMechanism, features=lambda self, x: x.exp()[..., :1],
+                feature_length=lambda self, qk_length: 3), "features", r"feature_length\(3\) is 3, got .*1\)",
+    ),
+    "an array of features": (
+        stating(rg.FeatureMechanism, features=lambda self, x: x.exp().numpy(),
+                feature_length=lambda self, qk_length: 3), "features", "got ndarray",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("verb", ["attend", "weights", "extend"])
+@pytest.mark.parametrize("name", RETURNS)
+def test_what_a_formula_gives_is_checked_alike_everywhere(name: str, verb: str) -> None:
+    mechanism, method, said = RETURNS[name]
+    state = mechanism.start(batch=B, num_kv_heads=G, qk_length=K, value_length=V)
+    run = {
+        "attend": lambda: attend(mechanism),
+        "weights": lambda: rg.weights(query(), key(), mechanism),
+        "extend": lambda: mechanism.extend(query(B, H, S, K), key(), value(), state),
+    }[verb]
+    with pytest.raises(ValueError, match=rf"^{method}: expected .*{said}.* from Mine"):
+        run()

@@ -29,7 +29,7 @@ from regard.cost import Cost, Work, accumulator, score_cost, similarity_flops
 from regard.eager import symbolic
 from regard.key_values import KeyValueState
 from regard.mask import Mask, MaskFunction, as_mask
-from regard.owned import brief, check_class, flat, foreign, leaves, made_on, own_dtype, probe, same
+from regard.owned import brief, check_class, flat, foreign, leaves, made_on, own_dtype, probe, read_only, same
 from regard.paths import blocks, exact, reference
 from regard.paths.runs import over_runs, settled, with_space
 from regard.state import Sizes, State
@@ -125,7 +125,9 @@ class Mechanism:
         x = probe(self, (1, 1, 1, qk_length))
         with torch.enable_grad(), made_on(x.device):
             compared = self.compare(x, x)
-        return [leaf for leaf in leaves(compared) if id(leaf) not in listed]
+        # What is no tensor has no graph, and is refused where it is used.
+        graph = leaves(compared) if isinstance(compared, Tensor) else []
+        return [leaf for leaf in graph if id(leaf) not in listed]
 
     def learns(self, qk_length: int) -> bool:
         """Whether autograd would record the weights of queries and keys that require no gradient."""
@@ -203,7 +205,7 @@ class Mechanism:
         tiled = rearrange(q, "b (g r) t k -> b g (r t) k", g=groups)
         own = self.formula_dtype(kind)
         try:
-            similar = compare(tiled.to(own), k.to(own))
+            similar = read_only(self, name, compare, tiled.to(own), k.to(own))
         except RuntimeError as error:
             if groups == q.shape[1] or isinstance(error, torch.OutOfMemoryError | NotImplementedError):
                 raise

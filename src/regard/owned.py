@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from functools import partial
@@ -9,6 +10,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from regard.eager import untouched
 
 if TYPE_CHECKING:
     from regard.mechanism import Mechanism
@@ -171,6 +175,47 @@ def leaves(tensor: Tensor) -> list[Tensor]:
 def foreign(mechanism: "Mechanism") -> bool:
     """Whether a mechanism runs code of a user's, a module or a function: ours holds no tensors."""
     return not mechanism.shipped or any(callable(value) for value in vars(mechanism).values())
+
+
+_watched: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""Of each mechanism the formulas that were seen to leave their tensors as they are."""
+
+
+def read_only(mechanism: "Mechanism", name: str, formula: Callable[..., Any], *tensors: Tensor) -> Any:
+    """`formula(*tensors)`; ValueError for a user's formula that writes to its tensors, which are the caller's or a KV
+    cache's. The first time it gets copies, so that nothing is lost, and later the tensors themselves: a version counter
+    tells of a write that depends on numbers. Tensors made in inference mode have none, but copies made outside do."""
+    if not foreign(mechanism) or not untouched():
+        return formula(*tensors)
+    names: set[str] = _watched.setdefault(mechanism, set())
+    if name not in names:
+        tensors = tuple(_counting_copy(tensor) for tensor in tensors)
+    versions = _versions(tensors)
+    result = formula(*tensors)
+    if _versions(tensors) != versions:
+        raise ValueError(
+            f"{name}: expected a formula that leaves the tensors it is given as they are, got {mechanism!r}, which "
+            "writes to them in place (x.mul_(2) or x[…] = 2 instead of x * 2)"
+        )
+    names.add(name)
+    return result
+
+
+def _counting_copy(tensor: Tensor) -> Tensor:
+    """A copy that counts writes, in inference mode too."""
+    if not torch.is_inference_mode_enabled():
+        return tensor.clone()
+    with torch.inference_mode(False), torch.no_grad():
+        return tensor.clone()
+
+
+def _versions(tensors: tuple[Tensor, ...]) -> list[int]:
+    return [tensor._version for tensor in tensors if not tensor.is_inference()]
+
+
+def weigh(mechanism: "Mechanism", q: Tensor, k: Tensor, visible: Tensor | None, bias: Tensor | None) -> Tensor:
+    """The mechanism's exact weights, in whatever way it states them."""
+    return read_only(mechanism, "weigh", lambda q, k: mechanism.weigh(q, k, visible, bias), q, k)
 
 
 def made_on(device: torch.device) -> AbstractContextManager[object]:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from regard.cost import COUNTED, Work, accumulator, count_formula
 from regard.families.recurrent import RecurrentMechanism, chunk_size, filled, seen_keys
-from regard.owned import made_on, own_dtype, probe
+from regard.owned import made_on, own_dtype, probe, read_only
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,8 @@ class FadingMechanism(RecurrentMechanism):
         """`log_gates` in float32 or better, computed in the dtype of the mechanism's tensors; ValueError unless it is
         of the right shape."""
         kind = accumulator(k.dtype)
-        gates = self.log_gates(k.to(own_dtype(self) or kind), real)
+        keys = k.to(own_dtype(self) or kind)
+        gates = read_only(self, "log_gates", lambda keys: self.log_gates(keys, real), keys)
         if not isinstance(gates, Tensor) or gates.shape not in ((*k.shape[:3], 1), k.shape):
             given = tuple(gates.shape) if isinstance(gates, Tensor) else type(gates).__name__
             raise ValueError(

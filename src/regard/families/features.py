@@ -22,7 +22,7 @@ from regard.kernel_state import KernelState
 from regard.key_values import KeyValueState
 from regard.mask import Mask
 from regard.mechanism import Mechanism
-from regard.owned import own_dtype
+from regard.owned import own_dtype, read_only
 from regard.paths import blocks, chunked, fused, fused_stream, reference, stream, sums_cost
 from regard.state import Sizes, State
 from regard.structure import EVERYTHING, Structure, padding_between, structure
@@ -110,7 +110,16 @@ class FeatureMechanism(Mechanism):
         return precision  # phi alone computes in its tensors' dtype: products of features are too large for half
 
     def _features(self, x: Tensor) -> Tensor:
-        return self.features(x.to(own_dtype(self) or x.dtype)).to(x.dtype)
+        phi = read_only(self, "features", self.features, x.to(own_dtype(self) or x.dtype))
+        if not self.shipped:
+            expected = (*x.shape[:-1], self.feature_length(x.shape[-1]))
+            if not isinstance(phi, Tensor) or phi.shape != expected:
+                shape = tuple(phi.shape) if isinstance(phi, Tensor) else type(phi).__name__
+                raise ValueError(
+                    f"features: expected (…, C) = {expected} from {tuple(x.shape)}, since feature_length("
+                    f"{x.shape[-1]}) is {expected[-1]}, got {shape} from {type(self).__name__}"
+                )
+        return phi.to(x.dtype)
 
     def linear(self, qk_length: int) -> bool:
         """Whether the sums are small enough to be worth keeping."""

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from regard.cost import COUNTED, Work, accumulator, count_formula
 from regard.families.recurrent import RecurrentMechanism, chunk_size, filled, seen_keys
-from regard.owned import own_dtype, real_place, replaced
+from regard.owned import own_dtype, read_only, real_place, replaced
 
 
 class Rate(nn.Module):
@@ -76,7 +76,7 @@ class Delta(RecurrentMechanism):
         kind, shape = accumulator(k.dtype), (*k.shape[:3], 1)
         if self.rate is None:
             return torch.full(shape, 0.5, dtype=kind, device=k.device)
-        rates = self.rate(k.to(own_dtype(self) or kind))
+        rates = read_only(self, "rate", self.rate, k.to(own_dtype(self) or kind))
         if not isinstance(rates, Tensor) or rates.shape != shape:
             given = tuple(rates.shape) if isinstance(rates, Tensor) else type(rates).__name__
             raise ValueError(f"rate: expected (…, S, 1) from keys (…, S, K) = {tuple(k.shape)}, got {given}")

@@ -12,6 +12,7 @@ from torch import Tensor
 from regard.call import Call, Path, nothing
 from regard.eager import readable, symbolic
 from regard.mask import Span
+from regard.owned import weigh
 from regard.paths import sdpa
 from regard.structure import QUERY_BLOCK, blocks, positions
 
@@ -59,7 +60,7 @@ def _in_blocks(call: Call, attend: Block) -> Tensor:
 def _by_weights(
     call: Call, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, blind: Tensor | None, bias: Tensor | None
 ) -> Tensor:
-    return call.mechanism.mix(call.mechanism.weigh(q, k, visible, bias), v).to(q.dtype)
+    return call.mechanism.mix(weigh(call.mechanism, q, k, visible, bias), v).to(q.dtype)
 
 
 def _by_sdpa(

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from regard.call import Call, cleaned, in_own_dtype, taint
+from regard.owned import weigh
 
 
 def weights(call: Call, rows: list[int] | None, heads: list[int] | None) -> Tensor:
@@ -27,7 +28,7 @@ def weights(call: Call, rows: list[int] | None, heads: list[int] | None) -> Tens
         q, k = q[:, heads], k[:, [head // repeats for head in heads]]
     q = q if rows is None else q[:, :, rows]
     with in_own_dtype(q):
-        result = call.mechanism.weigh(q, k, visible, bias).to(q.dtype)
+        result = weigh(call.mechanism, q, k, visible, bias).to(q.dtype)
     if tainted is None:
         return result
     flags = tainted.repeat_interleave(repeats, dim=1)[:, every_head, None]

@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from regard.call import Call, Path
+from regard.owned import weigh
 
 
 def cannot(call: Call) -> str | None:
@@ -15,7 +16,7 @@ def run(call: Call) -> Tensor:
     visible = None
     if call.mask is not None:
         visible = call.mask.visible(call.batch, call.heads, call.queries, call.keys, call.q.device)
-    weights = call.mechanism.weigh(call.q, call.k, visible, call.bias)
+    weights = weigh(call.mechanism, call.q, call.k, visible, call.bias)
     return call.mechanism.mix(weights, call.v, visible).to(call.q.dtype)
 
 
