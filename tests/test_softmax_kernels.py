@@ -37,11 +37,13 @@ MASKS = {
 
 
 @pytest.fixture(autouse=True)
-def small_tiles(monkeypatch):
+def small_tiles(monkeypatch, launches):
     """Tiles so small that a few dozen tokens cross every border."""
     step = band_attention.Launch(16, 16, 4, 1)
     monkeypatch.setattr(band_attention, "tiles", lambda *_: band_attention.Tiles(step, step, step))
     monkeypatch.setattr(band_attention, "MENDING", step)
+    band_attention._work.cache_clear()
+    decode_attention._work.cache_clear()
     monkeypatch.setattr(decode_attention, "plan", lambda *_: (decode_attention.Launch(16, 4, 1, (1.0,), (1.0,)), 3))
 
 
@@ -89,6 +91,7 @@ def test_a_few_queries_of_odd_heads_in_one_part_and_in_several_tiles(monkeypatch
     monkeypatch.setattr(decode_attention, "plan", lambda *_: (decode_attention.Launch(16, 4, 1, (1.0,), (1.0,)), 1))
     compare(split, rg.causal, *tensors(2, heads=20, groups=1, length=9))
     monkeypatch.setattr(decode_attention, "MOST_ROWS", 16)
+    decode_attention._work.cache_clear()
     compare(split, rg.causal, *tensors(2, heads=20, groups=1))
 
 
@@ -141,15 +144,15 @@ def test_heads_that_another_kernel_spoiled_are_computed_again():
         .logsumexp(-1),
     )
     out[:, 2:] = torch.nan
-    work = band_attention.Work(q, k, v, None, 0.25, None, 0)
-    band_attention.mend(work, out, lse)
+    work = band_attention.work_of(q, k, v, 0.25, None, 0)
+    band_attention.mend(work, q, k, v, out, lse)
     torch.testing.assert_close(out, expected, equal_nan=True, rtol=1e-5, atol=1e-5)
     grad = torch.randn_like(out)
     theirs = torch.autograd.grad(expected, exact, grad)
     ours = tuple(t.clone() for t in theirs)
     for each in ours:
         each[:, each.shape[1] // 2 :] = torch.nan
-    band_attention.mend_backward(work, grad, out, lse, ours)
+    band_attention.mend_backward(work, q, k, v, grad, out, lse, ours)
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 

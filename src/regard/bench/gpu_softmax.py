@@ -310,40 +310,7 @@ def _transformers(batches: Sequence[int], compiled: bool) -> dict[int, dict[str,
     return found
 
 
-def python_rows() -> list[Any]:
-    """The CPU's time for a call that nobody waits for: 16 heads of 64, 512 tokens."""
-
-    def launching(run: Callable[[], Any]) -> float:
-        times = []
-        for _ in range(5):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            for _ in range(100):
-                run()
-            times.append((time.perf_counter() - start) * 10)
-        return sorted(times)[2]
-
-    q, k, v = (torch.randn(1, 16, 512, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    cache = torch.randn(1, 4, 512, 64, device="cuda", dtype=torch.bfloat16)
-    calls = {
-        "causal": (
-            lambda: attend(q, k, v, mask=causal),
-            lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True),
-        ),
-        "one query over a cache": (
-            lambda: attend(q[:, :, :1], cache, cache),
-            lambda: F.scaled_dot_product_attention(q[:, :, :1], cache, cache, enable_gqa=True),
-        ),
-    }
-    with torch.no_grad():
-        times = {name: (launching(ours), launching(theirs)) for name, (ours, theirs) in calls.items()}
-    return [
-        {"name": f"the CPU's part of a call, {name}", **compared(ours, {"SDPA": theirs})}
-        for name, (ours, theirs) in times.items()
-    ]
-
-
 def run() -> list[Any]:
     """All rows."""
     torch.manual_seed(0)
-    return [*softmax_rows(), *decode_rows(), *window_rows(), *padded_rows(), *token_rows(), *python_rows()]
+    return [*softmax_rows(), *decode_rows(), *window_rows(), *padded_rows(), *token_rows()]

@@ -76,11 +76,12 @@ def _bench_row(result: "Result") -> dict[str, str]:
 
 
 def _gpu(as_json: bool, out: Path | None) -> None:
-    from regard.bench import gpu_softmax
+    from regard.bench import gpu_softmax, gpu_streams
     from regard.bench.gpu import run, save
 
     results = run()
     results["softmax"] = gpu_softmax.run()
+    results["streams"] = gpu_streams.run()
     rows = [
         {
             "benchmark": row["name"],
@@ -97,10 +98,14 @@ def _gpu(as_json: bool, out: Path | None) -> None:
             "ours": f"{row['ours_ms']:.3f} ms",
             **{name: f"{ms:.3f} ms ({row['ratios'][name]:.2f}×)" for name, ms in row["peers_ms"].items()},
         }
-        for row in results["softmax"]
+        for row in (*results["softmax"], *results["streams"]["tokens"], *results["streams"]["histories"])
     ]
     names = list(dict.fromkeys(name for row in rows for name in row))
     print_table([{name: row.get(name, "") for name in names} for row in rows], right=("ours",))
+    calls = results["streams"]["python"]
+    numbers = ("ours_us", "sdpa_us", "beyond_us")
+    shown = [{"the CPU's part of a call": row["name"], **{n: f"{row[n]:.1f}" for n in numbers}} for row in calls]
+    print_table(shown, right=numbers)
     if out is not None:
         print(f"-> {save(results, out)}")
     if as_json:

@@ -5,21 +5,16 @@ that is not finite are computed again. It sees every key of a causal call, so th
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from regard.kernels.band import band_kernel, band_keys_kernel, band_queries_kernel, mend_backward_kernel, mend_kernel
-from regard.kernels.launch import Launches, ceil_divide, launch, layout
-
-MOST_READY = 1024
-"""Sizes and strides to keep compiled kernels for."""
+from regard.kernels.launch import Launches, Layout, ceil_divide, launch, layout, limits, power_of_2, strides
 
 
 class Launch(NamedTuple):
@@ -55,116 +50,119 @@ def tiles(longest: int, bytes_per_number: int, rows: int) -> Tiles:
     return Tiles(Launch(64, 64, 4, 2 if rows >= 1 << 15 else 3), Launch(64, 64, 4, 2), Launch(64, 64, 8, 2))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Work:
-    """One call: its sizes and what is visible."""
+    """Calls of one set of sizes and strides and one mask, and the tiles they are cut into."""
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    bounds: Tensor | None
-    """The first real key of each batch row and the one after the last, (2, B)."""
+    sizes: tuple[Any, ...]
+    """What every kernel is told: lengths, heads, the band, and the factor of scores."""
+    rows: tuple[int, int, int]
+    """Batch, heads and queries."""
+    keys: int
+    groups: int
+    value_length: int
+    sequences: int
+    longest: int
+    """How many sequences there are, and tokens of the longest: of packed ones, or of batch rows."""
     scale: float
-    before: int | None
-    after: int | None
-    parts: Tensor | None = None
-    """Of packed sequences: the batch row, the first token and the number of tokens of each, (3, M) int32. A token sees
-    those of its own sequence alone."""
-    longest: int = 0
-    """Of packed sequences: the tokens of the longest."""
-
-    @property
-    def lines(self) -> tuple[int, int]:
-        """Sequences, and the longest of them."""
-        return (self.q.shape[0], self.q.shape[2]) if self.parts is None else (self.parts.shape[1], self.longest)
-
-    @property
-    def tiles(self) -> Tiles:
-        longest = max(self.q.shape[3], self.v.shape[3])
-        return tiles(longest, self.q.element_size(), self.q.shape[:3].numel())
-
-    @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        low, high = (None, None) if self.bounds is None else (self.bounds[0], self.bounds[1])
-        return self.q, self.k, self.v, low, high, self.parts
-
-    @property
-    def sizes(self) -> tuple[Any, ...]:
-        queries, keys, heads, groups = self.q.shape[2], self.k.shape[2], self.q.shape[1], self.k.shape[1]
-        return queries, keys, heads, groups, self.before or 0, self.after or 0, self.scale * math.log2(math.e)
-
-    @property
-    def lengths(self) -> dict[str, Any]:
-        """Of heads, as they are and as powers of 2."""
-        lengths = self.q.shape[3], self.v.shape[3]
-        c, v = (max(16, triton.next_power_of_2(length)) for length in lengths)
-        return dict(C=lengths[0], V=lengths[1], CB=c, VB=v, PRECISION="tf32x3")
+    flags: dict[str, Any]
+    """What every kernel is compiled for."""
+    lengths: dict[str, Any]
+    """Of heads, as they are and as powers of 2."""
+    tiles: Tiles
+    launches: Launches = field(default_factory=dict)
 
     def options(self, tile: Launch) -> dict[str, Any]:
-        """What a kernel is told of the mask, and of its tiles."""
-        bounded, before, after = self.bounds is not None, self.before, self.after
-        narrow = bounded or (before or 0) + (after or 0) < tile.queries + tile.keys
-        return dict(
-            BOUNDED=bounded, BEFORE=before is not None, AFTER=after is not None, NARROW=narrow,
-            SIMPLE=not bounded and after == 0, PACKED=self.parts is not None, **self.lengths, **tile.options,
-        )  # fmt: skip
+        """What a kernel is compiled for: the mask, and its tiles."""
+        (_, _, _, _, before, after, _), bounded = self.sizes, self.flags["BOUNDED"]
+        narrow = bounded or before + after < tile.queries + tile.keys
+        return dict(NARROW=narrow, **self.flags, **self.lengths, **tile.options)
 
 
-_ready: dict[Any, tuple[Launches, dict[str, Any]]] = {}
-"""Compiled kernels and what they are told, by the sizes and strides of a call."""
+def work_of(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, before: int | None, after: int | None,
+    bounds: Tensor | None = None, parts: Tensor | None = None, longest: int = 0,
+) -> Work:  # fmt: skip
+    """The sizes of a call.
+
+    `bounds` are the first real key of each batch row and the one after the last, (2, B). `parts` are packed sequences:
+    the batch row, the first token and the number of tokens of each, (3, M) int32, `longest` tokens at most; a token
+    sees those of its own sequence alone.
+    """
+    packed = 0 if parts is None else parts.shape[1]
+    return _work(layout(q), layout(k), layout(v), scale, before, after, bounds is not None, packed, longest)
 
 
-def _run(
-    work: Work,
-    kernel: Any,
-    grid: tuple[int, int],
-    tensors: tuple[Tensor | None, ...],
-    strided: tuple[Tensor, ...],
-    sizes: tuple[Any, ...],
-    options: Callable[[], dict[str, Any]],
-) -> None:
-    """Launch a kernel on tensors, then the strides of some of them, then sizes."""
-    flags = work.before, work.after, work.bounds is None, work.parts is None
-    key = kernel, sizes, flags, *[layout(tensor) for tensor in strided]
-    if key not in _ready:
-        if len(_ready) > MOST_READY:
-            _ready.clear()
-        _ready[key] = {}, options()
-    launches, told = _ready[key]
+@lru_cache(maxsize=1024)
+def _work(
+    q: Layout, k: Layout, v: Layout, scale: float, before: int | None, after: int | None, bounded: bool, packed: int,
+    longest: int,
+) -> Work:  # fmt: skip
+    (batch, heads, queries, qk_length), (_, groups, keys, _), value_length = q[0], k[0], v[0][3]
+    c, width = (max(16, power_of_2(length)) for length in (qk_length, value_length))
+    return Work(
+        sizes=(queries, keys, heads, groups, before or 0, after or 0, scale * math.log2(math.e)),
+        rows=(batch, heads, queries),
+        keys=keys,
+        groups=groups,
+        value_length=value_length,
+        sequences=packed or batch,
+        longest=longest if packed else queries,
+        scale=scale,
+        flags=dict(
+            BOUNDED=bounded, BEFORE=before is not None, AFTER=after is not None, SIMPLE=not bounded and after == 0,
+            PACKED=packed > 0,
+        ),
+        lengths=dict(C=qk_length, V=value_length, CB=c, VB=width, PRECISION="tf32x3"),
+        tiles=tiles(max(qk_length, value_length), q[2].itemsize, batch * heads * queries),
+    )  # fmt: skip
 
-    def numbers() -> tuple[Any, ...]:
-        return (*(stride for tensor in strided for stride in tensor.stride()[:3]), *sizes)
 
-    launch(launches, None, kernel, (*grid, 1), tensors, numbers, **told)
-
-
-def forward(work: Work) -> tuple[Tensor, Tensor]:
+def forward(
+    work: Work, q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None = None, parts: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """The output (B, H, T, V) and its log-sum-exp (B, H, T)."""
-    q, k, v, tile = work.q, work.k, work.v, work.tiles.forward
-    out = q.new_empty(*q.shape[:3], v.shape[3])
-    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-    sequences, longest = work.lines
-    grid = ceil_divide(longest, tile.queries), sequences * q.shape[1]
-    tensors = *work.tensors, out, lse
-    _run(work, band_kernel, grid, tensors, (q, k, v, out), (*work.sizes, sequences), lambda: work.options(tile))
+    tile = work.tiles.forward
+    out = q.new_empty(*work.rows, work.value_length)
+    lse = q.new_empty(work.rows, dtype=torch.float32)
+    launch(
+        work.launches, "forward", band_kernel, _grid(work.longest, tile.queries, work.sequences * work.rows[1]),
+        (q, k, v, *limits(bounds), parts, out, lse),
+        lambda: ((*_strides(q, k, v, out), *work.sizes, work.sequences), work.options(tile)),
+    )  # fmt: skip
     return out, lse
 
 
-def backward(work: Work, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def backward(
+    work: Work, q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None, parts: Tensor | None, grad: Tensor, out: Tensor,
+    lse: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of q, k and v."""
-    q, k, v, tiles = work.q, work.k, work.v, work.tiles
+    queries, keys = work.tiles.queries, work.tiles.keys
     q_grad, k_grad, v_grad = (x.new_empty(x.shape) for x in (q, k, v))
     grad = grad if grad.stride(3) == 1 else grad.contiguous()
-    delta, (sequences, longest) = torch.empty_like(lse), work.lines
-    sizes, shared = (*work.sizes, sequences, work.scale), (*work.tensors, out, lse, grad, delta)
-    grid = ceil_divide(longest, tiles.queries.queries), sequences * q.shape[1]
-    strided = q, k, v, out, grad
-    told = lambda: work.options(tiles.queries)  # noqa: E731 - one line for each kernel
-    _run(work, band_queries_kernel, grid, (*shared, q_grad), (*strided, q_grad), sizes, told)
-    grid = ceil_divide(k.shape[2] if work.parts is None else longest, tiles.keys.keys), sequences * k.shape[1]
-    told = lambda: work.options(tiles.keys)  # noqa: E731
-    _run(work, band_keys_kernel, grid, (*shared, k_grad, v_grad), (*strided, k_grad, v_grad), sizes, told)
+    tensors = q, k, v, *limits(bounds), parts, out, lse, grad, torch.empty_like(lse)
+    sizes = *work.sizes, work.sequences, work.scale
+    launch(
+        work.launches, ("queries", strides(grad), strides(out)), band_queries_kernel,
+        _grid(work.longest, queries.queries, work.sequences * work.rows[1]), (*tensors, q_grad),
+        lambda: ((*_strides(q, k, v, out, grad, q_grad), *sizes), work.options(queries)),
+    )  # fmt: skip
+    launch(
+        work.launches, ("keys", strides(grad), strides(out)), band_keys_kernel,
+        _grid(work.keys if parts is None else work.longest, keys.keys, work.sequences * work.groups),
+        (*tensors, k_grad, v_grad),
+        lambda: ((*_strides(q, k, v, out, grad, k_grad, v_grad), *sizes), work.options(keys)),
+    )  # fmt: skip
     return q_grad, k_grad, v_grad
+
+
+def _grid(length: int, tile: int, lines: int) -> tuple[int, int, int]:
+    return ceil_divide(length, tile), lines, 1
+
+
+def _strides(*tensors: Tensor) -> tuple[int, ...]:
+    return tuple(stride for tensor in tensors for stride in tensor.stride()[:3])
 
 
 MENDING = Launch(32, 32, 4, 1)
@@ -173,22 +171,29 @@ MENDERS = 4
 """Programs that share the tiles of a head."""
 
 
-def mend(work: Work, out: Tensor, lse: Tensor) -> None:
+def mend(work: Work, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
     """Compute heads again whose last query gave NaN or infinity: their output and log-sum-exp (B, H, T)."""
-    q, k, v = work.q, work.k, work.v
-    queries, _, heads, groups, _, _, factor = work.sizes
-    sizes, grid = (queries, heads, groups, factor), (MENDERS, q.shape[0] * heads)
-    _run(work, mend_kernel, grid, (q, k, v, out, lse), (q, k, v, out), sizes, lambda: work.lengths | MENDING.options)
+    (batch, heads, queries), factor = work.rows, work.sizes[-1]
+    launch(
+        work.launches, ("mend", out.stride()), mend_kernel, (MENDERS, batch * heads, 1), (q, k, v, out, lse),
+        lambda: ((*_strides(q, k, v, out), queries, heads, work.groups, factor), work.lengths | MENDING.options),
+    )  # fmt: skip
 
 
-def mend_backward(work: Work, grad: Tensor, out: Tensor, lse: Tensor, grads: tuple[Tensor, Tensor, Tensor]) -> None:
+def mend_backward(
+    work: Work, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, out: Tensor, lse: Tensor,
+    grads: tuple[Tensor, Tensor, Tensor],
+) -> None:  # fmt: skip
     """Compute the gradients of such heads again."""
-    q, k, v = work.q, work.k, work.v
-    queries, _, heads, groups, _, _, factor = work.sizes
+    (batch, heads, queries), factor = work.rows, work.sizes[-1]
     grad = grad if grad.stride(3) == 1 else grad.contiguous()
-    sizes, grid = (queries, heads, groups, factor, work.scale), (MENDERS, q.shape[0] * groups)
-    tensors, strided = (q, k, v, out, lse, grad, *grads), (q, k, v, out, grad, *grads)
-    _run(work, mend_backward_kernel, grid, tensors, strided, sizes, lambda: work.lengths | MENDING.options)
+    strided = out, grad, *grads
+    launch(
+        work.launches, ("mend backward", *[x.stride() for x in strided]), mend_backward_kernel,
+        (MENDERS, batch * work.groups, 1), (q, k, v, out, lse, grad, *grads),
+        lambda: ((*_strides(q, k, v, *strided), queries, heads, work.groups, factor, work.scale),
+                 work.lengths | MENDING.options),
+    )  # fmt: skip
 
 
 @torch.library.custom_op("regard::band_attention", mutates_args=())
@@ -197,7 +202,7 @@ def band(
     after: int | None, longest: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Softmax attention of queries at the last positions to keys at most `before` back and `after` ahead of each."""
-    return forward(Work(q, k, v, bounds, scale, before, after, parts, longest))
+    return forward(work_of(q, k, v, scale, before, after, bounds, parts, longest), q, k, v, bounds, parts)
 
 
 @band.register_fake
@@ -214,7 +219,8 @@ def band_backward(
     parts: Tensor | None, scale: float, before: int | None, after: int | None, longest: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of q, k and v."""
-    return backward(Work(q, k, v, bounds, scale, before, after, parts, longest), grad, out, lse)
+    work = work_of(q, k, v, scale, before, after, bounds, parts, longest)
+    return backward(work, q, k, v, bounds, parts, grad, out, lse)
 
 
 @band_backward.register_fake

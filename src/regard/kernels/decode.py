@@ -13,9 +13,9 @@ from regard.kernels.common import bad_rows, product, rows_of
 
 @triton.jit(do_not_specialize=["keys", "splits", "before"])
 def decode_kernel(
-    Q, K, VALUES, K_SCALE, V_SCALE, LOW, HIGH, LENGTH, OUT, SUMS, TOPS, TOTALS,
+    Q, K, VALUES, K_SCALE, V_SCALE, LOW, HIGH, LENGTH, OUT, PARTS, keys, splits,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, scale_batch, scale_head, scale_row,
-    queries, keys, groups, shared, splits, before, factor,
+    queries, groups, shared, before, factor,
     C: tl.constexpr, V: tl.constexpr, CB: tl.constexpr, VB: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
     BOUNDED: tl.constexpr, COUNTED: tl.constexpr, WINDOWED: tl.constexpr, CAUSAL: tl.constexpr,
     POSITIONAL: tl.constexpr, SCALED: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
@@ -77,22 +77,23 @@ def decode_kernel(
     if POSITIONAL:
         total = tl.where(spoiled > 0, float("nan"), total)
     at = (batch * groups * shared + head) * queries + t
-    if SPLIT:
+    if SPLIT:  # sums, then largest scores, then sums of weights, each of all parts
+        count = tl.num_programs(2).to(tl.int64) * shared * queries * splits
         at = at * splits + split
-        tl.store(SUMS + at[:, None] * V + v[None, :], sums, mask=here[:, None] & (v < V)[None, :])
-        tl.store(TOPS + at, top, mask=here)
-        tl.store(TOTALS + at, total, mask=here)
+        tl.store(PARTS + at[:, None] * V + v[None, :], sums, mask=here[:, None] & (v < V)[None, :])
+        tl.store(PARTS + count * V + at, top, mask=here)
+        tl.store(PARTS + count * (V + 1) + at, total, mask=here)
     else:
         out = sums / tl.where(total == 0, 1.0, total)[:, None]
         tl.store(OUT + at[:, None] * V + v[None, :], out, mask=here[:, None] & (v < V)[None, :])
 
 
 @triton.jit(do_not_specialize=["splits"])
-def merge_kernel(
-    SUMS, TOPS, TOTALS, OUT, splits, V: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, STEP: tl.constexpr
-):
+def merge_kernel(PARTS, OUT, splits, V: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, STEP: tl.constexpr):
     """The parts of one query of one head as one: WIDTH numbers of its output."""
     row, v = tl.program_id(0).to(tl.int64), tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    count = tl.num_programs(0).to(tl.int64) * splits
+    TOPS, TOTALS = PARTS + count * V, PARTS + count * (V + 1)
     s = tl.arange(0, SPLITS)
     tops = tl.load(TOPS + row * splits + s, mask=s < splits, other=float("-inf"))
     top = tl.max(tops, 0)
@@ -104,5 +105,5 @@ def merge_kernel(
         shown = part < splits
         share = tl.exp2(tl.load(TOPS + row * splits + part, mask=shown, other=float("-inf")) - top)
         at = (row * splits + part)[:, None] * V + v[None, :]
-        sums += tl.sum(tl.load(SUMS + at, mask=shown[:, None] & (v < V)[None, :], other=0.0) * share[:, None], 0)
+        sums += tl.sum(tl.load(PARTS + at, mask=shown[:, None] & (v < V)[None, :], other=0.0) * share[:, None], 0)
     tl.store(OUT + row * V + v, sums / tl.where(total == 0, 1.0, total), mask=v < V)

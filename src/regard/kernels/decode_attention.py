@@ -1,15 +1,16 @@
 """A few queries over a long cache on a GPU: what is launched. The kernels are in decode.py."""
 
 import math
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from regard.kernels.decode import decode_kernel, merge_kernel
+from regard.kernels.launch import Launches, Layout, ceil_divide, launch, layout, limits, power_of_2, strides
 
 MULTIPROCESSORS = 132
 """Of an H200. On others the keys are split a little finer or coarser than is best."""
@@ -61,8 +62,8 @@ def plan(keys: int, pairs: int, rows: int, longest: int, bytes_per_number: int) 
         launch, splits = choice
         slots = MULTIPROCESSORS * len(launch.shares)
         waves, rest = divmod(pairs * splits, slots)
-        part = triton.cdiv(triton.cdiv(keys, splits), launch.keys) * launch.keys
-        last = (launch.tails if waves else launch.shares)[triton.cdiv(rest, MULTIPROCESSORS) - 1] if rest else 0.0
+        part = ceil_divide(ceil_divide(keys, splits), launch.keys) * launch.keys
+        last = (launch.tails if waves else launch.shares)[ceil_divide(rest, MULTIPROCESSORS) - 1] if rest else 0.0
         work = part * (len(launch.shares) * waves + last) + FILLING + WAVE * (waves - (rest == 0))
         return work if splits == 1 else work + MERGING + rows * splits * 2 / MULTIPROCESSORS
 
@@ -71,6 +72,36 @@ def plan(keys: int, pairs: int, rows: int, longest: int, bytes_per_number: int) 
 
     choices = ((launch, count) for launch in launches(longest, bytes_per_number) for count in splits(launch))
     return min(choices, key=cost)
+
+
+@dataclass(frozen=True, eq=False)
+class Work:
+    """Calls of one set of sizes and strides and one mask, over caches of any length."""
+
+    rows: int
+    """Query rows of a tile."""
+    grid: tuple[int, int]
+    """Tiles of a key/value head, and key/value heads of the batch."""
+    count: int
+    """Query rows in all."""
+    sizes: tuple[int, int, int, int]
+    """Batch, heads, queries and value_length."""
+    qk_length: int
+    c: int
+    width: int
+    """qk_length and value_length, rounded up to a power of 2."""
+    launches: Launches = field(default_factory=dict)
+
+
+@lru_cache(maxsize=256)
+def _work(q: Layout, groups: int, value_length: int, *kind: object) -> Work:
+    """Work of a kind: what else a compiled kernel, and the numbers that it is told, depend on."""
+    batch, heads, queries, qk_length = q[0]
+    each = heads // groups * queries
+    rows = min(MOST_ROWS, max(16, power_of_2(each)))
+    c, width = (max(16, power_of_2(size)) for size in (qk_length, value_length))
+    sizes = batch, heads, queries, value_length
+    return Work(rows, (ceil_divide(each, rows), batch * groups), batch * heads * queries, sizes, qk_length, c, width)
 
 
 def forward(
@@ -90,45 +121,43 @@ def forward(
     `bounds` (2, B) are the first real key of each batch row and the one after the last. `scales` are those of int8 keys
     and values. `length`, one number on the GPU, says how many of the S keys there are: the queries are the last ones.
     """
-    batch, heads, queries, qk_length = q.shape
-    groups, keys, value_length = k.shape[1], k.shape[2], v.shape[3]
-    shared = heads // groups
     if q.stride(3) != 1:
         q = q.contiguous()
     if k.stride(3) != 1 or v.stride(3) != 1:
         k, v = k.contiguous(), v.contiguous()
-    rows = min(MOST_ROWS, max(16, triton.next_power_of_2(shared * queries)))
-    tiles = triton.cdiv(shared * queries, rows)
-    pairs = batch * groups * tiles
-    c, width = (max(16, triton.next_power_of_2(size)) for size in (qk_length, value_length))
-    rounded = triton.cdiv(keys, 256) * 256  # so that a growing cache is planned for now and then
-    chosen, splits = plan(rounded, pairs, batch * heads * queries, max(c, width), q.element_size())
-    out = q.new_empty(batch, heads, queries, value_length)
-    sums = tops = totals = None
-    if splits > 1:
-        sums = q.new_empty(batch * heads * queries, splits, value_length, dtype=torch.float32)
-        tops, totals = (q.new_empty(batch * heads * queries, splits, dtype=torch.float32) for _ in range(2))
-    low, high = (None, None) if bounds is None else (bounds[0], bounds[1])
+    _, groups, keys, _ = k.shape
     k_scale, v_scale = (None, None) if scales is None else scales
-    scale_strides = (0, 0, 0) if k_scale is None else k_scale.stride()[:3]
-    assert v_scale is None or v_scale.stride()[:3] == scale_strides
-    decode_kernel[(splits, tiles, batch * groups)](
-        q, k, v, k_scale, v_scale, low, high, length, out, sums, tops, totals,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *scale_strides,
-        queries, keys, groups, shared, splits, before or 0, scale * math.log2(math.e),
-        C=qk_length, V=value_length, CB=c, VB=width, ROWS=rows, STEP=chosen.keys, BOUNDED=bounds is not None,
-        COUNTED=length is not None, WINDOWED=before is not None, CAUSAL=causal,
-        POSITIONAL=queries > 1 and (causal or before is not None), SCALED=scales is not None, SPLIT=splits > 1,
-        PRECISION="tf32x3", num_warps=chosen.warps, num_stages=chosen.stages,
-    )  # fmt: skip
+    assert k_scale is None or v_scale is None or k_scale.stride() == v_scale.stride()
+    kind = k.stride(), v.stride(), k.dtype, strides(k_scale), scale, causal, before
+    work = _work(layout(q), groups, v.shape[3], *kind)
+    (_, heads, queries, value_length), (tiles, lines) = work.sizes, work.grid
+    rounded = ceil_divide(keys, 256) * 256  # so that a growing cache is planned for now and then
+    chosen, splits = plan(rounded, tiles * lines, work.count, max(work.c, work.width), q.element_size())
+    out, parts = q.new_empty(work.sizes), None
     if splits > 1:
-        count = batch * heads * queries
+        parts = q.new_empty(work.count * splits * (value_length + 2), dtype=torch.float32)
+    launch(
+        work.launches, chosen, decode_kernel, (splits, tiles, lines),
+        (q, k, v, k_scale, v_scale, *limits(bounds), length, out, parts),
+        lambda: ((*strides(q), *strides(k), *strides(v), *strides(k_scale), queries, groups, heads // groups,
+                  before or 0, scale * math.log2(math.e)), dict(
+            C=work.qk_length, V=value_length, CB=work.c, VB=work.width, ROWS=work.rows, STEP=chosen.keys,
+            BOUNDED=bounds is not None, COUNTED=length is not None, WINDOWED=before is not None, CAUSAL=causal,
+            POSITIONAL=queries > 1 and (causal or before is not None), SCALED=scales is not None, SPLIT=splits > 1,
+            PRECISION="tf32x3", num_warps=chosen.warps, num_stages=chosen.stages,
+        )), (keys, splits),
+    )  # fmt: skip
+    if parts is not None:
+        power = power_of_2(splits)
         # Few rows of many parts: many programs for a row. Many rows of few parts: one.
-        slice_width = width if count >= 1024 else 16
-        step = min(triton.next_power_of_2(splits), 4096 // slice_width)
-        merge_kernel[(count, triton.cdiv(value_length, slice_width))](
-            sums, tops, totals, out, splits, V=value_length, WIDTH=slice_width,
-            SPLITS=triton.next_power_of_2(splits), STEP=step, num_warps=4 if step * slice_width >= 2048 else 1,
+        slice_width = work.width if work.count >= 1024 else 16
+        step = min(power, 4096 // slice_width)
+        launch(
+            work.launches, power, merge_kernel, (work.count, ceil_divide(value_length, slice_width), 1), (parts, out),
+            lambda: ((), dict(
+                V=value_length, WIDTH=slice_width, SPLITS=power, STEP=step,
+                num_warps=4 if step * slice_width >= 2048 else 1,
+            )), (splits,),
         )  # fmt: skip
     return out
 

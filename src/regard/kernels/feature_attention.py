@@ -5,12 +5,11 @@ from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from regard.kernels.common import prefix_kernel
-from regard.kernels.launch import Launches, Layout, ceil_divide, launch, layout, strides
+from regard.kernels.launch import Launches, Layout, ceil_divide, launch, layout, limits, power_of_2, strides
 from regard.kernels.linear import sum_segments_kernel, walk_kernel, walk_keys_kernel, walk_queries_kernel
 
 
@@ -48,7 +47,7 @@ class Tiles:
 @lru_cache(maxsize=64)
 def tiles(features: int, value_length: int, dtype: torch.dtype) -> Tiles:
     """What fits registers and shared memory, and was fastest on an H200."""
-    c, v = (max(16, triton.next_power_of_2(length)) for length in (features, value_length))
+    c, v = (max(16, power_of_2(length)) for length in (features, value_length))
     half = dtype == torch.bfloat16
     if not half:  # float16 too: its range is too small for sums
         sums = walk = walk_back = Launch(32, 4, 2) if max(c, v) <= 64 else Launch(16, 8, 1)
@@ -136,9 +135,10 @@ def _sums(
     launch(
         work.launches, ("sums", backward is None, strides(grad)), sum_segments_kernel, (slots, work.batch * heads, 1),
         (x, y, grad, out, den, e, sums, bad, low, high),
-        lambda: (*strides(x), *strides(y), *strides(grad), length, 0 if backward is None else work.shift, heads, slots,
-                 t.size),
-        BOUNDED=low is not None, BACKWARD=backward is not None, **work.options, **t.sums.options,
+        lambda: ((*strides(x), *strides(y), *strides(grad), length, 0 if backward is None else work.shift, heads, slots,
+                 t.size), dict(
+            BOUNDED=low is not None, BACKWARD=backward is not None, **work.options, **t.sums.options,
+        )),
     )  # fmt: skip
     if not work.causal:
         return sums.view(work.batch * work.groups, shared * slots, t.size).sum(1), bad
@@ -146,8 +146,9 @@ def _sums(
     launch(
         work.launches, ("prefix", backward is None), prefix_kernel,
         (ceil_divide(t.size, 128), work.batch * work.groups, 1),
-        (sums, before, initial, final), lambda: (slots, t.size),
-        SHARED=shared, REVERSE=backward is not None, INCLUSIVE=False, STEPS=32, BLOCK=128, num_warps=4,
+        (sums, before, initial, final), lambda: ((slots, t.size), dict(
+            SHARED=shared, REVERSE=backward is not None, INCLUSIVE=False, STEPS=32, BLOCK=128, num_warps=4,
+        )),
     )  # fmt: skip
     return before, bad
 
@@ -172,7 +173,7 @@ def forward(
     Keys come after those in the sums `initial`; `final` is filled with the sums of all.
     """
     t = work.tiles
-    low, high = (None, None) if bounds is None else (bounds[0], bounds[1])
+    low, high = limits(bounds)
     out = q.new_empty(work.batch, work.heads, work.queries, work.value_length)
     den = q.new_empty(work.batch, work.heads, work.queries, dtype=torch.float32)
     before, bad = _sums(work, k, v, bounds, None, initial, final)
@@ -180,9 +181,10 @@ def forward(
     launch(
         work.launches, "walk", walk_kernel, (segments, work.batch * work.heads, 1),
         (q, k, v, before, bad, out, den, low, high),
-        lambda: (*strides(q), *strides(k), *strides(v), work.queries, work.keys, work.shift, work.heads, work.groups,
-                 bad.shape[1] if work.causal else 1, t.size, first),
-        CAUSAL=work.causal, BOUNDED=low is not None, **work.options, **t.walk.options,
+        lambda: ((*strides(q), *strides(k), *strides(v), work.queries, work.keys, work.shift, work.heads, work.groups,
+                 bad.shape[1] if work.causal else 1, t.size, first), dict(
+            CAUSAL=work.causal, BOUNDED=low is not None, **work.options, **t.walk.options,
+        )),
     )  # fmt: skip
     return out, den
 
@@ -197,7 +199,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v."""
     t = work.tiles
-    low, high = (None, None) if bounds is None else (bounds[0], bounds[1])
+    low, high = limits(bounds)
     kind = torch.bfloat16 if t.compute == tl.bfloat16 else torch.float32
     # Queries before the first key are in no segment's sums, and nothing is written for them.
     new = torch.zeros_like if work.shift < 0 else torch.empty_like
@@ -210,16 +212,18 @@ def backward(
     launch(
         work.launches, "walk queries", walk_queries_kernel, (segments, work.batch * work.heads, 1),
         (q, w, e, k, v, before, bad, q_grad, low, high),
-        lambda: (*strides(q), *strides(w), *strides(k), *strides(v), work.queries, work.keys, work.shift, work.heads,
-                 work.groups, slots, t.size, first),
-        CAUSAL=work.causal, BOUNDED=low is not None, **work.options, **t.walk_back.options,
+        lambda: ((*strides(q), *strides(w), *strides(k), *strides(v), work.queries, work.keys, work.shift, work.heads,
+                 work.groups, slots, t.size, first), dict(
+            CAUSAL=work.causal, BOUNDED=low is not None, **work.options, **t.walk_back.options,
+        )),
     )  # fmt: skip
     launch(
         work.launches, "walk keys", walk_keys_kernel, (ceil_divide(work.keys, t.segment), work.batch * work.groups, 1),
         (k, v, q, w, e, after, k_grad, v_grad, low, high),
-        lambda: (*strides(k), *strides(v), *strides(q), *strides(w), work.queries, work.keys, work.shift, work.groups,
-                 slots, t.size),
-        SHARED=work.heads // work.groups, CAUSAL=work.causal, BOUNDED=low is not None,
-        **work.options, **t.walk_back.options,
+        lambda: ((*strides(k), *strides(v), *strides(q), *strides(w), work.queries, work.keys, work.shift, work.groups,
+                 slots, t.size), dict(
+            SHARED=work.heads // work.groups, CAUSAL=work.causal, BOUNDED=low is not None,
+            **work.options, **t.walk_back.options,
+        )),
     )  # fmt: skip
     return q_grad, k_grad, v_grad

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from triton.compiler import CompiledKernel
 
-Launches = dict[Any, tuple[CompiledKernel, tuple[Any, ...]]]
-"""Kernels compiled for calls of one set of sizes and strides, and their numbers, by the place in the code that launches
-them."""
+Launches = dict[Any, tuple[Any, ...]]
+"""Kernels compiled for calls of one set of sizes and strides, with what they are given, by the place in the code that
+launches them."""
 
 Layout = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
 
@@ -30,33 +30,47 @@ def ceil_divide(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def power_of_2(number: int) -> int:
+    """The smallest power of 2 that is at least a number above 0. Triton's own takes microseconds, too."""
+    return 1 << (number - 1).bit_length()
+
+
+def limits(bounds: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """The first real key of each batch row, and the one after the last, as kernels are given them."""
+    return (None, None) if bounds is None else (bounds[0], bounds[1])
+
+
 def launch(
     launches: Launches,
     place: Any,
     kernel: Any,
     grid: tuple[int, int, int],
     tensors: tuple[Tensor | None, ...],
-    numbers: Callable[[], tuple[Any, ...]],
-    **options: Any,
+    told: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]],
+    fresh: tuple[int, ...] = (),
 ) -> None:
-    """Run a kernel on tensors, then numbers, then options.
+    """Run a kernel on tensors, then fresh numbers, then those that it is told, then options.
 
-    Numbers and options must follow from `place` and from what `launches` belongs to: they are asked for once.
+    What it is told must follow from `place` and from what `launches` belongs to: it is asked for once. Fresh numbers
+    may be others at every call, so the kernel must not be specialised for them.
     """
     if 0 in grid:
         return
-    device = tensors[0].device  # type: ignore[union-attr] # the first is always there
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
-        with torch.cuda.device(device):  # Triton launches on the current one
-            launch(launches, place, kernel, grid, tensors, numbers, **options)
+    index = tensors[0].get_device()  # type: ignore[union-attr] # the first is always there
+    if index >= 0 and index != torch._C._cuda_getDevice():
+        with torch.cuda.device(index):  # Triton launches on the current one
+            launch(launches, place, kernel, grid, tensors, told, fresh)
         return
-    key = place, *[x is None or x.data_ptr() % 16 for x in tensors]  # Triton compiles for aligned pointers
+    pointers = [None if x is None else x.data_ptr() for x in tensors]
+    key = place, *[-1 if p is None else p & 15 for p in pointers]  # Triton compiles for aligned pointers
     ready = launches.get(key)
     if ready is not None:
-        ready[0][grid](*tensors, *ready[1])
+        run, function, metadata, rest = ready
+        stream = torch._C._cuda_getCurrentRawStream(index)
+        run(*grid, stream, function, metadata, None, None, None, *pointers, *fresh, *rest)
         return
-    arguments = numbers()
-    compiled = kernel[grid](*tensors, *arguments, **options)
+    numbers, options = told()
+    compiled = kernel[grid](*tensors, *fresh, *numbers, **options)
     if isinstance(compiled, CompiledKernel):  # the interpreter compiles nothing
-        constants = tuple(options[name] for name in kernel.arg_names[len(tensors) + len(arguments) :])
-        launches[key] = compiled, (*arguments, *constants)
+        constants = tuple(options[name] for name in kernel.arg_names[len(tensors) + len(fresh) + len(numbers) :])
+        launches[key] = compiled.run, compiled.function, compiled.packed_metadata, (*numbers, *constants)

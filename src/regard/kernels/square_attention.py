@@ -8,12 +8,11 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from regard.kernels.common import prefix_kernel
-from regard.kernels.launch import Launches, Layout, ceil_divide, launch, layout, strides
+from regard.kernels.launch import Launches, Layout, ceil_divide, launch, layout, limits, power_of_2, strides
 from regard.kernels.quadratic import (
     far_kernel,
     near_kernel,
@@ -65,7 +64,7 @@ class Tiles:
 @lru_cache(maxsize=64)
 def tiles(qk_length: int, value_length: int, dtype: torch.dtype) -> Tiles:
     """What fits registers and shared memory, and was fastest on an H200."""
-    d, v = (max(16, triton.next_power_of_2(length)) for length in (qk_length, value_length))
+    d, v = (max(16, power_of_2(length)) for length in (qk_length, value_length))
     blocks = -(-qk_length // 16)
     half = dtype == torch.bfloat16
     wide = max(d, v) > 64
@@ -193,10 +192,11 @@ def _sums(
     launch(
         work.launches, ("sums", backward is None, strides(grad)), sum_chunks_kernel, (slots, work.batch * heads, 1),
         (x, y, grad, out, rest_out, den, e, turned, sums, bad, low, high),
-        lambda: (*strides(x), *strides(y), *strides(grad), length, turned.shape[2], shift, heads, slots, t.size),
-        D=work.qk_length, V=work.value_length, DB=t.d, VB=t.v, L=t.sums.rows, CHUNK=t.chunk,
-        BOUNDED=low is not None, BACKWARD=backward is not None, COMPUTE=t.compute,
-        PRECISION=t.precision, num_warps=t.sums.warps, num_stages=t.sums.stages,
+        lambda: ((*strides(x), *strides(y), *strides(grad), length, turned.shape[2], shift, heads, slots, t.size), dict(
+            D=work.qk_length, V=work.value_length, DB=t.d, VB=t.v, L=t.sums.rows, CHUNK=t.chunk,
+            BOUNDED=low is not None, BACKWARD=backward is not None, COMPUTE=t.compute,
+            PRECISION=t.precision, num_warps=t.sums.warps, num_stages=t.sums.stages,
+        )),
     )  # fmt: skip
     if not work.causal:
         return sums.view(work.batch, work.groups, shared * slots, t.size).sum(2), turned, bad
@@ -215,8 +215,9 @@ def _prefix(
     launch(
         work.launches, ("prefix", slots, size, shared, reverse, inclusive),
         prefix_kernel, (ceil_divide(size, 128), rows, 1),
-        (sums, totals, initial, final), lambda: (slots, size),
-        SHARED=shared, REVERSE=reverse, INCLUSIVE=inclusive, STEPS=32, BLOCK=128, num_warps=4,
+        (sums, totals, initial, final), lambda: ((slots, size), dict(
+            SHARED=shared, REVERSE=reverse, INCLUSIVE=inclusive, STEPS=32, BLOCK=128, num_warps=4,
+        )),
     )  # fmt: skip
 
 
@@ -246,18 +247,18 @@ def _square(
     low, high = (None, None) if bounds is None or reverse else (bounds[0], bounds[1])
     begins, ends = (None if held is None else held[0] for held in (initial, final))
     if not work.causal:
-        return _whole_square(work, x, y, turned, low, high, programs).to(work.kind)
+        return _whole_square(work, x, y, turned, low, high, programs, reverse).to(work.kind)
     kept = work.chunks - 1
     total, room = kept + (ends is not None), kept + (begins is not None)
     if total == 0:
         return x.new_empty(0, dtype=work.kind) if begins is None else begins.to(work.kind)
     span = total if lines * programs >= PROGRAMS else ceil_divide(total, ceil_divide(PARTS, lines * programs))
-    segments = ceil_divide(total, span)
+    segments, place = ceil_divide(total, span), ("square", room, total, reverse)
     state = x.new_empty(lines, room, t.units, UNIT, t.v, dtype=work.kind)
     sums = None if segments == 1 else x.new_empty(lines, segments, t.units * UNIT * t.v, dtype=torch.float32)
     if sums is None:
         _walk(
-            work, x, y, turned, state, room, begins, ends, low, high, (programs, lines, 1), total, span, t.chunk,
+            work, place, x, y, turned, state, room, begins, ends, low, high, (programs, lines, 1), total, span, t.chunk,
             reverse, ends is not None,
         )  # fmt: skip
         return state
@@ -265,47 +266,52 @@ def _square(
         state[:, 0] = begins.view(lines, t.units, UNIT, t.v)
     stored = state if begins is None else state[:, 1:]
     _walk(
-        work, x, y, turned, stored, room, None, sums, low, high, (programs, lines, segments), total, span, t.chunk,
-        reverse, ends is not None,
+        work, place, x, y, turned, stored, room, None, sums, low, high, (programs, lines, segments), total, span,
+        t.chunk, reverse, ends is not None,
     )  # fmt: skip
     before = torch.empty_like(sums)
     _prefix(work, sums, before, 1, False, False, begins, ends)
     size = sums.shape[2]
     launch(
         work.launches, ("shift", room, total, reverse), shift_kernel, (ceil_divide(size, 1024), segments, lines),
-        (stored, before), lambda: (kept, span, room, size), REVERSE=reverse, BLOCK=1024, num_warps=4,
+        (stored, before), lambda: ((kept, span, room, size), dict(
+            REVERSE=reverse, BLOCK=1024, num_warps=4,
+        )),
     )  # fmt: skip
     return state
 
 
 def _whole_square(
-    work: Work, x: Tensor, y: Tensor, turned: Tensor, low: Tensor | None, high: Tensor | None, programs: int
-) -> Tensor:
-    """The square of all tokens."""
+    work: Work, x: Tensor, y: Tensor, turned: Tensor, low: Tensor | None, high: Tensor | None, programs: int,
+    queries: bool,
+) -> Tensor:  # fmt: skip
+    """The square of all tokens: keys, or `queries`."""
     t, lines, length = work.tiles, work.batch * work.groups, x.shape[2]
     segments = max(1, min(ceil_divide(length, 4 * t.square.rows), 264 // (lines * programs)))
     chunk = ceil_divide(length, segments * t.square.rows) * t.square.rows
     sums = x.new_empty(lines, segments, t.units, UNIT, t.v, dtype=torch.float32)
     grid = programs, lines, segments
-    _walk(work, x, y, turned, sums, segments, None, None, low, high, grid, segments, 1, chunk, False, False)
+    place = "whole square", queries
+    _walk(work, place, x, y, turned, sums, segments, None, None, low, high, grid, segments, 1, chunk, False, False)
     return sums.sum(1)
 
 
 def _walk(
-    work: Work, x: Tensor, y: Tensor, turned: Tensor, state: Tensor, room: int, initial: Tensor | None,
+    work: Work, place: Any, x: Tensor, y: Tensor, turned: Tensor, state: Tensor, room: int, initial: Tensor | None,
     final: Tensor | None, low: Tensor | None, high: Tensor | None, grid: tuple[int, int, int], total: int, span: int,
     chunk: int, reverse: bool, last: bool,
 ) -> None:  # fmt: skip
     t = work.tiles
     launch(
-        work.launches, ("square", room, total, reverse), square_kernel, grid,
+        work.launches, place, square_kernel, grid,
         (x, y, turned, state, initial, final, low, high),
-        lambda: (*strides(x), *strides(y), x.shape[2], turned.shape[2], work.shift if reverse else 0, work.groups,
-                 total, span, room, t.units),
-        D=work.qk_length, V=work.value_length, DB=t.d, VB=t.v, L=t.square.rows, CHUNK=chunk,
-        SHARED=x.shape[1] // work.groups, LEFT=t.left, RIGHT=t.right, BOUNDED=low is not None,
-        REVERSE=reverse, LAST=last, COMPUTE=t.compute, PRECISION=t.precision,
-        num_warps=t.square.warps, num_stages=t.square.stages,
+        lambda: ((*strides(x), *strides(y), x.shape[2], turned.shape[2], work.shift if reverse else 0, work.groups,
+                 total, span, room, t.units), dict(
+            D=work.qk_length, V=work.value_length, DB=t.d, VB=t.v, L=t.square.rows, CHUNK=chunk,
+            SHARED=x.shape[1] // work.groups, LEFT=t.left, RIGHT=t.right, BOUNDED=low is not None,
+            REVERSE=reverse, LAST=last, COMPUTE=t.compute, PRECISION=t.precision,
+            num_warps=t.square.warps, num_stages=t.square.stages,
+        )),
     )  # fmt: skip
 
 
@@ -320,17 +326,18 @@ def _near(
     den: Tensor, carried: bool,
 ) -> None:  # fmt: skip
     t = work.tiles
-    low, high = (None, None) if bounds is None else (bounds[0], bounds[1])
+    low, high = limits(bounds)
     first, blocks = _blocks(work.queries, work.shift, t.near.rows)
     launch(
         work.launches, ("near", carried), near_kernel, (blocks, work.batch * work.heads, 1),
         (q, k, v, before, bad, num, den, low, high),
-        lambda: (*strides(q), *strides(k), *strides(v), work.queries, work.shift, work.keys, work.heads, work.groups,
+        lambda: ((*strides(q), *strides(k), *strides(v), work.queries, work.shift, work.keys, work.heads, work.groups,
                  work.chunks if work.causal else 1, t.size, first,
-                 work.a, work.b, work.d, work.b / (2 * work.d), work.rest),
-        D=work.qk_length, V=work.value_length, DB=t.d, VB=t.v, M=t.near.rows, N=t.near.columns, CHUNK=t.chunk,
-        CAUSAL=work.causal, CARRIED=carried, BOUNDED=low is not None, COMPUTE=t.compute, PRECISION=t.precision,
-        num_warps=t.near.warps, num_stages=t.near.stages,
+                 work.a, work.b, work.d, work.b / (2 * work.d), work.rest), dict(
+            D=work.qk_length, V=work.value_length, DB=t.d, VB=t.v, M=t.near.rows, N=t.near.columns, CHUNK=t.chunk,
+            CAUSAL=work.causal, CARRIED=carried, BOUNDED=low is not None, COMPUTE=t.compute, PRECISION=t.precision,
+            num_warps=t.near.warps, num_stages=t.near.stages,
+        )),
     )  # fmt: skip
 
 
@@ -344,11 +351,13 @@ def _far(
     launch(
         work.launches, ("far", reverse, carried), far_kernel, (blocks, work.batch * x.shape[1], 1),
         (x, state, num, den, out, rest_out),
-        lambda: (*strides(x), x.shape[2], shift, x.shape[1] // work.groups, x.shape[1],
-                 work.chunks if work.causal else 1, first, work.d),
-        D=work.qk_length, V=work.value_length, VB=t.v, UNITS=t.units, M=t.far.rows, CHUNK=t.chunk, CAUSAL=work.causal,
-        CARRIED=carried, STATED=state.numel() > 0, REVERSE=reverse, COMPUTE=t.compute, PRECISION=t.precision,
-        STAGES=t.far.stages, num_warps=t.far.warps, num_stages=t.far.stages,
+        lambda: ((*strides(x), x.shape[2], shift, x.shape[1] // work.groups, x.shape[1],
+                 work.chunks if work.causal else 1, first, work.d), dict(
+            D=work.qk_length, V=work.value_length, VB=t.v, UNITS=t.units, M=t.far.rows, CHUNK=t.chunk,
+            CAUSAL=work.causal, CARRIED=carried, STATED=state.numel() > 0, REVERSE=reverse,
+            COMPUTE=t.compute, PRECISION=t.precision,
+            STAGES=t.far.stages, num_warps=t.far.warps, num_stages=t.far.stages,
+        )),
     )  # fmt: skip
 
 
@@ -361,12 +370,13 @@ def _pull(
     launch(
         work.launches, ("pull", reverse), pull_kernel, (blocks, work.batch * x.shape[1], 1),
         (x, y, state, acc, live, grad),
-        lambda: (*strides(x), *strides(y), x.shape[2], shift, x.shape[1] // work.groups, x.shape[1],
-                 work.chunks if work.causal else 1, first, work.d),
-        D=work.qk_length, V=work.value_length, DB=t.d, VB=t.v, UNITS=t.units, M=t.pull.rows, TAKEN=t.pull.columns,
-        CHUNK=t.chunk, CAUSAL=work.causal, STATED=state.numel() > 0,
-        REVERSE=reverse, COMPUTE=t.compute, PRECISION=t.precision, STAGES=t.pull.stages,
-        num_warps=t.pull.warps, num_stages=t.pull.stages,
+        lambda: ((*strides(x), *strides(y), x.shape[2], shift, x.shape[1] // work.groups, x.shape[1],
+                 work.chunks if work.causal else 1, first, work.d), dict(
+            D=work.qk_length, V=work.value_length, DB=t.d, VB=t.v, UNITS=t.units, M=t.pull.rows, TAKEN=t.pull.columns,
+            CHUNK=t.chunk, CAUSAL=work.causal, STATED=state.numel() > 0,
+            REVERSE=reverse, COMPUTE=t.compute, PRECISION=t.precision, STAGES=t.pull.stages,
+            num_warps=t.pull.warps, num_stages=t.pull.stages,
+        )),
     )  # fmt: skip
 
 
@@ -375,16 +385,17 @@ def _near_queries(
     bad: Tensor, acc: Tensor,
 ) -> None:  # fmt: skip
     t = work.tiles
-    low, high = (None, None) if bounds is None else (bounds[0], bounds[1])
+    low, high = limits(bounds)
     first, blocks = _blocks(work.queries, work.shift, t.near.rows)
     launch(
         work.launches, "near queries", near_queries_kernel, (blocks, work.batch * work.heads, 1),
         (q, w, e, k, v, before, bad, acc, low, high),
-        lambda: (*strides(q), *strides(w), *strides(k), *strides(v), work.queries, work.shift, work.keys, work.heads,
-                 work.groups, work.chunks if work.causal else 1, t.size, first, work.b, work.d),
-        D=work.qk_length, V=work.value_length, DB=t.d, VB=t.v, M=t.near.rows, N=t.near.columns, CHUNK=t.chunk,
-        CAUSAL=work.causal, BOUNDED=low is not None, COMPUTE=t.compute, PRECISION=t.precision,
-        num_warps=t.near.warps, num_stages=t.near.stages,
+        lambda: ((*strides(q), *strides(w), *strides(k), *strides(v), work.queries, work.shift, work.keys, work.heads,
+                 work.groups, work.chunks if work.causal else 1, t.size, first, work.b, work.d), dict(
+            D=work.qk_length, V=work.value_length, DB=t.d, VB=t.v, M=t.near.rows, N=t.near.columns, CHUNK=t.chunk,
+            CAUSAL=work.causal, BOUNDED=low is not None, COMPUTE=t.compute, PRECISION=t.precision,
+            num_warps=t.near.warps, num_stages=t.near.stages,
+        )),
     )  # fmt: skip
 
 
@@ -393,16 +404,18 @@ def _near_keys(
     k_acc: Tensor, v_acc: Tensor, live: Tensor,
 ) -> None:  # fmt: skip
     t = work.tiles
-    low, high = (None, None) if bounds is None else (bounds[0], bounds[1])
+    low, high = limits(bounds)
     launch(
         work.launches, "near keys", near_keys_kernel,
         (ceil_divide(work.keys, t.near_keys.rows), work.batch * work.groups, 1),
         (k, v, q, w, e, after, k_acc, v_acc, live, low, high),
-        lambda: (*strides(k), *strides(v), *strides(q), *strides(w), work.keys, work.queries, work.shift, work.groups,
-                 work.chunks if work.causal else 1, t.size, work.a, work.b, work.d, work.rest),
-        D=work.qk_length, V=work.value_length, DB=t.d, VB=t.v, M=t.near_keys.rows, N=t.near_keys.columns, CHUNK=t.chunk,
-        SHARED=work.shared, CAUSAL=work.causal, BOUNDED=low is not None, COMPUTE=t.compute, PRECISION=t.precision,
-        num_warps=t.near_keys.warps, num_stages=t.near_keys.stages,
+        lambda: ((*strides(k), *strides(v), *strides(q), *strides(w), work.keys, work.queries, work.shift, work.groups,
+                 work.chunks if work.causal else 1, t.size, work.a, work.b, work.d, work.rest), dict(
+            D=work.qk_length, V=work.value_length, DB=t.d, VB=t.v, M=t.near_keys.rows, N=t.near_keys.columns,
+            CHUNK=t.chunk, SHARED=work.shared, CAUSAL=work.causal, BOUNDED=low is not None,
+            COMPUTE=t.compute, PRECISION=t.precision,
+            num_warps=t.near_keys.warps, num_stages=t.near_keys.stages,
+        )),
     )  # fmt: skip
 
 

@@ -5,10 +5,9 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
-from regard.kernels.launch import Launches, ceil_divide, launch, strides
+from regard.kernels.launch import Launches, ceil_divide, launch, limits, power_of_2, strides
 from regard.kernels.step import combine_kernel, fold_kernel, token_kernel
 
 PROGRAMS = 264
@@ -51,9 +50,11 @@ class Work:
 
 
 @lru_cache(maxsize=64)
-def _work(lines: int, shared: int, qk_length: int, value_length: int, features: int, norms: int, *kind: object) -> Work:
-    rows = triton.next_power_of_2(shared)
-    d, v = (max(16, triton.next_power_of_2(length)) for length in (qk_length, value_length))
+def _work(
+    batch: int, groups: int, shared: int, qk_length: int, value_length: int, features: int, norms: int, *kind: object
+) -> Work:
+    lines, rows = batch * groups, power_of_2(shared)
+    d, v = (max(16, power_of_2(length)) for length in (qk_length, value_length))
     # `added` multiplies few rows in registers.
     block, keys = (max(16, min(64, TILE // ((rows if rows < 16 else 1) * wide))) for wide in (v, max(d, v)))
     parts = max(1, min(ceil_divide(features, block), PROGRAMS // lines))
@@ -72,22 +73,24 @@ def token(
     shared, lines = heads // groups, batch * groups
     features, norms = sums.shape[2], normaliser.shape[2]
     kinds = q.dtype, k.dtype, v.dtype, form, strides(q), strides(k), strides(v), q.device
-    work = _work(lines, shared, qk_length, value_length, features, norms, *kinds)
+    work = _work(batch, groups, shared, qk_length, value_length, features, norms, *kinds)
     parts = q.new_empty(lines, work.parts, shared, work.v + 16, dtype=torch.float32)  # numerators, then a denominator
     out = v.new_empty(batch, heads, 1, value_length)
-    low, high = (None, None) if bounds is None else (bounds[0], bounds[1])
+    low, high = limits(bounds)
     left, right, scale = (None, None, None) if tables is None else tables
     launch(
         work.launches, ("token", keys), token_kernel, (work.parts, lines, 1),
         (q, k, v, sums, normaliser, left, right, scale, parts, low, high),
-        lambda: (*strides(q)[:2], *strides(k), *strides(v),
-                 keys, groups, features, work.span, norms, work.norm_span, form.beta, form.d, form.rest),
-        D=qk_length, V=value_length, DB=work.d, VB=work.v, SHARED=shared, ROWS=work.rows, BLOCK=work.block,
-        N=work.keys, FORM=form.name, BOUNDED=low is not None, num_warps=4,
+        lambda: ((*strides(q)[:2], *strides(k), *strides(v),
+                 keys, groups, features, work.span, norms, work.norm_span, form.beta, form.d, form.rest), dict(
+            D=qk_length, V=value_length, DB=work.d, VB=work.v, SHARED=shared, ROWS=work.rows, BLOCK=work.block,
+            N=work.keys, FORM=form.name, BOUNDED=low is not None, num_warps=4,
+        )),
     )  # fmt: skip
     launch(
-        work.launches, "combine", combine_kernel, (batch * heads, 1, 1), (parts, out), lambda: (work.parts,),
-        V=value_length, VB=work.v, SHARED=shared, COUNT=16, num_warps=1,
+        work.launches, "combine", combine_kernel, (batch * heads, 1, 1), (parts, out), lambda: ((work.parts,), dict(
+            V=value_length, VB=work.v, SHARED=shared, COUNT=16, num_warps=1,
+        )),
     )  # fmt: skip
     return out
 
@@ -103,16 +106,17 @@ def fold(
     (batch, groups, keys, qk_length), value_length = k.shape, v.shape[3]
     features, norms = sums.shape[2], normaliser.shape[2]
     kinds = k.dtype, v.dtype, form, strides(k), strides(v), k.device
-    work = _work(batch * groups, 1, qk_length, value_length, features, norms, *kinds)
+    work = _work(batch, groups, 1, qk_length, value_length, features, norms, *kinds)
     new_sums, new_normaliser = (t if in_place else torch.empty_like(t) for t in (sums, normaliser))
-    low, high = (None, None) if bounds is None else (bounds[0], bounds[1])
+    low, high = limits(bounds)
     left, right, scale = (None, None, None) if tables is None else tables
     tiles = ceil_divide(features, work.block) + (ceil_divide(norms, work.block) if form == "square" else 0)
     launch(
         work.launches, ("fold", keys), fold_kernel, (tiles, batch * groups, 1),
         (k, v, sums, normaliser, new_sums, new_normaliser, left, right, scale, low, high),
-        lambda: (*strides(k), *strides(v), keys, groups, features, norms),
-        D=qk_length, V=value_length, VB=work.v, BLOCK=work.block, N=KEYS, FORM=form, BOUNDED=low is not None,
-        num_warps=4, num_stages=1,
+        lambda: ((*strides(k), *strides(v), keys, groups, features, norms), dict(
+            D=qk_length, V=value_length, VB=work.v, BLOCK=work.block, N=KEYS, FORM=form, BOUNDED=low is not None,
+            num_warps=4, num_stages=1,
+        )),
     )  # fmt: skip
     return new_sums, new_normaliser

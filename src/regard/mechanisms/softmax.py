@@ -22,6 +22,10 @@ from regard.key_values import KeyValueState
 from regard.paths import band, blocks, cudnn, decode, masked, parts, reference, sdpa, split
 from regard.state import Sizes, State
 
+PATHS = (
+    decode.PATH, split.PATH, cudnn.PATH, band.PATH, masked.PATH, sdpa.PATH, parts.PATH, blocks.FUSED, reference.PATH,
+)  # fmt: skip
+
 
 @dataclass(frozen=True, kw_only=True)
 class Softmax(ScoreMechanism):
@@ -89,8 +93,7 @@ class Softmax(ScoreMechanism):
         return score_cost(work, self.precision(work.dtype))
 
     def paths(self) -> tuple[Path, ...]:
-        gpu = (split.PATH, cudnn.PATH, band.PATH, masked.PATH)
-        return (decode.PATH, *gpu, sdpa.PATH, parts.PATH, blocks.FUSED, reference.PATH)
+        return PATHS
 
 
 def Argmax() -> Softmax:  # noqa: N802 - named as the mechanism it is

@@ -24,15 +24,16 @@ def run(call: Call) -> Tensor:
     from regard.kernels import band_attention
 
     q, scale = gpu.scaled(call)
-    k, v = call.k, call.v
-    q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
-    before, after, bounds = call.structure.before, call.structure.after, gpu.bounds(call)
-    sequences = None if call.structure.rest is None else gpu.parts(call)
-    parts = None if sequences is None else gpu.table(sequences, q.device)
-    longest = max((length for _, _, length in sequences or ()), default=0)
+    q, k, v = gpu.unit_strides(q, call.k, call.v)
+    known, bounds = call.structure, gpu.bounds(call)
+    parts, longest = None, 0
+    if known.rest is not None:
+        sequences = gpu.parts(call) or ()
+        parts, longest = gpu.table(sequences, q.device), max((length for _, _, length in sequences), default=0)
     if untouched() and not torch.is_grad_enabled():
-        return band_attention.forward(band_attention.Work(q, k, v, bounds, scale, before, after, parts, longest))[0]
-    return band_attention.band(q, k, v, bounds, parts, scale, before, after, longest)[0]
+        work = band_attention.work_of(q, k, v, scale, known.before, known.after, bounds, parts, longest)
+        return band_attention.forward(work, q, k, v, bounds, parts)[0]
+    return band_attention.band(q, k, v, bounds, parts, scale, known.before, known.after, longest)[0]
 
 
 PATH = Path("band", cannot, run, guards_itself=True)

@@ -25,7 +25,7 @@ heads; with gradients it is at any length."""
 
 def cannot(call: Call) -> str | None:
     """Why this path cannot serve a call; None if it can."""
-    if (reason := gpu.missing(call) or gpu.unfit(call)) is not None:
+    if (reason := gpu.missing(call)) is not None:
         return reason
     if not untouched():
         return "traces, counters and modes see PyTorch's operators"
@@ -39,13 +39,13 @@ def cannot(call: Call) -> str | None:
         return "cuDNN aligns causality to the first key, not the last, when T and S differ"
     if call.structure.causal and call.queries < (LEAST if call.qk_length > 64 else 2 * LEAST) and not gpu.derived(call):
         return "a short sequence: a kernel of ours is faster"
-    return None
+    return gpu.unfit(call)
 
 
 def run(call: Call) -> Tensor:
     """cuDNN's kernel; heads that a masked NaN reached are computed again."""
     q, scale = gpu.scaled(call)
-    q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, call.k, call.v))
+    q, k, v = gpu.unit_strides(q, call.k, call.v)
     causal = call.structure.causal
     mended = causal and not finite()  # nothing is hidden without a mask
     if gpu.derived(call):
@@ -60,7 +60,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, mended
         q, k, v, None, True, 0.0, causal, False, scale=scale
     )
     if mended:
-        band_attention.mend(band_attention.Work(q, k, v, None, scale, None, 0), out, lse)
+        band_attention.mend(band_attention.work_of(q, k, v, scale, None, 0), q, k, v, out, lse)
     return out, lse, rest
 
 
@@ -95,8 +95,8 @@ class _Gradients(torch.autograd.Function):
             grad, q, k, v, out, lse, seed, offset, None, *seen, 0.0, causal, scale=scale
         )
         if mended:
-            work = band_attention.Work(q, k, v, None, scale, None, 0)
-            band_attention.mend_backward(work, grad, out, lse, grads)
+            work = band_attention.work_of(q, k, v, scale, None, 0)
+            band_attention.mend_backward(work, q, k, v, grad, out, lse, grads)
         return tuple(grads)
 
     @staticmethod

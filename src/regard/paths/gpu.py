@@ -70,6 +70,13 @@ def scaled(call: Call) -> tuple[Tensor, float]:
     return (call.q, scale) if scale > 0 else (call.q * 0, 1.0)
 
 
+def unit_strides(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The tensors with the numbers of a head one after another, as kernels read them."""
+    if q.stride(3) == k.stride(3) == v.stride(3) == 1:
+        return q, k, v
+    return tuple(x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))  # type: ignore[return-value]
+
+
 def parts(call: Call) -> tuple[tuple[int, int, int], ...] | None:
     """Packed sequences one after another: the batch row, the first token and the number of tokens of each; None if the
     mask is something else, or not of that alone."""
