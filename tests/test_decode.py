@@ -27,12 +27,6 @@ KINDS = (torch.float32, torch.bfloat16, torch.float16)
 BLOCK, SOFTMAX = decode_code.BLOCK, rg.Softmax()
 
 
-@pytest.fixture(autouse=True)
-def _at_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode, "LEAST", 0)
-    monkeypatch.setattr(decode, "LEAST_OF_MANY", 0)
-
-
 def tensors(
     kind: torch.dtype = torch.float32, batch=2, groups=2, repeats=3, keys=50, K=32, V=16, queries=1
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -203,8 +197,8 @@ def test_large_scores(kind):
 def test_the_laws_hold_on_it(monkeypatch, name, dtype):
     """Those that record no gradients, under which another path serves."""
     law = LAWS[name]
-    served, real = [], cpu.in_parallel
-    monkeypatch.setattr(cpu, "in_parallel", lambda *given: served.append(given) or real(*given))
+    served, real = [], decode._attention
+    monkeypatch.setattr(decode, "_attention", lambda *given: served.append(given) or real(*given))
     for mask, heads, keys in product(MASKS, HEADS, (1, 5, BLOCK + 2)):
         case = Case(mask, heads, dtype, 2, keys if law.square else 1, keys, 16, 32, seed=keys)
         if law.excuse(SOFTMAX, case) is None:
@@ -243,8 +237,6 @@ def test_what_it_cannot_serve_says_why(monkeypatch):
     with torch.no_grad():
         agree(q, k, v)
     q = q.detach()
-    monkeypatch.setattr(decode, "LEAST", 1 << 18)
-    assert "little work" in _reason(q, k, v)
     monkeypatch.setattr(cpu, "MATRIX_UNITS", True)
     assert "matrix units" in _reason(*tensors(torch.bfloat16, queries=65))
     monkeypatch.setattr(cpu, "LANES", 0)
@@ -276,6 +268,59 @@ def test_torch_knows_the_operation():
     assert counter.get_total_flops() == 2 * 6 * (41 + 41 + 11 + 12) * (32 + 16)
 
 
+@pytest.mark.parametrize("keys", [1, 16, 64])
+@pytest.mark.parametrize("queries", [1, 4, 16])
+@pytest.mark.parametrize("mask", [None, rg.causal, rg.padding([1, 1]), rg.causal & rg.window(before=3)], ids=repr)
+def test_short_calls_take_it(keys, queries, mask):
+    """PyTorch's kernels take longer at any length, and more so under a mask."""
+    case = tensors(keys=keys, queries=min(queries, keys))
+    assert rg.explain(*case, mask=mask).path == "decode"
+    agree(*case, mask)
+
+
+class Seen(torch.Tensor):
+    """A tensor that knows which operators computed with it."""
+
+    @staticmethod
+    def __new__(cls, inner: Tensor, seen: list[str]) -> "Seen":
+        tensor = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        tensor.inner, tensor.seen = inner, seen
+        return tensor
+
+    @classmethod
+    def __torch_dispatch__(cls, operator, types, given=(), named=None):
+        (seen,) = {id(x.seen): x.seen for x in given if isinstance(x, cls)}.values()
+        seen.append(operator.name())
+        return operator(*(x.inner if isinstance(x, cls) else x for x in given), **(named or {}))
+
+
+@torch.no_grad()
+def test_only_who_has_to_goes_through_the_dispatcher():
+    """The operator is for traces, modes and other kinds of tensors; it takes longer than a short call."""
+    case, seen = tensors(), []
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        plain = rg.attend(*case, mask=rg.padding([50, 7]))
+    assert "regard::decode" not in {event.key for event in profile.key_averages()}
+    with FlopCounterMode(display=False) as counter:
+        counted = rg.attend(*case, mask=rg.padding([50, 7]))
+    assert counter.get_total_flops() == 2 * 6 * 57 * (32 + 16)
+    assert rg.attend(*(Seen(t, seen) for t in case), mask=rg.padding([50, 7])).equal(plain)
+    assert seen == ["regard::decode"]
+    assert counted.equal(plain)
+    assert rg.attend(*(torch.nn.Parameter(t) for t in case), mask=rg.padding([50, 7])).equal(plain)
+
+
+@pytest.mark.parametrize("kind", KINDS[1:], ids=str)
+@pytest.mark.parametrize("bad", [None, math.nan, math.inf, -math.inf, 3e38])
+def test_half_results_are_rounded_once(kind, bad):
+    q, k, v = tensors(kind, keys=3)
+    if bad is not None:
+        v[0] = bad
+    wanted, _ = torch.ops.regard.decode_part(q, k, v, 0.3, None)
+    found = torch.ops.regard.decode(q, k, v, 0.3, None, None, None)
+    torch.testing.assert_close(found, wanted.to(kind), rtol=0, atol=0, equal_nan=True)
+
+
 def test_the_operation_has_no_gradient_and_says_so():
     q, k, v = tensors()
     with pytest.raises(NotImplementedError, match="regard::decode has no derivative"):
@@ -284,9 +329,15 @@ def test_the_operation_has_no_gradient_and_says_so():
         torch.ops.regard.decode(q.detach(), forward_ad.make_dual(k, k), v, 0.3, None, None, None)
 
 
-@pytest.mark.parametrize("case", [tensors(K=20), (*tensors()[:2], tensors(torch.float16)[2])])
-def test_the_operation_refuses_what_it_was_not_made_for(case):
-    with pytest.raises(ValueError, match="decode: expected one dtype"):
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        (tensors(K=20), "head lengths that are multiples of .*, got (20, 16)"),
+        ((*tensors()[:2], tensors(torch.float16)[2]), "one dtype, got torch.float32, torch.float32 and torch.float16"),
+    ],
+)
+def test_the_operation_refuses_what_it_was_not_made_for(case, reason):
+    with pytest.raises(ValueError, match=f"decode: expected {reason.replace('(', '[(]').replace(')', '[)]')}"):
         torch.ops.regard.decode(*case, 0.3, None, None, None)
 
 
@@ -332,7 +383,7 @@ def test_sums_of_many_threads_stay_small():
             agree(*tensors(batch=65, groups=1, keys=300))
     finally:
         torch.set_num_threads(before)
-    assert max(seen) <= 8 * 64 * 3 * 16
+    assert max(seen) <= 4 * 8 * 64 * 3 * 16
 
 
 def test_compiled_code_is_made_once_for_all_threads():
@@ -441,7 +492,9 @@ from regard import cpu
 from regard.layers import linear_code
 from regard.paths import compiler, decode_code
 for source, sizes in (
-    (decode_code.source, (64, 64, 4, "bfloat16")), (linear_code.source, ("int8",)), (linear_code.source, ("float32",))
+    (decode_code.source, (64, 64, 4, "bfloat16", "bfloat16")),
+    (linear_code.source, ("int8",)),
+    (linear_code.source, ("float32",)),
 ):
     machine, _ = compiler.host(cpu.LANES)
     code = machine.emit_assembly(compiler.optimized(source(*sizes, cpu.LANES), machine))

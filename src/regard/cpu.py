@@ -64,5 +64,11 @@ def in_parallel(code: int, fields: int, threads: int) -> None:
 
 
 @cache
+def openmp() -> int:
+    """The address of the function that calls another on several of PyTorch's threads."""
+    return ctypes.cast(_openmp().GOMP_parallel, ctypes.c_void_p).value or 0
+
+
+@cache
 def _openmp() -> Any:
     return ctypes.CDLL(str(_OPENMP[0]))

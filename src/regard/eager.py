@@ -4,6 +4,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
+from torch.nn import Parameter
+
+_PLAIN = {Tensor, Parameter}
 
 
 def transformed() -> bool:
@@ -35,6 +38,21 @@ def readable(*tensors: Tensor) -> bool:
 def untouched() -> bool:
     """Whether tensors made here are plain ones, which may be kept for later: no trace, transform or mode is at work."""
     return not torch.compiler.is_compiling() and not transformed() and torch._C._len_torch_dispatch_stack() == 0
+
+
+def direct(*tensors: Tensor) -> bool:
+    """Whether code may compute on the memory of these tensors past torch's dispatcher, which takes longer than a short
+    step: they are plain tensors, and nobody traces, transforms or watches operators.
+
+    >>> import torch
+    >>> from torch.utils.flop_counter import FlopCounterMode
+    >>> direct(torch.zeros(1))
+    True
+    >>> with FlopCounterMode(display=False):
+    ...     direct(torch.zeros(1))
+    False
+    """
+    return untouched() and torch._C._get_tracing_state() is None and set(map(type, tensors)) <= _PLAIN
 
 
 def symbolic(*sizes: int) -> bool:

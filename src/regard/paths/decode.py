@@ -7,9 +7,11 @@ reaches those alone who see it: nobody has to look for NaN.
 """
 
 import ctypes
-import struct
+from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import chain
 from math import e, gcd, log, log2
+from struct import Struct, pack
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from regard import cpu
 from regard.call import Call, Path
-from regard.eager import symbolic, transformed
+from regard.eager import direct, symbolic, transformed
 from regard.mask import Span
 from regard.paths import probe, sdpa
 
@@ -27,11 +29,13 @@ LONGEST = 256
 """The longest heads this code is made for."""
 MOST_IN_HALF = 64
 """Queries in half precision up to which reading the keys takes longer than arithmetic in matrix units would."""
-LEAST, LEAST_OF_MANY = 1 << 18, 1 << 22
-"""Multiplications from which on a pass of our own is faster than PyTorch's kernels, which start sooner: for one query
-or new tokens over a history, and for other queries, of which PyTorch makes tiles."""
+LEAST_SHARED = 1 << 18
+"""Multiplications from which on a second thread is worth waking."""
 _FAR = 1 << 40
 """A distance that no key has."""
+_LOG2E = log2(e)
+_TOLD = Struct("26qd2q")
+"""The fields of decode_code.py, with one span."""
 
 
 def cannot(call: Call) -> str | None:
@@ -54,10 +58,6 @@ def cannot(call: Call) -> str | None:
         return f"more than {MOST_IN_HALF} queries in half precision are faster in this processor's matrix units"
     if call.qk_length % cpu.LANES or call.value_length % cpu.LANES or max(call.qk_length, call.value_length) > LONGEST:
         return f"made for heads whose lengths are multiples of {cpu.LANES}, up to {LONGEST}"
-    few = call.queries == 1 or (call.structure.causal and not call.square)
-    work = call.batch * call.heads * call.queries * call.keys * (call.qk_length + call.value_length)
-    if work < (LEAST if few else LEAST_OF_MANY):
-        return "little work: PyTorch's own kernels start sooner"
     return _derived(call)
 
 
@@ -74,9 +74,11 @@ def _derived(call: Call) -> str | None:
 
 def run(call: Call) -> Tensor:
     """one pass over keys and values, in machine code made for this processor."""
-    known = call.structure
+    known, scale = call.structure, sdpa.scale(call)
+    if direct(call.q, call.k, call.v):
+        return _attention(call.q, call.k, call.v, scale, known.rows, known.before, known.after, call.q.dtype)
     spans = None if known.rows is None else torch.tensor(known.rows, device=call.q.device)
-    return torch.ops.regard.decode(call.q, call.k, call.v, sdpa.scale(call), spans, known.before, known.after)
+    return torch.ops.regard.decode(call.q, call.k, call.v, scale, spans, known.before, known.after)
 
 
 PATH = Path("decode", cannot, run, guards_itself=True)
@@ -91,73 +93,92 @@ def _decode(
 ) -> Tensor:
     """Softmax attention of queries (B, H, T, K), the last of which stands at the last key: each sees the keys from
     `before` before it to `after` behind it, of those [spans[b, 0], spans[b, 1]) in batch row b. 0 if it sees none."""
-    return _pass(q, k, v, scale, _spans(len(q), k.shape[2], spans), before, after)[0].to(q.dtype)
+    return _attention(q, k, v, scale, _spans(len(q), spans), before, after, q.dtype)
 
 
 def _decode_part(q: Tensor, k: Tensor, v: Tensor, scale: float, after: int | None) -> tuple[Tensor, Tensor]:
     """The same without spans, and its log-sum-exp (B, H, T), both in float32."""
-    out, tops, totals = _pass(q, k, v, scale, [(0, k.shape[2])] * len(q), None, after)
-    return out, (totals.log2() + tops) * log(2)
+    tops = torch.empty(2, *q.shape[:3], dtype=torch.float32, device="cpu")
+    out = _attention(q, k, v, scale, None, None, after, torch.float32, tops)
+    return out, (tops[1].log2() + tops[0]) * log(2)
 
 
-def _pass(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, spans: list[Span], before: int | None, after: int | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The output, (B, H, T, V), and for each query the largest score, in base 2, and the sum of weights relative to
-    it, (B, H, T)."""
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, spans: Sequence[Span] | None, before: int | None, after: int | None,
+    result: torch.dtype, tops: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """The output, (B, H, T, V), in the dtype `result`. `tops`, (2, B, H, T), takes each query's largest score, in base
+    2, and the sum of weights relative to it. Every line is paid for by steps that take some microseconds in all."""
     batch, heads, queries, qk_length = q.shape
     _, groups, keys, value_length = v.shape
-    if qk_length % cpu.LANES or value_length % cpu.LANES or not q.dtype == k.dtype == v.dtype:
-        raise ValueError(f"decode: expected one dtype and head lengths that are multiples of {cpu.LANES}")
-    if (reason := cpu.missing()) is not None:
-        raise ValueError(f"decode: expected a machine that can run it, got one that cannot: {reason}")
-    rows, threads = heads // groups * queries, torch.get_num_threads()
-    program, chunk, block, fields = _program(qk_length, value_length, rows, q.dtype, cpu.LANES)
-    chunks = -(-rows // chunk)
-    units = batch * groups * chunks
-    # As many parts as give every thread as much to do, within what their sums may take.
-    parts = max(1, min(threads // gcd(units, threads), 8 * threads // units, keys // block))
-    q, k, v = q.contiguous(), *(t if t.stride(3) == 1 else t.contiguous() for t in (k, v))
-    numbers = units * parts * chunk
-    sums = torch.empty(numbers * (value_length + 2), dtype=torch.float32, device="cpu")
-    out = torch.empty(batch, heads, queries, value_length, dtype=torch.float32, device="cpu")
-    edges = (ctypes.c_int64 * (2 * batch))(*(edge for span in spans for edge in span))
-    done = (ctypes.c_int64 * units)()
-    tops = sums.data_ptr() + 4 * numbers * value_length
-    (factor,) = struct.unpack("q", struct.pack("d", scale * log2(e)))
-    told = fields(
-        0, units * parts, parts, chunks, chunk, groups, rows, queries, keys - queries,
-        _FAR if before is None else before, _FAR if after is None else after,
-        ctypes.addressof(edges), ctypes.addressof(done), q.data_ptr(), k.data_ptr(), v.data_ptr(),
-        sums.data_ptr(), tops, tops + 4 * numbers, out.data_ptr(), *k.stride()[:3], *v.stride()[:3], factor,
+    kind = q.dtype
+    if k.dtype is not kind or v.dtype is not kind:
+        raise ValueError(f"decode: expected one dtype, got {kind}, {k.dtype} and {v.dtype}")
+    rows = heads // groups * queries
+    step, chunks, chunk, block, most = _program(qk_length, value_length, rows, kind, result, cpu.LANES)
+    units = tasks = batch * groups * chunks
+    parts = threads = 1
+    reach = keys if before is None else min(keys, before + queries)
+    if batch * heads * queries * reach * (qk_length + value_length) >= LEAST_SHARED:
+        threads = torch.get_num_threads()
+        # As many parts as give every thread as much to do, within what their sums may take.
+        parts = max(1, min(threads // gcd(units, threads), 8 * threads // units, reach // block))
+        tasks, threads = units * parts, min(threads, units * parts)
+    q = q.contiguous()
+    k_batch, k_head, k_token, k_number = k.stride()
+    v_batch, v_head, v_token, v_number = v.stride()
+    if k_number != 1 or v_number != 1:
+        k, v = k.contiguous(), v.contiguous()
+        (k_batch, k_head, k_token, _), (v_batch, v_head, v_token, _) = k.stride(), v.stride()
+    if qk_length == value_length and result is kind:
+        out = torch.empty_like(q)
+    else:
+        out = torch.empty(batch, heads, queries, value_length, dtype=result, device="cpu")
+    size = 8 * units + 4 * tasks * chunk * (value_length + 2)
+    room = torch.empty(size, dtype=torch.uint8, device="cpu") if size > most else None
+    told = (
+        0, tasks, parts, chunks, chunk, groups, rows, queries, keys - queries,
+        _FAR if before is None else before, _FAR if after is None else after, 0 if spans is None else 2,
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(),
+        0 if tops is None else tops.data_ptr(), 0 if room is None else room.data_ptr(),
+        k_batch, k_head, k_token, v_batch, v_head, v_token,
+        threads, 0 if threads == 1 else cpu.openmp(), scale * _LOG2E,
     )  # fmt: skip
-    cpu.in_parallel(program, ctypes.addressof(told), min(threads, units * parts))
-    statistics = sums[numbers * value_length :].view(2, batch, groups, chunks, parts, chunk)[:, :, :, :, 0]
-    tops, totals = statistics.flatten(3)[..., :rows].reshape(2, batch, heads, queries)
-    return out, tops, totals
+    if spans is None:
+        step(_TOLD.pack(*told, 0, keys))
+    else:
+        step(_TOLD.pack(*told, *spans[0]) + pack(f"{2 * len(spans) - 2}q", *chain.from_iterable(spans[1:])))
+    return out
 
 
 @cache
-def _program(qk_length: int, value_length: int, rows: int, dtype: torch.dtype, lanes: int) -> tuple[int, int, int, Any]:
-    """The code for query rows of a key/value head, how many of them a task has, the tokens it reads at a time, and the
-    type of what it is told."""
+def _program(
+    qk_length: int, value_length: int, rows: int, kind: torch.dtype, result: torch.dtype, lanes: int
+) -> tuple[Callable[[bytes], None], int, int, int, int]:
+    """The code for query rows of a key/value head, into how many chunks they are cut, the rows of a chunk, the tokens
+    that are read at a time, and the bytes of sums that need no memory of their own."""
+    if (reason := cpu.missing()) is not None:
+        raise ValueError(f"decode: expected a machine that can run it, got one that cannot: {reason}")
+    if qk_length % lanes or value_length % lanes:
+        raise ValueError(f"decode: expected head lengths that are multiples of {lanes}, got {qk_length, value_length}")
     # llvmlite is imported only when a pass needs it.
     from regard.paths.compiler import compiled
-    from regard.paths.decode_code import BLOCK, CHUNK, FIELDS, source, tiles
+    from regard.paths.decode_code import BLOCK, CHUNK, ROOM, source, tiles
 
     tile, width = tiles(rows, lanes)
     chunk = -(-rows // (-(-rows // CHUNK) * tile)) * tile
-    code = compiled(source, qk_length, value_length, tile, str(dtype).removeprefix("torch."), width)
-    return code, chunk, BLOCK, ctypes.c_int64 * len(FIELDS)
+    names = (str(dtype).removeprefix("torch.") for dtype in (kind, result))
+    code = compiled(source, qk_length, value_length, tile, *names, width)
+    return ctypes.CFUNCTYPE(None, ctypes.c_char_p)(code), -(-rows // chunk), chunk, BLOCK, ROOM
 
 
-def _spans(batch: int, keys: int, spans: Tensor | None) -> list[Span]:
-    """The keys that each batch row may see, within those that there are."""
+def _spans(batch: int, spans: Tensor | None) -> list[Span] | None:
+    """The keys that each batch row may see; None: all."""
     if spans is None:
-        return [(0, keys)] * batch
+        return None
     if len(spans) != batch:
         raise ValueError(f"spans: expected one for each of {batch} batch rows, got {len(spans)}")
-    return [(max(low, 0), min(high, keys)) for low, high in spans.tolist()]
+    return [(low, high) for low, high in spans.tolist()]
 
 
 def _shape(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
@@ -189,7 +210,8 @@ def _flops(
     """Of the pairs that are seen."""
     batch, heads, queries, qk_length = q.shape
     keys, pairs = k.shape[2], 0
-    for low, high in _spans(batch, keys, spans):
+    for low, high in _spans(batch, spans) or [(0, keys)] * batch:
+        low, high = max(low, 0), min(high, keys)
         for position in range(keys - queries, keys):
             first = low if before is None else max(low, position - before)
             pairs += max(0, (high if after is None else min(high, position + after + 1)) - first)

@@ -19,7 +19,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from regard.paths.machine_code import F32, F64, I64, POINTER, Code
+from llvmlite import ir
+
+from regard.paths.machine_code import F32, F64, I32, I64, POINTER, STORED, Code
 
 BLOCK = 96
 """Tokens whose scores are kept at a time: a multiple of all numbers of keys that are scored together."""
@@ -27,14 +29,23 @@ CHUNK = 64
 """Query rows of a task at most: their queries and sums stay in the core's own cache."""
 FEW = (1, 2, 4)
 """Rows for which a vector holds numbers of one key."""
+ROOM = 1 << 15
+"""Bytes on the stack for what threads leave to each other: a short call needs no memory of its own."""
 FIELDS = (
-    "next", "tasks", "parts", "chunks", "chunk", "groups", "rows", "queries", "offset", "before", "after",
-    "spans", "done", "q", "k", "v", "sums", "tops", "totals", "out",
-    "k_batch", "k_head", "k_token", "v_batch", "v_head", "v_token", "scale",
+    "next", "tasks", "parts", "chunks", "chunk", "groups", "rows", "queries", "offset", "before", "after", "spans",
+    "q", "k", "v", "out", "tops", "room", "k_batch", "k_head", "k_token", "v_batch", "v_head", "v_token",
+    "threads", "parallel", "scale", "span",
 )  # fmt: skip
-"""What the code is told, 8 bytes each: a counter that all threads draw their tasks from, sizes, addresses, strides in
-elements, and the scale times log2(e) as a double. A task is a part of the tokens for a chunk of the query rows of one
-key/value head; whoever ends a chunk's last part (`done` counts them) merges its parts."""
+"""What the code is told, 8 bytes each: 0, the counter that all threads draw their tasks from; sizes; addresses; strides
+in elements; the number of threads, and OpenMP's function that starts them; the scale times log2(e) as a double; and
+behind all else the span of keys [first, last) of every batch row, or one for all (`spans` is the step from one to the
+next, 2 or 0). A task is a part of the tokens for a chunk of the query rows of one key/value head; whoever ends a
+chunk's last part merges its parts.
+
+`room` is for what threads leave to each other, 0 where that fits the stack: how many parts are done of each unit (a
+chunk of a key/value head), 8 bytes; then the sums, the largest scores and the sums of weights of every task's rows.
+`tops`, if not 0, takes each query's largest score, in base 2, and behind all of those the sums of weights relative to
+it."""
 
 _LOWEST = -3.4028234663852886e38
 """The largest score before any is known: the lowest that is finite, since from -inf nothing can be taken off."""
@@ -70,11 +81,17 @@ def tiles(rows: int, lanes: int) -> tuple[int, int]:
     return max(choice for choice, size in zip(choices, padded, strict=True) if 8 * size <= 9 * min(padded))
 
 
-def source(qk_length: int, value_length: int, tile: int, dtype: str, lanes: int) -> str:
-    """The code in LLVM's language, for query rows `tile` at a time. It leaves `out` (heads, rows, value_length)."""
-    code = Code(lanes, dtype)
+def source(qk_length: int, value_length: int, tile: int, dtype: str, result: str, lanes: int) -> str:
+    """The code in LLVM's language, for query rows `tile` at a time. It leaves `out` (heads, rows, value_length) in the
+    dtype `result`."""
+    code = Code(lanes, dtype, "work")
     b, field, few = code.b, code.fields(FIELDS), tile < lanes
-    address = {name: b.inttoptr(field[name], POINTER) for name in FIELDS[11:20]}
+    address = {name: b.inttoptr(field[name], POINTER) for name in ("q", "k", "v", "out", "tops")}
+    units, numbers = b.sdiv(field["tasks"], field["parts"]), b.mul(field["tasks"], field["chunk"])
+    address["done"] = b.inttoptr(field["room"], POINTER)
+    address["sums"] = code.at(address["done"], units, I64)
+    address["best"] = code.at(address["sums"], b.mul(numbers, I64(value_length)))
+    address["totals"] = code.at(address["best"], numbers)
     scale = b.fptrunc(b.bitcast(field["scale"], F64), F32)
     queries = b.alloca(F32, I64((tile if few else CHUNK) * qk_length))
     weights, fading = b.alloca(F32, I64(BLOCK * tile)), b.alloca(F32, I64(tile))
@@ -87,7 +104,9 @@ def source(qk_length: int, value_length: int, tile: int, dtype: str, lanes: int)
         head, chunk = b.sdiv(unit, field["chunks"]), b.srem(unit, field["chunks"])
         batch, group = b.sdiv(head, field["groups"]), b.srem(head, field["groups"])
         row = b.mul(chunk, field["chunk"])
-        first, last = (code.read(address["spans"], b.add(b.mul(batch, I64(2)), I64(end)), I64) for end in (0, 1))
+        span = b.inttoptr(field["span"], POINTER)
+        first, last = (code.read(span, b.add(b.mul(batch, field["spans"]), I64(end)), I64) for end in (0, 1))
+        first, last = code.most(first, I64(0)), code.least(last, b.add(field["offset"], field["queries"]))
         task = _Task(row, code.least(field["chunk"], b.sub(field["rows"], row)), first, last)
         earliest, latest = _positions(code, field, task)
         low = code.most(first, b.sub(earliest, field["before"]))
@@ -102,7 +121,7 @@ def source(qk_length: int, value_length: int, tile: int, dtype: str, lanes: int)
         )  # fmt: skip
         q = code.at(address["q"], b.mul(b.add(b.mul(head, field["rows"]), row), I64(qk_length)), code.stored)
         sums = code.at(address["sums"], b.mul(b.mul(number, field["chunk"]), I64(value_length)))
-        tops, totals = (code.at(address[name], b.mul(number, field["chunk"])) for name in ("tops", "totals"))
+        tops, totals = (code.at(address[name], b.mul(number, field["chunk"])) for name in ("best", "totals"))
         count = b.sdiv(b.add(task.height, I64(tile - 1)), I64(tile))
         padded = b.mul(count, I64(tile))
         _take(code, q, queries, scale, task.height, padded, tile, qk_length)
@@ -154,8 +173,37 @@ def source(qk_length: int, value_length: int, tile: int, dtype: str, lanes: int)
 
         ended = b.atomic_rmw("add", code.at(address["done"], unit, I64), I64(1), "acq_rel")
         with b.if_then(b.icmp_signed("==", ended, b.sub(field["parts"], I64(1)))):
-            _merge(code, field, address, task, unit, head, value_length)
+            _merge(code, field, address, task, unit, head, value_length, STORED[result])
+    _start(code)
     return str(code.module)
+
+
+def _start(code: Code) -> None:
+    """`step(fields)`: the work on as many threads as are wanted, from a copy of the fields, so that nobody writes into
+    what the caller keeps."""
+    work, size = code.b.function, len(FIELDS) - 1
+    b = code.begin("step")
+    told = b.function.args[0]
+    field, copy, room = code.fields(FIELDS[:size]), b.alloca(I64, I64(size + 1)), b.alloca(I64, I64(ROOM // 8))
+    small = b.icmp_signed("==", field["room"], I64(0))
+    changed = {
+        "next": I64(0),
+        "room": b.select(small, b.ptrtoint(room, I64), field["room"]),
+        "span": b.ptrtoint(code.at(told, size, I64), I64),
+    }
+    for place, name in enumerate(FIELDS):
+        b.store(changed.get(name, field.get(name)), code.at(copy, place, I64))
+    done = b.inttoptr(changed["room"], POINTER)
+    with code.loop(I64(0), b.sdiv(field["tasks"], field["parts"])) as unit:
+        b.store(I64(0), code.at(done, unit, I64))
+    parallel = ir.FunctionType(ir.VoidType(), [POINTER, POINTER, I32, I32])
+    with b.if_else(b.icmp_signed("==", field["threads"], I64(1))) as (alone, together):
+        with alone:
+            b.call(work, [copy])
+        with together:
+            start = b.inttoptr(field["parallel"], parallel.as_pointer())
+            b.call(start, [work, copy, b.trunc(field["threads"], I32), I32(0)])
+    b.ret_void()
 
 
 def _positions(code: Code, field: dict[str, Any], task: _Task) -> tuple[Any, Any]:
@@ -353,8 +401,9 @@ def _add(
 
 
 def _merge(
-    code: Code, field: dict[str, Any], address: dict[str, Any], task: _Task, unit: Any, head: Any, length: int
-) -> None:
+    code: Code, field: dict[str, Any], address: dict[str, Any], task: _Task, unit: Any, head: Any, length: int,
+    result: Any,
+) -> None:  # fmt: skip
     """out = the sums of all parts over their sums of weights, both relative to the largest score of all parts."""
     b, columns = code.b, range(0, length, code.lanes)
     with code.loop(I64(0), task.height) as row:
@@ -365,19 +414,21 @@ def _merge(
             return b.add(b.mul(b.add(b.mul(unit, field["parts"]), part), field["chunk"]), row)
 
         with code.loop(I64(0), field["parts"]) as part:
-            b.store(code.larger(code.splat(code.read(address["tops"], place(part))), b.load(best)), best)
+            b.store(code.larger(code.splat(code.read(address["best"], place(part))), b.load(best)), best)
         with code.loop(I64(0), field["parts"]) as part:
             here = place(part)
-            share = code.power(b.fsub(code.splat(code.read(address["tops"], here)), b.load(best)))
+            share = code.power(b.fsub(code.splat(code.read(address["best"], here)), b.load(best)))
             b.store(code.fma(share, code.splat(code.read(address["totals"], here)), b.load(total)), total)
             added = code.at(address["sums"], b.mul(here, I64(length)))
             for column, register in zip(columns, sums, strict=True):
                 b.store(code.fma(share, code.vector(added, column), b.load(register)), register)
-        for name, register in (("tops", best), ("totals", total)):  # by which this is a part of a larger whole
-            code.write(b.extract_element(b.load(register), I64(0)), address[name], place(I64(0)))
+        query = b.add(b.mul(head, field["rows"]), b.add(task.row, row))
+        with b.if_then(b.icmp_signed("!=", field["tops"], I64(0))):  # this is a part of a larger whole
+            count = b.mul(b.sdiv(field["tasks"], b.mul(field["parts"], field["chunks"])), field["rows"])
+            for offset, register in ((I64(0), best), (count, total)):
+                code.write(b.extract_element(b.load(register), I64(0)), address["tops"], b.add(offset, query))
         low, high = _band(code, field, task, row)
         empty = b.icmp_signed(">=", code.most(task.first, low), code.least(task.last, high))
-        out = b.mul(b.add(b.mul(head, field["rows"]), b.add(task.row, row)), I64(length))
         for column, register in zip(columns, sums, strict=True):
-            result = b.select(empty, code.constant(0), b.fdiv(b.load(register), b.load(total)))
-            code.write(result, address["out"], b.add(out, I64(column)))
+            mean = b.select(empty, code.constant(0), b.fdiv(b.load(register), b.load(total)))
+            code.write(code.narrow(mean, result), address["out"], b.add(b.mul(query, I64(length)), I64(column)), result)

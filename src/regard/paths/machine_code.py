@@ -1,6 +1,6 @@
 """A small language to write machine code in; compiler.py makes a program of it run on this processor.
 
-A program is one function `void step(int64_t fields[])` that every thread calls: threads draw tasks from a counter,
+A program is one function `void step(int64_t fields[])`. What many threads call draws tasks from a counter,
 `fields[0]`, until none is left. Python writes it out for one set of sizes.
 """
 
@@ -23,16 +23,21 @@ _POWERS = (1.5403530e-4, 1.3333558e-3, 9.6181291e-3, 5.5504109e-2, 2.4022651e-1,
 class Code:
     """The code so far, and the few words it is written in: vectors of `lanes` float32."""
 
-    def __init__(self, lanes: int, dtype: str) -> None:
+    def __init__(self, lanes: int, dtype: str, name: str = "step") -> None:
         self.lanes, self.dtype, self.stored = lanes, dtype, STORED[dtype]
         self.kind, self.bits = ir.VectorType(F32, lanes), ir.VectorType(I32, lanes)
         self.module = ir.Module()
-        function = ir.Function(self.module, ir.FunctionType(ir.VoidType(), [POINTER]), "step")
         self._fma = ir.Function(self.module, ir.FunctionType(self.kind, [self.kind] * 3), f"llvm.fma.v{lanes}f32")
         hint = ir.FunctionType(ir.VoidType(), [POINTER, I32, I32, I32])
         self._prefetch = ir.Function(self.module, hint, "llvm.prefetch.p0")
+        self.b: Any = self.begin(name)
+
+    def begin(self, name: str) -> Any:
+        """Go on in a new function `void name(int64_t fields[])`."""
+        function = ir.Function(self.module, ir.FunctionType(ir.VoidType(), [POINTER]), name)
         self._entry = function.append_basic_block("entry")
-        self.b: Any = ir.IRBuilder(self._entry)
+        self.b = ir.IRBuilder(self._entry)
+        return self.b
 
     def fields(self, names: Sequence[str]) -> dict[str, Any]:
         """What the function is told, 8 bytes each; all but the first, the counter."""
@@ -76,9 +81,22 @@ class Code:
     def read(self, pointer: Any, index: Any, kind: Any = F32) -> Any:
         return self.b.load(self.at(pointer, index, kind), typ=kind)
 
-    def write(self, value: Any, pointer: Any, index: Any) -> None:
+    def write(self, value: Any, pointer: Any, index: Any, kind: Any = F32) -> None:
         """A number, or a vector of them."""
-        self.b.store(value, self.b.bitcast(self.at(pointer, index), value.type.as_pointer()), align=4)
+        place = self.b.bitcast(self.at(pointer, index, kind), value.type.as_pointer())
+        self.b.store(value, place, align=4 if kind is F32 else 1)
+
+    def narrow(self, x: Any, kind: Any) -> Any:
+        """A vector of float32 as it is stored, rounded to the nearest."""
+        if kind is F32:
+            return x
+        stored = ir.VectorType(kind, self.lanes)
+        if isinstance(kind, ir.HalfType):
+            return self.b.fptrunc(x, stored)
+        bits = self.b.bitcast(x, self.bits)  # bfloat16: the upper half of a float32; ties to even
+        odd = self.b.and_(self.b.lshr(bits, self.whole(16)), self.whole(1))
+        rounded = self.b.lshr(self.b.add(bits, self.b.add(odd, self.whole(0x7FFF))), self.whole(16))
+        return self.b.trunc(self.b.select(self.b.fcmp_unordered("uno", x, x), self.whole(0x7FC0), rounded), stored)
 
     def number(self, pointer: Any, index: Any, kind: Any) -> Any:
         """A stored number as float32."""
