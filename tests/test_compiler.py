@@ -102,6 +102,29 @@ def test_a_folder_that_cannot_be_used_is_no_error(tmp_path, monkeypatch, how):
     assert not folder.is_dir() or len(list(folder.iterdir())) == 1
 
 
+@pytest.mark.parametrize("linked", [False, True], ids=["plain", "linked"])
+@pytest.mark.parametrize(("mode", "used"), [(0o755, True), (0o777, False), (0o775, False), (0o1777, True)], ids=oct)
+@pytest.mark.parametrize("above", [0, 1, 2])
+def test_a_folder_that_others_can_replace_is_not_used(folder, tmp_path, monkeypatch, above, mode, used, linked):
+    """Whoever may write to a parent can rename what is in it, unless the parent is sticky."""
+    if linked:
+        (tmp_path / "far").mkdir()
+        (tmp_path / "near").symlink_to("far")
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "near"))
+        folder = tmp_path / "far" / "regard" / "code"
+    compiler.store(NAME, CODE)
+    assert compiler.load(NAME) == CODE
+    parent = folder.parents[above]
+    before = parent.stat().st_mode
+    parent.chmod(mode)
+    try:
+        assert compiler.load(NAME) == (CODE if used else None)
+        compiler.store("b" * 64, CODE)
+        assert (folder / ("b" * 64)).exists() == used
+    finally:
+        parent.chmod(before)
+
+
 def test_objects_are_bounded_and_those_in_use_stay(folder, monkeypatch):
     monkeypatch.setattr(compiler, "MOST_OBJECTS", 3)
     names = [letter * 64 for letter in "abcde"]

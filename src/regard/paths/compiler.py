@@ -3,11 +3,13 @@
 Compiling takes 0.1 s and more for each set of sizes, so that a new process would wait at its first tokens. Objects are
 kept under `$XDG_CACHE_HOME/regard` (`~/.cache/regard`), named by all they depend on: the program's text, the processor,
 and the versions of LLVM and llvmlite. An object is executed, so that it is taken only from a folder that nobody else
-may write to, and only if its checksum is right. A folder that cannot be used is no error: then nothing is kept.
+may write to or replace, and only if its checksum is right. A folder that cannot be used is no error: then nothing is
+kept.
 """
 
 import hashlib
 import os
+import stat
 import threading
 from collections.abc import Callable
 from functools import cache
@@ -122,9 +124,18 @@ def _folder() -> Path | None:
 
 
 def _private(folder: Path) -> bool:
-    """Whether nobody but this user can have written to a folder."""
+    """Whether nobody but this user and root can have written to a folder, or put another one in its place."""
     status = folder.stat()
-    return status.st_uid == os.geteuid() and not status.st_mode & 0o022
+    if status.st_uid != os.geteuid() or status.st_mode & 0o022:
+        return False
+    return all(_keeps(parent) for parent in {*folder.parents, *folder.resolve().parents})
+
+
+def _keeps(parent: Path) -> bool:
+    """Whether nobody else can rename what is in a folder: its owner can, and who may write to it unless it is sticky,
+    as /tmp is."""
+    status = parent.stat()
+    return status.st_uid in (0, os.geteuid()) and (not status.st_mode & 0o022 or bool(status.st_mode & stat.S_ISVTX))
 
 
 def _checksum(name: str, code: bytes) -> bytes:
