@@ -1,15 +1,18 @@
 """Mechanisms that forget: the papers' formulas, gates of any strength, what a mask means to them, what they learn."""
 
+import copy
 import importlib.util
+import json
 import math
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 from torch.utils.flop_counter import FlopCounterMode
@@ -397,6 +400,91 @@ def test_a_state_of_ones_own_serves_a_model_generation_prompts_and_traces(outsid
     for one, other in zip(whole.layers, steps.layers, strict=True):
         assert torch.allclose(one.weights, other.weights, atol=1e-6)
         assert torch.equal(one.weights, rg.weights(one.queries, one.keys, outside.Forgetful(rate=0.7), rg.causal))
+
+
+def with_fields(outside: Any, first: dict[str, Any], later: dict[str, Any]) -> rg.Decoder:
+    """A decoder whose states have more fields: some at first, others once they have met tokens."""
+    names = dict.fromkeys(first, Any)
+    state_kind: Any = dataclass(frozen=True, eq=False, kw_only=True)(
+        type("Noting", (outside.FadingState,), {"__annotations__": names})
+    )
+
+    class Noting(outside.Forgetful):  # type: ignore[misc,name-defined]
+        def state_type(self, qk_length: int) -> Any:
+            return state_kind
+
+        def empty_state(self, *arguments: Any) -> Any:
+            return state_kind(**vars(super().empty_state(*arguments)), **first)
+
+        def advance(self, *arguments: Any) -> Any:
+            out, state = super().advance(*arguments)
+            return out, replace(state, **copy.deepcopy(later))
+
+    torch.manual_seed(0)
+    return rg.Decoder(rg.DecoderConfig(**SIZES, mechanism=Noting())).eval()
+
+
+FIELDS = {
+    "numbers": ({"one": 0, "two": 0.5}, {"one": 3, "two": math.inf}),
+    "whole, then not": ({"one": 0, "two": 1.0}, {"one": 0.25, "two": 2}),
+    "words and truths": ({"one": "", "two": False}, {"one": "é\n", "two": True}),
+    "None, then a number": ({"one": None, "two": 7}, {"one": -4, "two": None}),
+    "None, then tensors": (
+        {"one": None, "two": None},
+        {"one": torch.rand(3, 2, 5), "two": torch.tensor([1, 2, 3], dtype=torch.int32)},
+    ),
+    "a tensor, then None": ({"one": torch.rand(1, 2, 5), "two": 0}, {"one": None, "two": 0}),
+}
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_fields_that_are_no_tensors_are_saved_and_restored(outside: Any, tmp_path: Path, name: str) -> None:
+    first, later = FIELDS[name]
+    model = with_fields(outside, first, later)
+    rg.prefill(model, [[1, 2, 3], [4], [5]]).save(tmp_path / "prompt.safetensors")
+    for layer in rg.Prompt.load(tmp_path / "prompt.safetensors", model).state.layers:
+        for field, value in later.items():
+            restored = getattr(layer, field)
+            assert type(restored) is type(value)
+            assert torch.equal(restored, value) if isinstance(value, Tensor) else restored == value
+        assert torch.equal(layer.reorder(torch.tensor([2])).sums, layer.sums[2:])
+        assert layer.device == torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    "value", [[1, 2], {"a": 1}, torch.float32, nn.Linear(1, 1), 1j], ids=lambda value: str(type(value))
+)
+def test_a_field_that_no_file_holds_is_refused_when_the_state_is_saved(
+    outside: Any, tmp_path: Path, value: object
+) -> None:
+    prompt = rg.prefill(with_fields(outside, {"noted": None}, {"noted": value}), [[1, 2]])
+    said = rf"^noted: expected a tensor, a number, .* in a Noting that is saved, got {type(value).__name__}$"
+    with pytest.raises(ValueError, match=said):
+        prompt.save(tmp_path / "prompt.safetensors")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "described",
+    [
+        {"one": 3},
+        {"one": "3", "two": 0.5},
+        {"one": True, "two": 0.5},
+        {"one": {"dtype": "float32", "shape": [2]}, "two": 0.5},
+        {"one": 3, "two": [0.5]},
+        None,
+    ],
+    ids=str,
+)
+def test_fields_of_other_kinds_in_a_file_are_refused(outside: Any, tmp_path: Path, described: Any) -> None:
+    model = with_fields(outside, {"one": 0, "two": 0.5}, {})
+    rg.prefill(model, [[1, 2]]).save(tmp_path / "prompt")
+    with safe_open(tmp_path / "prompt", "pt") as file:
+        plan = json.loads(file.metadata()["regard.prompt"])
+    plan["layers"][0]["fields"] = described
+    save_file(load_file(tmp_path / "prompt"), tmp_path / "changed", metadata={"regard.prompt": json.dumps(plan)})
+    with pytest.raises(rg.CheckpointError, match="expected a saved prompt of this model"):
+        rg.Prompt.load(tmp_path / "changed", model)
 
 
 def test_a_state_of_ones_own_keeps_every_law(outside: Any) -> None:

@@ -134,7 +134,8 @@ class FixedState(State):
     """A state whose size does not grow: some tensors, each with the batch and the key/value heads as its first axes.
 
     A subclass is a frozen dataclass with tensors as its fields. Batch rows are chosen, bytes counted and files written
-    by those fields. It cannot be cropped: what it has met is not kept.
+    by those fields. A field may also be None (a tensor that is not there yet), a number, a string or a bool, alike for
+    all rows; other fields cannot be saved. It cannot be cropped: what it has met is not kept.
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -153,6 +154,11 @@ class FixedState(State):
         values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
         return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
+    def _added(self) -> dict[str, Any]:
+        """The fields of the subclass."""
+        common = {entry.name for entry in fields(FixedState)}
+        return {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name not in common}
+
     @property
     def batch(self) -> int:
         return self.sizes.batch
@@ -170,7 +176,7 @@ class FixedState(State):
 
     @property
     def device(self) -> torch.device:
-        return next(iter(self._tensors().values())).device
+        return next((tensor.device for tensor in self._tensors().values()), self.sizes.zeros(0).device)
 
     def reorder(self, index: Tensor) -> "FixedState":
         index = row_index(index, self.batch, self.device)
@@ -187,17 +193,16 @@ class FixedState(State):
 
     def saved(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         padding = {} if self.padding is None else {"padding": self.padding.valid(self.length).clone()}
-        return {}, self._tensors() | padding
+        described = {name: _described(self, name, value) for name, value in self._added().items()}
+        return {"fields": described}, self._tensors() | padding
 
     def restored(self, stored: Stored) -> "FixedState":
-        shapes = {name: tensor for name, tensor in self._tensors().items() if name != "tainted"}
-        tensors: dict[str, Any] = {
-            name: stored.tensor(name, tensor.dtype, stored.batch, *tensor.shape[1:]) for name, tensor in shapes.items()
-        }
+        described = stored.plan.get("fields", {})
+        added = {name: _field(stored, name, described.get(name, {}), like) for name, like in self._added().items()}
         tainted = stored.flags("tainted", stored.batch, self.sizes.num_kv_heads)
         sizes = replace(self.sizes, batch=stored.batch)
         padding = stored.padding("padding", stored.length)
-        return replace(self, **tensors, tainted=tainted, padding=padding, length=stored.length, sizes=sizes)
+        return replace(self, **added, tainted=tainted, padding=padding, length=stored.length, sizes=sizes)
 
     def recordable(self) -> "FixedState":
         changes: dict[str, Any] = {name: tensor.clone() for name, tensor in self._tensors().items() if frozen(tensor)}
@@ -234,6 +239,33 @@ class FixedState(State):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.mechanism!r}, length={self.length}, nbytes={self.nbytes})"
+
+
+def _described(state: FixedState, name: str, value: Any) -> Any:
+    """A field of a state as JSON: a tensor's dtype and shape without the batch, anything else as it is."""
+    if isinstance(value, Tensor):
+        return {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape[1:])}
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    raise ValueError(
+        f"{name}: expected a tensor, a number, a string, a bool or None in a {type(state).__name__} that is saved, "
+        f"got {type(value).__name__}"
+    )
+
+
+def _field(stored: Stored, name: str, described: Any, like: Any) -> Any:
+    """A field from a file, given what it is in an empty state; a tensor that is None there is as the file says."""
+    if isinstance(described, dict) and isinstance(like, Tensor):
+        return stored.tensor(name, like.dtype, stored.batch, *like.shape[1:])
+    if isinstance(described, dict) and like is None:
+        dtype = getattr(torch, described["dtype"], None)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"{name} of dtype {described['dtype']!r:.40}")
+        return stored.tensor(name, dtype, stored.batch, *described["shape"])
+    numbers = type(like) in (int, float) and type(described) in (int, float)
+    if like is not None and described is not None and type(like) is not type(described) and not numbers:
+        raise ValueError(f"{name}: {described!r:.40}")
+    return described
 
 
 def frozen(tensor: Tensor) -> bool:
