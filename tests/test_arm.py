@@ -14,6 +14,7 @@ import torch
 
 pytest.importorskip("llvmlite", reason="llvmlite is not installed")
 
+from regard.buffer import quantize
 from regard.layers import linear_code
 from regard.paths import compiler, decode_code
 
@@ -71,7 +72,7 @@ def run(text: str, fields: list[int | torch.Tensor], folder: Path) -> list[torch
 
 @pytest.mark.parametrize(("dtype", "tile"), [("float32", 1), ("float16", 2), ("bfloat16", 4), ("float32", 8)])
 def test_the_code_has_vectors_of_four(dtype, tile):
-    text, code = assembled(decode_code.source(32, 16, tile, dtype, dtype, LANES))
+    text, code = assembled(decode_code.source(32, 16, tile, dtype, dtype, dtype, LANES))
     assert "fmla\tv" in text
     assert ".4s" in text
     assert code[:4] == b"\x7fELF"
@@ -79,33 +80,41 @@ def test_the_code_has_vectors_of_four(dtype, tile):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "rows", "result"),
+    ("dtype", "rows", "result", "stored"),
     [
-        (torch.float32, 1, torch.float32),
-        (torch.float16, 2, torch.float16),
-        (torch.bfloat16, 4, torch.bfloat16),
-        (torch.float32, 7, torch.float32),
-        (torch.float16, 20, torch.float32),
+        (torch.float32, 1, torch.float32, torch.float32),
+        (torch.float16, 2, torch.float16, torch.float16),
+        (torch.bfloat16, 4, torch.bfloat16, torch.bfloat16),
+        (torch.float32, 7, torch.float32, torch.float32),
+        (torch.float16, 20, torch.float32, torch.float16),
+        (torch.float32, 1, torch.float32, torch.int8),
+        (torch.float16, 2, torch.float32, torch.int8),
+        (torch.bfloat16, 7, torch.float32, torch.int8),
     ],
     ids=str,
 )
-def test_attention_is_right_in_an_emulator(dtype, rows, result, tmp_path):
+def test_attention_is_right_in_an_emulator(dtype, rows, result, stored, tmp_path):
     torch.manual_seed(rows)
     groups, keys, K, V, parts = 2, 150, 32, 16, 2
     tile, lanes = decode_code.tiles(rows, LANES)
     chunk = -(-rows // tile) * tile
     q, k, v = (torch.randn(groups, *shape).to(dtype) for shape in ((rows, K), (keys, K), (keys, V)))
+    (k, k_scales), (v, v_scales) = (quantize(t) if stored is torch.int8 else (t, torch.ones(1)) for t in (k, v))
     (factor,) = struct.unpack("q", struct.pack("d", K**-0.5 * log2(e)))
     fields = {
         "next": 0, "tasks": groups * parts, "parts": parts, "chunks": 1, "chunk": chunk, "groups": groups,
         "rows": rows, "queries": rows, "offset": keys - rows, "before": 1 << 40, "after": 0, "spans": 0,
         "q": q, "k": k, "v": v, "out": torch.full((groups, rows, V), torch.nan, dtype=result), "tops": 0, "room": 0,
         "k_batch": 0, "k_head": keys * K, "k_token": K, "v_batch": 0, "v_head": keys * V, "v_token": V,
+        "k_scales": k_scales, "v_scales": v_scales,
+        "k_scales_batch": 0, "k_scales_head": keys, "v_scales_batch": 0, "v_scales_head": keys,
         "threads": 1, "parallel": 0, "scale": factor, "span": 3,
     }  # fmt: skip
-    text = decode_code.source(K, V, tile, *(str(kind).removeprefix("torch.") for kind in (dtype, result)), lanes)
-    *_, out = run(text, [*(fields[name] for name in decode_code.FIELDS), keys], tmp_path)
-    q, k, v = (t.double() for t in (q, k, v))
+    text = decode_code.source(
+        K, V, tile, *(str(kind).removeprefix("torch.") for kind in (dtype, stored, result)), lanes
+    )
+    *_, out, _, _ = run(text, [*(fields[name] for name in decode_code.FIELDS), keys], tmp_path)
+    q, k, v = q.double(), k.double() * k_scales, v.double() * v_scales
     place = torch.arange(keys)
     seen = (place >= 3) & (place <= torch.arange(keys - rows, keys)[:, None])
     wanted = torch.softmax((q @ k.mT * K**-0.5).masked_fill(~seen, -torch.inf), -1) @ v

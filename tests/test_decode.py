@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import regard as rg
 from regard import cpu
+from regard.buffer import quantize
 from regard.laws.case import HEADS, MASKS, Case, exact_output, plain_output
 from regard.laws.statements import LAWS
 from regard.paths import compiler, decode, decode_code, machine_code, parts, probe
@@ -102,6 +103,70 @@ def test_it_agrees_under_any_band_and_padding_and_nothing_hidden_leaks(
         assert rows.isfinite().sum() == 0 or (spoiled is k and bad == math.inf)
         found[place[0], heads, sees] = wanted[place[0], heads, sees].float()
     assert (found - wanted).abs().max() <= 2 * (plain - wanted).abs().max() + 1e-6
+
+
+def int8(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Keys and values as an int8 KV cache has them: numbers of both, scales of both."""
+    (k, k_scales), (v, v_scales) = quantize(k), quantize(v)
+    return k, v, k_scales, v_scales
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("lanes", [4, 8, 16])
+@pytest.mark.parametrize("rows", [1, 2, 4, 5, 16, 130])
+def test_int8_keys_and_values_give_what_wide_ones_would(monkeypatch, kind, lanes, rows):
+    """Every tile, in blocks that are full and not."""
+    monkeypatch.setattr(cpu, "LANES", min(lanes, cpu.LANES))
+    for keys in (rows, BLOCK, BLOCK + 41):
+        q, *wide = tensors(kind, repeats=1, keys=keys, queries=min(rows, keys))
+        k, v, *scales = int8(*wide)
+        found = torch.ops.regard.decode(q, k, v, 0.3, None, None, 0, *scales)
+        assert found.dtype == kind
+        wanted = exact(q, k * scales[0], v * scales[1], rg.causal, rg.Softmax(beta=0.3))
+        assert (found - wanted).abs().max() <= 2e-6 + torch.finfo(kind).eps / 2 * wanted.abs().max()
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    batch=st.integers(1, 3), groups=st.integers(1, 2), repeats=st.integers(1, 5),
+    queries=st.sampled_from([1, 1, 2, 3, 9, 40]), keys=st.integers(1, 300),
+    bad=st.sampled_from([None, math.nan, math.inf]), data=st.data(),
+)  # fmt: skip
+def test_int8_agrees_under_any_band_and_padding_and_nothing_hidden_leaks(
+    batch, groups, repeats, queries, keys, bad, data
+):
+    q, *wide = tensors(torch.float32, batch, groups, repeats, keys, 32, 16, queries)
+    k, v, *scales = int8(*wide)
+    spans = torch.tensor(
+        [sorted(data.draw(st.tuples(st.integers(0, keys), st.integers(0, keys)))) for _ in range(batch)]
+    )
+    before, after = (data.draw(st.integers(0, 60) | st.none()) for _ in range(2))
+    if bad is not None:
+        place = (
+            data.draw(st.integers(0, batch - 1)),
+            data.draw(st.integers(0, groups - 1)),
+            data.draw(st.integers(0, keys - 1)),
+        )
+        data.draw(st.sampled_from(scales if bad is math.nan else scales[1:]))[place] = bad
+    found = torch.ops.regard.decode(q, k, v, 0.3, spans, before, after, *scales)
+    wanted = torch.ops.regard.decode(q, k * scales[0], v * scales[1], 0.3, spans, before, after)
+    assert found.isfinite().equal(wanted.isfinite())
+    assert torch.where(wanted.isfinite(), found - wanted, 0).abs().max() < 2e-6
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_int8_of_any_strides_and_threads(threads):
+    q, *wide = tensors(batch=2, groups=2, repeats=4, keys=800)
+    whole, before = [t[:, :, 3:-2] for t in int8(*wide)], torch.get_num_threads()
+    k, v, *scales = (t[:, :, ::2] for t in whole)
+    torch.set_num_threads(threads)
+    try:
+        for case in (whole, [k, v, *scales], [t.transpose(0, 1).contiguous().transpose(0, 1) for t in whole]):
+            found = torch.ops.regard.decode(q, *case[:2], 0.3, None, None, None, *case[2:])
+            wanted = exact(q, case[0] * case[2], case[1] * case[3], None, rg.Softmax(beta=0.3))
+            assert (found - wanted).abs().max() < 2e-6
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("queries", [1, 9])
@@ -268,6 +333,20 @@ def test_torch_knows_the_operation():
     assert counter.get_total_flops() == 2 * 6 * (41 + 41 + 11 + 12) * (32 + 16)
 
 
+def test_torch_knows_the_operation_on_int8():
+    q, *wide = tensors(queries=2)
+    k, v, *scales = int8(*wide)
+    for operation, rest in ((torch.ops.regard.decode, (0.3, None, 40, 0)), (torch.ops.regard.decode_part, (0.3, 0))):
+        torch.library.opcheck(operation.default, (q, k, v, *rest, *scales))
+        with FlopCounterMode(display=False) as counter:
+            operation(q, k, v, *rest, *scales)
+        with FlopCounterMode(display=False) as plain:
+            operation(q, *wide, *rest)
+        assert counter.get_total_flops() == plain.get_total_flops() > 0
+        with pytest.raises(NotImplementedError, match="has no derivative"):
+            operation(q.detach().requires_grad_(), k, v, *rest, *scales)
+
+
 @pytest.mark.parametrize("keys", [1, 16, 64])
 @pytest.mark.parametrize("queries", [1, 4, 16])
 @pytest.mark.parametrize("mask", [None, rg.causal, rg.padding([1, 1]), rg.causal & rg.window(before=3)], ids=repr)
@@ -333,12 +412,25 @@ def test_the_operation_has_no_gradient_and_says_so():
     ("case", "reason"),
     [
         (tensors(K=20), "head lengths that are multiples of .*, got (20, 16)"),
-        ((*tensors()[:2], tensors(torch.float16)[2]), "one dtype, got torch.float32, torch.float32 and torch.float16"),
+        ((*tensors()[:2], tensors(torch.float16)[2]), "one dtype, .*torch.float32, torch.float32 and torch.float16"),
     ],
 )
 def test_the_operation_refuses_what_it_was_not_made_for(case, reason):
     with pytest.raises(ValueError, match=f"decode: expected {reason.replace('(', '[(]').replace(')', '[)]')}"):
         torch.ops.regard.decode(*case, 0.3, None, None, None)
+
+
+def test_the_operation_refuses_scales_that_are_not_those_of_its_tokens():
+    q, *wide = tensors()
+    k, v, k_scales, v_scales = int8(*wide)
+    for scales, reason in (
+        ((), "decode: expected one dtype, or int8 with scales"),
+        ((k_scales, None), "decode: expected one dtype, or int8 with scales"),
+        ((k_scales[:, :, 1:], v_scales), r"k_scales: expected torch.float32 \(2, 2, 50, 1\), got .*49"),
+        ((k_scales, v_scales.double()), r"v_scales: expected torch.float32 .*got torch.float64"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            torch.ops.regard.decode(q, k, v, 0.3, None, None, None, *scales)
 
 
 @pytest.mark.parametrize("queries", [1, 5, 70])
@@ -492,7 +584,7 @@ from regard import cpu
 from regard.layers import linear_code
 from regard.paths import compiler, decode_code
 for source, sizes in (
-    (decode_code.source, (64, 64, 4, "bfloat16", "bfloat16")),
+    (decode_code.source, (64, 64, 4, "bfloat16", "bfloat16", "bfloat16")),
     (linear_code.source, ("int8",)),
     (linear_code.source, ("float32",)),
 ):

@@ -34,7 +34,8 @@ LEAST_SHARED = 1 << 18
 _FAR = 1 << 40
 """A distance that no key has."""
 _LOG2E = log2(e)
-_TOLD = Struct("26qd2q")
+_NO_SCALES: tuple[int, ...] = (0,) * 6
+_TOLD = Struct("32qd2q")
 """The fields of decode_code.py, with one span."""
 
 
@@ -76,7 +77,9 @@ def run(call: Call) -> Tensor:
     """one pass over keys and values, in machine code made for this processor."""
     known, scale = call.structure, sdpa.scale(call)
     if direct(call.q, call.k, call.v):
-        return _attention(call.q, call.k, call.v, scale, known.rows, known.before, known.after, call.q.dtype)
+        return _attention(
+            call.q, call.k, call.v, None, None, scale, known.rows, known.before, known.after, call.q.dtype
+        )
     spans = None if known.rows is None else torch.tensor(known.rows, device=call.q.device)
     return torch.ops.regard.decode(call.q, call.k, call.v, scale, spans, known.before, known.after)
 
@@ -84,38 +87,50 @@ def run(call: Call) -> Tensor:
 PATH = Path("decode", cannot, run, guards_itself=True)
 
 _LIBRARY = torch.library.Library("regard", "DEF")
-_LIBRARY.define("decode(Tensor q, Tensor k, Tensor v, float scale, Tensor? spans, int? before, int? after) -> Tensor")
-_LIBRARY.define("decode_part(Tensor q, Tensor k, Tensor v, float scale, int? after) -> (Tensor, Tensor)")
+_SCALES = "Tensor? k_scales=None, Tensor? v_scales=None"
+_LIBRARY.define(
+    f"decode(Tensor q, Tensor k, Tensor v, float scale, Tensor? spans, int? before, int? after, {_SCALES}) -> Tensor"
+)
+_LIBRARY.define(f"decode_part(Tensor q, Tensor k, Tensor v, float scale, int? after, {_SCALES}) -> (Tensor, Tensor)")
 
 
 def _decode(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, spans: Tensor | None, before: int | None, after: int | None
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, scale: float, spans: Tensor | None, before: int | None, after: int | None,
+    k_scales: Tensor | None = None, v_scales: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Softmax attention of queries (B, H, T, K), the last of which stands at the last key: each sees the keys from
-    `before` before it to `after` behind it, of those [spans[b, 0], spans[b, 1]) in batch row b. 0 if it sees none."""
-    return _attention(q, k, v, scale, _spans(len(q), spans), before, after, q.dtype)
+    `before` before it to `after` behind it, of those [spans[b, 0], spans[b, 1]) in batch row b. 0 if it sees none.
+
+    int8 keys and values have scales, (B, G, S, 1) in float32: a token's numbers are k[…, s, :] · k_scales[…, s, :]."""
+    return _attention(q, k, v, k_scales, v_scales, scale, _spans(len(q), spans), before, after, q.dtype)
 
 
-def _decode_part(q: Tensor, k: Tensor, v: Tensor, scale: float, after: int | None) -> tuple[Tensor, Tensor]:
+def _decode_part(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, after: int | None,
+    k_scales: Tensor | None = None, v_scales: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The same without spans, and its log-sum-exp (B, H, T), both in float32."""
     tops = torch.empty(2, *q.shape[:3], dtype=torch.float32, device="cpu")
-    out = _attention(q, k, v, scale, None, None, after, torch.float32, tops)
+    out = _attention(q, k, v, k_scales, v_scales, scale, None, None, after, torch.float32, tops)
     return out, (tops[1].log2() + tops[0]) * log(2)
 
 
 def _attention(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, spans: Sequence[Span] | None, before: int | None, after: int | None,
-    result: torch.dtype, tops: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, k_scales: Tensor | None, v_scales: Tensor | None, scale: float,
+    spans: Sequence[Span] | None, before: int | None, after: int | None, result: torch.dtype,
+    tops: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """The output, (B, H, T, V), in the dtype `result`. `tops`, (2, B, H, T), takes each query's largest score, in base
     2, and the sum of weights relative to it. Every line is paid for by steps that take some microseconds in all."""
     batch, heads, queries, qk_length = q.shape
     _, groups, keys, value_length = v.shape
-    kind = q.dtype
-    if k.dtype is not kind or v.dtype is not kind:
-        raise ValueError(f"decode: expected one dtype, got {kind}, {k.dtype} and {v.dtype}")
+    kind, stored = q.dtype, k.dtype
     rows = heads // groups * queries
-    step, chunks, chunk, block, most = _program(qk_length, value_length, rows, kind, result, cpu.LANES)
+    scales = _NO_SCALES
+    if stored is not kind or v.dtype is not kind:
+        k_scales, v_scales = _checked(q, k, v, k_scales, v_scales)
+        scales = k_scales.data_ptr(), v_scales.data_ptr(), *k_scales.stride()[:2], *v_scales.stride()[:2]
+    step, chunks, chunk, block, most = _program(qk_length, value_length, rows, kind, stored, result, cpu.LANES)
     units = tasks = batch * groups * chunks
     parts = threads = 1
     reach = keys if before is None else min(keys, before + queries)
@@ -141,7 +156,7 @@ def _attention(
         _FAR if before is None else before, _FAR if after is None else after, 0 if spans is None else 2,
         q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(),
         0 if tops is None else tops.data_ptr(), 0 if room is None else room.data_ptr(),
-        k_batch, k_head, k_token, v_batch, v_head, v_token,
+        k_batch, k_head, k_token, v_batch, v_head, v_token, *scales,
         threads, 0 if threads == 1 else cpu.openmp(), scale * _LOG2E,
     )  # fmt: skip
     if spans is None:
@@ -151,9 +166,33 @@ def _attention(
     return out
 
 
+def _checked(
+    q: Tensor, k: Tensor, v: Tensor, k_scales: Tensor | None, v_scales: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Scales of int8 keys and values, those of one head's tokens one behind the other."""
+    if k_scales is None or v_scales is None or k.dtype is not torch.int8 or v.dtype is not torch.int8:
+        raise ValueError(f"decode: expected one dtype, or int8 with scales, got {q.dtype}, {k.dtype} and {v.dtype}")
+    for name, scales in (("k_scales", k_scales), ("v_scales", v_scales)):
+        if scales.shape != (*k.shape[:3], 1) or scales.dtype is not torch.float32:
+            raise ValueError(
+                f"{name}: expected torch.float32 {(*k.shape[:3], 1)}, got {scales.dtype} {tuple(scales.shape)}"
+            )
+    return _dense(k_scales), _dense(v_scales)
+
+
+def _dense(scales: Tensor) -> Tensor:
+    return scales if scales.stride(2) == 1 else scales.contiguous()
+
+
 @cache
 def _program(
-    qk_length: int, value_length: int, rows: int, kind: torch.dtype, result: torch.dtype, lanes: int
+    qk_length: int,
+    value_length: int,
+    rows: int,
+    kind: torch.dtype,
+    stored: torch.dtype,
+    result: torch.dtype,
+    lanes: int,
 ) -> tuple[Callable[[bytes], None], int, int, int, int]:
     """The code for query rows of a key/value head, into how many chunks they are cut, the rows of a chunk, the tokens
     that are read at a time, and the bytes of sums that need no memory of their own."""
@@ -167,7 +206,7 @@ def _program(
 
     tile, width = tiles(rows, lanes)
     chunk = -(-rows // (-(-rows // CHUNK) * tile)) * tile
-    names = (str(dtype).removeprefix("torch.") for dtype in (kind, result))
+    names = (str(dtype).removeprefix("torch.") for dtype in (kind, stored, result))
     code = compiled(source, qk_length, value_length, tile, *names, width)
     return ctypes.CFUNCTYPE(None, ctypes.c_char_p)(code), -(-rows // chunk), chunk, BLOCK, ROOM
 
@@ -205,8 +244,9 @@ def _underived(operator: Any) -> Any:
 
 
 def _flops(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, spans: Tensor | None, before: int | None, after: int | None, **_: Any
-) -> int:
+    q: Tensor, k: Tensor, v: Tensor, scale: float, spans: Tensor | None, before: int | None, after: int | None,
+    *_: Any, **__: Any,
+) -> int:  # fmt: skip
     """Of the pairs that are seen."""
     batch, heads, queries, qk_length = q.shape
     keys, pairs = k.shape[2], 0
@@ -218,7 +258,7 @@ def _flops(
     return 2 * heads * pairs * (qk_length + v.shape[3])
 
 
-def _part_flops(q: Tensor, k: Tensor, v: Tensor, scale: float, after: int | None, **_: Any) -> int:
+def _part_flops(q: Tensor, k: Tensor, v: Tensor, scale: float, after: int | None, *_: Any, **__: Any) -> int:
     return _flops(q, k, v, scale, None, None, after)
 
 

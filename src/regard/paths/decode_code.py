@@ -12,6 +12,9 @@ by arithmetic: there a vector holds a number of each row, so that no sum crosses
 Query t of T stands at position S - T + t and sees the keys from `before` before it to `after` behind it, within its
 batch row's span. Blocks that nobody sees are not read; in those that some see, scores of hidden keys become -inf, and
 where a value is not finite, 0 times which is no 0, each row adds up the values that it sees and no others.
+
+Keys and values may be int8, with a float32 scale for each token and head, as a KV cache stores them. They become
+float32 in registers; up to 4 rows the scales multiply scores and weights, which are fewer than keys and values.
 """
 
 import math
@@ -34,6 +37,7 @@ ROOM = 1 << 15
 FIELDS = (
     "next", "tasks", "parts", "chunks", "chunk", "groups", "rows", "queries", "offset", "before", "after", "spans",
     "q", "k", "v", "out", "tops", "room", "k_batch", "k_head", "k_token", "v_batch", "v_head", "v_token",
+    "k_scales", "v_scales", "k_scales_batch", "k_scales_head", "v_scales_batch", "v_scales_head",
     "threads", "parallel", "scale", "span",
 )  # fmt: skip
 """What the code is told, 8 bytes each: 0, the counter that all threads draw their tasks from; sizes; addresses; strides
@@ -81,12 +85,14 @@ def tiles(rows: int, lanes: int) -> tuple[int, int]:
     return max(choice for choice, size in zip(choices, padded, strict=True) if 8 * size <= 9 * min(padded))
 
 
-def source(qk_length: int, value_length: int, tile: int, dtype: str, result: str, lanes: int) -> str:
-    """The code in LLVM's language, for query rows `tile` at a time. It leaves `out` (heads, rows, value_length) in the
-    dtype `result`."""
-    code = Code(lanes, dtype, "work")
+def source(qk_length: int, value_length: int, tile: int, dtype: str, stored: str, result: str, lanes: int) -> str:
+    """The code in LLVM's language, for query rows `tile` at a time, in `dtype`, over keys and values as they are
+    `stored`. It leaves `out` (heads, rows, value_length) in the dtype `result`."""
+    code = Code(lanes, stored, "work")
     b, field, few = code.b, code.fields(FIELDS), tile < lanes
-    address = {name: b.inttoptr(field[name], POINTER) for name in ("q", "k", "v", "out", "tops")}
+    address = {
+        name: b.inttoptr(field[name], POINTER) for name in ("q", "k", "v", "out", "tops", "k_scales", "v_scales")
+    }
     units, numbers = b.sdiv(field["tasks"], field["parts"]), b.mul(field["tasks"], field["chunk"])
     address["done"] = b.inttoptr(field["room"], POINTER)
     address["sums"] = code.at(address["done"], units, I64)
@@ -96,7 +102,7 @@ def source(qk_length: int, value_length: int, tile: int, dtype: str, result: str
     queries = b.alloca(F32, I64((tile if few else CHUNK) * qk_length))
     weights, fading = b.alloca(F32, I64(BLOCK * tile)), b.alloca(F32, I64(tile))
     widened = {}
-    if dtype != "float32" and not few:
+    if stored != "float32" and not few:
         widened = {"k": b.alloca(F32, I64(BLOCK * qk_length)), "v": b.alloca(F32, I64(BLOCK * value_length))}
 
     with code.tasks(field["tasks"]) as number:
@@ -119,12 +125,20 @@ def source(qk_length: int, value_length: int, tile: int, dtype: str, result: str
                     code.stored)
             for name in ("k", "v")
         )  # fmt: skip
-        q = code.at(address["q"], b.mul(b.add(b.mul(head, field["rows"]), row), I64(qk_length)), code.stored)
+        scales = {}
+        if stored == "int8":
+            scales = {
+                name: code.at(address[f"{name}_scales"], b.add(
+                    b.mul(batch, field[f"{name}_scales_batch"]), b.mul(group, field[f"{name}_scales_head"])
+                ))
+                for name in ("k", "v")
+            }  # fmt: skip
+        q = code.at(address["q"], b.mul(b.add(b.mul(head, field["rows"]), row), I64(qk_length)), STORED[dtype])
         sums = code.at(address["sums"], b.mul(b.mul(number, field["chunk"]), I64(value_length)))
         tops, totals = (code.at(address[name], b.mul(number, field["chunk"])) for name in ("best", "totals"))
         count = b.sdiv(b.add(task.height, I64(tile - 1)), I64(tile))
         padded = b.mul(count, I64(tile))
-        _take(code, q, queries, scale, task.height, padded, tile, qk_length)
+        _take(code, q, STORED[dtype], queries, scale, task.height, padded, tile, qk_length)
         with code.loop(I64(0), b.mul(padded, I64(value_length)), lanes) as i:
             code.write(code.constant(0), sums, i)
         with code.loop(I64(0), padded) as i:
@@ -134,11 +148,12 @@ def source(qk_length: int, value_length: int, tile: int, dtype: str, result: str
         with code.loop(begin, end, BLOCK) as start:
             tokens = code.least(b.sub(end, start), I64(BLOCK))
             keys, values = (code.at(t, b.mul(start, field[f"{n}_token"]), code.stored) for n, t in (("k", k), ("v", v)))
-            key_stride, value_stride, stored = field["k_token"], field["v_token"], code.stored
+            key_stride, value_stride, kind = field["k_token"], field["v_token"], code.stored
+            scale_of = {name: code.at(place, start) for name, place in scales.items()}
             if widened:
-                _widen(code, keys, key_stride, tokens, qk_length, widened["k"])
-                _widen(code, values, value_stride, tokens, value_length, widened["v"])
-                keys, values, stored = widened["k"], widened["v"], F32
+                _widen(code, keys, key_stride, tokens, qk_length, widened["k"], scale_of.pop("k", None))
+                _widen(code, values, value_stride, tokens, value_length, widened["v"], scale_of.pop("v", None))
+                keys, values, kind = widened["k"], widened["v"], F32
                 key_stride, value_stride = I64(qk_length), I64(value_length)
             hidden = b.or_(
                 b.icmp_signed("<", start, b.sub(latest, field["before"])),
@@ -146,7 +161,10 @@ def source(qk_length: int, value_length: int, tile: int, dtype: str, result: str
             )
             spoiled = code.register(code.constant(0))
             with b.if_then(hidden, likely=False):
-                _look(code, values, value_stride, stored, tokens, value_length, spoiled)
+                if scale_of:  # whole numbers are finite
+                    _look_at_scales(code, scale_of["v"], tokens, spoiled)
+                else:
+                    _look(code, values, value_stride, kind, tokens, value_length, spoiled)
             careful = b.fcmp_unordered("uno", *[b.extract_element(b.load(spoiled), I64(0))] * 2)
             with code.loop(I64(0), padded, tile) as place:
                 here = code.at(queries, b.mul(place, I64(qk_length)))
@@ -156,13 +174,17 @@ def source(qk_length: int, value_length: int, tile: int, dtype: str, result: str
                 else:
                     _score_many(code, tile, here, keys, key_stride, tokens, qk_length, weights,
                                 values, value_stride, value_length, not widened)  # fmt: skip
+                if scale_of:
+                    _multiply(code, tile, weights, tokens, scale_of["k"])
                 with b.if_then(hidden, likely=False):
                     _hide(code, field, task, place, tile, start, tokens, weights)
                 _weigh(code, tile, weights, tokens, code.at(tops, place), code.at(totals, place), fading)
+                if scale_of:
+                    _multiply(code, tile, weights, tokens, scale_of["v"])
 
                 def add(row: Any, rows: int, low: Any, high: Any, place: Any = place) -> None:
                     out = code.at(sums, b.mul(b.add(place, row), I64(value_length)))
-                    _add(code, tile, rows, code.at(fading, row), code.at(weights, row), values, value_stride, stored,
+                    _add(code, tile, rows, code.at(fading, row), code.at(weights, row), values, value_stride, kind,
                          low, high, value_length, out)  # fmt: skip
 
                 with b.if_else(careful, likely=False) as (rarely, mostly):
@@ -241,30 +263,54 @@ def _look(code: Code, values: Any, stride: Any, stored: Any, count: Any, length:
     b.store(code.joined(b.fadd, b.load(spoiled), 1), spoiled)
 
 
-def _take(code: Code, q: Any, queries: Any, scale: Any, height: Any, padded: Any, tile: int, length: int) -> None:
+def _look_at_scales(code: Code, scales: Any, count: Any, spoiled: Any) -> None:
+    """NaN in every lane of `spoiled` if a scale of the block is not finite, else 0."""
+    with code.loop(I64(0), count) as s:
+        scale = code.splat(code.read(scales, s))
+        code.b.store(code.fma(scale, code.constant(0), code.b.load(spoiled)), spoiled)
+
+
+def _multiply(code: Code, tile: int, weights: Any, count: Any, scales: Any) -> None:
+    """weights[s, row] times scales[s], for the tokens s of a block."""
+    b, size = code.b, code.lanes // tile
+    whole = b.and_(count, I64(-size))
+    with code.loop(I64(0), whole, size) as s:
+        factors = code.picked(code.few(scales, s, size), [lane // tile for lane in range(code.lanes)])
+        place = b.mul(s, I64(tile))
+        code.write(b.fmul(code.vector(weights, place), factors), weights, place)
+    with code.loop(whole, count) as s, code.loop(I64(0), I64(tile)) as row:
+        place = b.add(b.mul(s, I64(tile)), row)
+        code.write(b.fmul(code.read(weights, place), code.read(scales, s)), weights, place)
+
+
+def _take(
+    code: Code, q: Any, kind: Any, queries: Any, scale: Any, height: Any, padded: Any, tile: int, length: int
+) -> None:
     """queries = q times the scale, in float32: row after row, or (tiles, length, tile). Rows beyond the last repeat
     it; nobody reads their results."""
     b = code.b
     with code.loop(I64(0), padded) as row:
-        here = code.at(q, b.mul(code.least(row, b.sub(height, I64(1))), I64(length)), code.stored)
+        here = code.at(q, b.mul(code.least(row, b.sub(height, I64(1))), I64(length)), kind)
         if tile < code.lanes:
             with code.loop(I64(0), I64(length), code.lanes) as i:
                 there = b.add(b.mul(row, I64(length)), i)
-                code.write(b.fmul(code.vector(here, i, code.stored), code.splat(scale)), queries, there)
+                code.write(b.fmul(code.vector(here, i, kind), code.splat(scale)), queries, there)
         else:
             place = b.srem(row, I64(tile))
             there = code.at(queries, b.add(b.mul(b.sub(row, place), I64(length)), place))
             with code.loop(I64(0), I64(length)) as i:
-                code.write(b.fmul(code.number(here, i, code.stored), scale), there, b.mul(i, I64(tile)))
+                code.write(b.fmul(code.number(here, i, kind), scale), there, b.mul(i, I64(tile)))
 
 
-def _widen(code: Code, tensor: Any, stride: Any, count: Any, length: int, wide: Any) -> None:
-    """A block of stored numbers as float32, (count, length)."""
+def _widen(code: Code, tensor: Any, stride: Any, count: Any, length: int, wide: Any, scales: Any | None) -> None:
+    """A block of stored numbers as float32, (count, length), times a scale for each token if there are scales."""
     b = code.b
     with code.loop(I64(0), count) as s:
         here, there = code.at(tensor, b.mul(s, stride), code.stored), code.at(wide, b.mul(s, I64(length)))
+        scale = None if scales is None else code.splat(code.read(scales, s))
         for column in range(0, length, code.lanes):
-            code.write(code.vector(here, column, code.stored), there, column)
+            numbers = code.vector(here, column, code.stored)
+            code.write(numbers if scale is None else b.fmul(numbers, scale), there, column)
 
 
 def _groups(code: Code, count: Any, size: int) -> Iterator[tuple[Any, list[Any]]]:
