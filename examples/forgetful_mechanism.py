@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import elu
 
 import regard as rg
-from regard.call import poisoned
+from regard.guard import poisoned
 from regard.state import FixedState, Sizes
 from regard.structure import EVERYTHING, Structure
 
@@ -66,12 +66,10 @@ class Forgetful(rg.Mechanism):
         sums, total = sizes.zeros(sizes.qk_length, sizes.value_length), sizes.zeros(sizes.qk_length)
         return FadingState(mechanism=self, sizes=sizes, sums=sums, total=total)
 
-    def advance(
-        self, q: Tensor, k: Tensor, v: Tensor, state: Any, rule: Any, bias: None, tainted: Tensor | None
-    ) -> tuple[Tensor, FadingState]:
-        """Take tokens in one by one. Keys and values come free of NaN; `tainted` says which were not."""
+    def advance(self, q: Tensor, k: Tensor, v: Tensor, state: Any, rule: Any, bias: None) -> tuple[Tensor, FadingState]:
+        """Take tokens in one by one, those that are real, and free of NaN."""
         count, sums, total = k.shape[2], state.sums, state.total
-        fresh = state.fresh(rule, count)  # which of them are real
+        k, v, fresh, tainted = state.received(k, v, rule)
         queries, keys, values = phi(q.to(sums.dtype)), phi(k.to(sums.dtype)), v.to(sums.dtype)
         if fresh is not None:
             keys = keys.masked_fill(~fresh.valid(count, k.device)[:, None, :, None], 0)
@@ -82,9 +80,8 @@ class Forgetful(rg.Mechanism):
             query = queries[:, :, t].unflatten(1, (k.shape[1], -1))
             size = query @ total[..., None]
             out.append((query @ sums / size.masked_fill(size == 0, 1)).flatten(1, 2)[:, :, None])
-        flags = state.flags(count, fresh, tainted)
-        longer = state.grown(count, fresh, flags, sums=sums, total=total)
-        return poisoned(torch.cat(out, 2).to(q.dtype), rg.causal, flags), longer
+        longer = state.grown(count, fresh, tainted, sums=sums, total=total)
+        return poisoned(torch.cat(out, 2).to(q.dtype), rg.causal, tainted), longer
 
     def cost(self, work: rg.Work) -> rg.Cost:
         """The weights' formula is counted as it is; of the state the base class cannot know."""

@@ -8,7 +8,8 @@ from einops import rearrange
 from torch import nn
 
 import regard as rg
-from regard.call import Call, Path
+from regard.call import Call
+from regard.choice import Path
 from regard.paths import reference
 
 

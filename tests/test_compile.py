@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import regard as rg
-from regard.call import refusal
+from regard.choice import refusal
 
 B, H, G, T, K = 2, 4, 2, 9, 5
 MECHANISMS = {

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import regard as rg
-from regard.call import Call, refusal
+from regard.call import Call
+from regard.choice import refusal
 from regard.families.features import RECENT
 from regard.mechanisms import REGISTRY
 from regard.owned import weighs_tokens

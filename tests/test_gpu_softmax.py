@@ -105,7 +105,7 @@ def test_nothing_hidden_leaks_and_nothing_seen_is_hidden(name, recorded):
 
 
 def test_nobody_mends_where_all_is_taken_to_be_finite():
-    from regard.call import all_finite
+    from regard.guard import all_finite
 
     _, rule, tensors = case("long", torch.bfloat16)
     leaves = [t.requires_grad_() for t in tensors]

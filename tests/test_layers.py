@@ -18,7 +18,7 @@ from transformers.models.t5.modeling_t5 import T5Attention
 
 import regard as rg
 from regard import cpu
-from regard.call import refusal
+from regard.choice import refusal
 from regard.layers.attention import Attend
 from regard.layers.block import Block, BlockConfig, Stack
 from regard.layers.linear import Linear, by_machine_code, by_onednn, lay_together, projections

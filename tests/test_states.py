@@ -321,14 +321,14 @@ def test_nbytes_of_a_cache(name: str, dtype: torch.dtype) -> None:
 
 
 @every_stream
-def test_nbytes_counts_what_is_remembered_of_bad_tokens(name: str) -> None:
-    """Padding with holes and NaN flags are kept as tables, and a table has bytes."""
+def test_nbytes_counts_what_is_remembered_of_padding(name: str) -> None:
+    """Padding with holes is kept as a table, and a table has bytes; a NaN is kept where it came, and has none."""
     mechanism, tensors = STREAMS[name], tokens(6)
     tensors[1][0, 0, 3] = math.nan
     holes = torch.tensor([[True, False, True, True, True, True]] * B)
     fresh = start(mechanism)
     _, state = mechanism.extend(*tensors, fresh, mask=rg.causal & rg.padding(valid=holes))
-    assert state.nbytes == fresh.nbytes + B * 6 + B * G * (1 if mechanism.ordered else 6)
+    assert state.nbytes == fresh.nbytes + B * 6
 
 
 @every_sum
@@ -523,7 +523,8 @@ def test_a_bad_number_in_a_real_token_reaches_exactly_who_sees_it(
     mechanism, at = STREAMS[name], 25
     for length in (60, LONG):
         out, tensors, visible = poisoned_stream(mechanism, 1, at, poison, where, again, length)
-        assert out[1, : H // G, at:].isnan().all(), "a visible bad number is hidden"
+        if where == "v" or math.isnan(poison):  # an infinite key may rightly weigh nothing
+            assert not out[1, : H // G, at:].isfinite().all(-1).any(), "a visible bad number is hidden"
         clean = plain(mechanism, *(t.nan_to_num(0, 0, 0) for t in tensors), visible)
         assert close(out[1, :, :at], clean[1, :, :at])
         assert close(out[1, H // G :], clean[1, H // G :]), "it reached the other head group"

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import regard as rg
-from regard.call import all_finite, refusal
+from regard.choice import refusal
+from regard.guard import all_finite
 from regard.mechanisms import REGISTRY
 from regard.owned import weighs_tokens
 

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from regard.attention import attend as attend
     from regard.attention import explain as explain
     from regard.attention import weights as weights
-    from regard.call import Plan as Plan
     from regard.checkpoints import CheckpointError as CheckpointError
     from regard.checkpoints import load as load
     from regard.checkpoints import save as save
+    from regard.choice import Plan as Plan
     from regard.cost import Cost as Cost
     from regard.cost import LayerCost as LayerCost
     from regard.cost import Work as Work
@@ -76,7 +76,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "regard.attention": "attend explain weights",
-    "regard.call": "Plan",
+    "regard.choice": "Plan",
     "regard.checkpoints": "CheckpointError load save",
     "regard.cost": "Cost LayerCost Work cost crossover layer_cost",
     "regard.generation": "Generated Prompt generate prefill stream",

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from jaxtyping import Float
 from torch import Tensor
 
-from regard.call import Call, Plan, choose, in_own_dtype, plan, run_guarded
+from regard.call import Call, in_own_dtype
+from regard.choice import Plan, choose, compute, plan
 from regard.mask import Mask, MaskFunction, as_mask, whole_number
 from regard.mechanism import Mechanism
 from regard.mechanisms.softmax import Softmax
@@ -34,7 +35,7 @@ def attend(
     call = Call(_mechanism(mechanism), q, k, v, as_mask(mask), bias)
     call.check()
     with in_own_dtype(q):
-        return run_guarded(call, choose(call, path))
+        return compute(call, choose(call, path))
 
 
 def explain(

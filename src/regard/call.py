@@ -1,18 +1,13 @@
-"""One call of attention, checked once, and the choice of a path for it."""
+"""One call of attention, checked once."""
 
-import math
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from regard.eager import readable
 from regard.mask import Mask, causal
-from regard.structure import EVERYTHING, Structure, reached, structure
+from regard.structure import Structure, structure
 
 if TYPE_CHECKING:
     from regard.mechanism import Mechanism
@@ -57,6 +52,10 @@ class Call:
     def empty(self) -> bool:
         """Nothing to compute: no queries, or no keys to look at."""
         return self.batch * self.heads * self.queries * self.keys * self.value_length == 0
+
+    def with_keys(self, k: Tensor, v: Tensor) -> "Call":
+        """The same call over other keys and values of the same sizes."""
+        return Call(self.mechanism, self.q, k, v, self.mask, self.bias)
 
     def check(self) -> None:
         """Raise ValueError for what a user can get wrong, before any compute."""
@@ -119,155 +118,6 @@ def ordered(mechanism: "Mechanism", mask: Mask | None) -> Mask | None:
     return causal if mask is None else causal & mask
 
 
-@dataclass(frozen=True)
-class Path:
-    """One way to compute a mechanism."""
-
-    name: str
-    cannot: Callable[[Call], str | None]
-    """Why it cannot serve a call, None if it can: a pure function of shapes, dtype, device, mask, whether gradients are
-    recorded, and the machine."""
-    run: Callable[[Call], Tensor]
-    last_sees_all: bool = False
-    """Whether the last query meets every key that is computed with, so that a NaN among them shows in its output."""
-    slices: bool = False
-    """Whether padding is left out by slices, so that what it hides is never read."""
-    guards_itself: bool = False
-    """Whether NaN and infinity in masked places reach nothing as it is, so that nobody has to look for them."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The path chosen for a call, why, and why not the others.
-
-    >>> import regard as rg, torch
-    >>> q = k = v = torch.randn(1, 2, 300, 16)
-    >>> print(rg.explain(q, k, v, rg.Quadratic(), rg.causal))
-    Quadratic(c=1.0) on q (1, 2, 300, 16), k (1, 2, 300, 16), v (1, 2, 300, 16), torch.float32, cpu
-    mask       causal
-    path       chunked    running sums in chunks of 256: time and memory linear in the length
-    not        fused      made for GPUs
-    not        blocks     can serve, but is not the first choice
-    not        reference  can serve, but is not the first choice
-    """
-
-    call: str
-    mask: str
-    path: str
-    reason: str
-    rejected: dict[str, str] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        lines = [self.call, f"mask       {self.mask}", f"path       {self.path:<10} {self.reason}"]
-        lines += [f"not        {name:<10} {why}" for name, why in self.rejected.items()]
-        lines += [f"note       {note}" for note in self.notes]
-        return "\n".join(lines)
-
-
-def refusal(mechanism: "Mechanism", mask: Mask | None = None, *, bias: bool = False) -> str | None:
-    """Why a mechanism has no meaning under a mask, or with a bias, at whatever size; None if it has one.
-
-    >>> import regard as rg
-    >>> from regard.call import refusal
-    >>> refusal(rg.Softmax(), rg.causal), refusal(rg.Channel(), rg.causal) is None
-    (None, False)
-    """
-    x = torch.empty(1, 1, 8, 8, device="meta")
-    return mechanism.refuses(Call(mechanism, x, x, x, mask, x[0, 0] if bias else None))
-
-
-def choose(call: Call, name: str | None = None) -> Path:
-    """The first of the mechanism's paths that can serve the call, or the named one, which must."""
-    paths = call.mechanism.paths()
-    for path in paths:
-        if name not in (None, path.name):
-            continue
-        if (why := path.cannot(call)) is None:
-            return path
-        if name is not None:
-            raise ValueError(f"path: expected one that can serve this call, got {name!r}: {why}")
-    raise ValueError(f"path: expected one of {[path.name for path in paths]} for {call.mechanism!r}, got {name!r}")
-
-
-def plan(call: Call, name: str | None = None) -> Plan:
-    """What `choose` chooses, in words."""
-    chosen = choose(call, name)
-    others = {path.name: path.cannot(call) for path in call.mechanism.paths() if path is not chosen}
-    shapes = ", ".join(f"{n} {tuple(t.shape)}" for n, t in (("q", call.q), ("k", call.k), ("v", call.v)))
-    return Plan(
-        call=f"{call.mechanism!r} on {shapes}, {call.q.dtype}, {call.q.device}",
-        mask=repr(call.mask) if call.mask is not None else "none",
-        path=chosen.name,
-        reason=(chosen.run.__doc__ or "").strip().split("\n")[0].rstrip(".") + (" (asked for)" if name else ""),
-        rejected={other: why or "can serve, but is not the first choice" for other, why in others.items()},
-        notes=call.mechanism.notes(call),
-    )
-
-
-class _Policy(threading.local):
-    """What is taken for granted, in this thread alone. torch.compile follows it, which it does not a ContextVar."""
-
-    finite = False
-
-
-_policy = _Policy()
-
-
-@contextmanager
-def all_finite() -> Iterator[None]:
-    """Within this, keys and values are taken to be finite, and nobody looks for those that are not: for training,
-    where one NaN anywhere spoils the loss, which is looked at. Other threads look as ever.
-
-    >>> import torch
-    >>> from regard.call import all_finite, taint
-    >>> spoiled = torch.full((1, 1, 2, 4), torch.nan)
-    >>> taint(spoiled, spoiled)
-    tensor([[[True, True]]])
-    >>> with all_finite():
-    ...     print(taint(spoiled, spoiled))
-    None
-    """
-    before, _policy.finite = _policy.finite, True
-    try:
-        yield
-    finally:
-        _policy.finite = before
-
-
-def finite() -> bool:
-    """Whether keys and values are taken to be finite, here and now."""
-    return _policy.finite
-
-
-def taint(k: Tensor, v: Tensor) -> Tensor | None:
-    """Which keys (B, G, S) carry a NaN or infinity, or whose value does; None if none do.
-
-    Where Python cannot read numbers the answer is always a tensor, and the computation goes on from it.
-    """
-    if _policy.finite:
-        return None
-    if k.requires_grad or v.requires_grad:
-        k, v = k.detach(), v.detach()
-    look = readable(k, v)
-    if look and math.isfinite((k + v if k.shape == v.shape else k.sum() + v.sum()).sum().item()):
-        return None
-    tainted = ~(k.isfinite().all(-1) & v.isfinite().all(-1))
-    return None if look and not bool(tainted.any()) else tainted
-
-
-def cleaned(tensor: Tensor, tainted: Tensor | None) -> Tensor:
-    """The tensor with zeros where it is tainted."""
-    return tensor if tainted is None else tensor.masked_fill(tainted[..., None], 0)
-
-
-def poisoned(out: Tensor, mask: Mask | None, tainted: Tensor | None) -> Tensor:
-    """NaN for exactly the queries that see a tainted key: no masked NaN leaks, and no visible one is hidden."""
-    if tainted is None:
-        return out
-    return out.masked_fill(reached(mask, tainted, out.shape[1], out.shape[2])[..., None], math.nan)
-
-
 def nothing(call: Call, queries: int) -> Tensor:
     """The output of queries that see no key: exactly 0 whatever the inputs hold, and still part of the graph."""
     zeros = call.q.new_zeros(call.batch, call.heads, queries, call.value_length)
@@ -286,25 +136,3 @@ def in_own_dtype(q: Tensor) -> AbstractContextManager[object]:
     if q.is_meta or not torch.is_autocast_enabled(place):
         return _AS_IT_IS
     return torch.autocast(place, enabled=False)
-
-
-def run_guarded(call: Call, path: Path) -> Tensor:
-    """Run a path so that NaN and infinity in masked places reach nothing, forward or backward."""
-    if call.empty:
-        return nothing(call, call.queries)
-    known = call.structure
-    if known is EVERYTHING or path.guards_itself:
-        return path.run(call)
-    if path.slices and known.rows is not None and not known.positional and not torch.is_grad_enabled():
-        # What is hidden is not read. Gradients need more: those of queries that see a bad number must be finite too.
-        return path.run(call)
-    if path.last_sees_all and not torch.is_grad_enabled() and readable(call.k, call.v):
-        # A bad number that anyone sees shows in the last query's output, unless it rightly weighs nothing there.
-        out = path.run(call)
-        if math.isfinite(out.select(2, -1).sum().item()):
-            return out
-    tainted = taint(call.k, call.v)
-    if tainted is None:
-        return path.run(call)
-    clean = Call(call.mechanism, call.q, cleaned(call.k, tainted), cleaned(call.v, tainted), call.mask, call.bias)
-    return poisoned(path.run(clean), call.mask, tainted)

@@ -18,7 +18,8 @@ class KernelState(State):
     `sums` holds sum phi(k) v^T (B, G, C, V) and `normaliser` sum phi(k) (B, G, C) over the first `folded` tokens, in
     float32 or better. The newest tokens wait in `recent` until they fill it, then the oldest of them are folded in as
     one matrix product. That reads the sums once a token and writes them once in a while; and it keeps the score form,
-    which is exact, for short histories. Its size does not grow with the length.
+    which is exact, for short histories. Its size does not grow with the length. A NaN that it takes in stays in the
+    sums, which every later query sees.
     """
 
     mechanism: object
@@ -27,8 +28,6 @@ class KernelState(State):
     normaliser: Tensor
     folded: int
     recent: KeyValueState
-    tainted: Tensor | None = None
-    """Rows and heads (B, G) whose sums took in a NaN or infinity; None while none did."""
     padding: Padding | None = None
     """Which of the folded tokens are real; None while all are."""
 
@@ -50,7 +49,7 @@ class KernelState(State):
     @property
     def nbytes(self) -> int:
         table = None if self.padding is None else self.padding.table
-        held = [t for t in (self.sums, self.normaliser, self.tainted, table) if t is not None]
+        held = [t for t in (self.sums, self.normaliser, table) if t is not None]
         return self.recent.nbytes + sum(t.numel() * t.element_size() for t in held)
 
     def check_folded(self, padding: Padding | None) -> None:
@@ -72,7 +71,6 @@ class KernelState(State):
             sums=self.sums[index],
             normaliser=self.normaliser[index],
             recent=self.recent.reorder(index),
-            tainted=None if self.tainted is None else self.tainted[index],
             padding=reorder_padding(self.padding, index, self.folded),
         )
 
@@ -94,8 +92,6 @@ class KernelState(State):
         tensors = {"sums": self.sums, "normaliser": self.normaliser}
         if self.padding is not None:
             tensors["folded"] = self.padding.valid(self.folded).clone()
-        if self.tainted is not None:
-            tensors["bad"] = self.tainted
         tensors |= {f"recent.{name}": tensor for name, tensor in recent.items()}
         return {"kind": "sums", "folded": self.folded, "recent": plan}, tensors
 
@@ -115,7 +111,6 @@ class KernelState(State):
             **tensors,
             folded=folded,
             recent=self.recent.filled(recent, stored.length - folded, self.recent.capacity),
-            tainted=stored.flags("bad", stored.batch, self.sums.shape[1]),
             padding=stored.padding("folded", folded),
         )
 

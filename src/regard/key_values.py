@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from regard.buffer import Buffer, roomy
-from regard.eager import readable
 from regard.mask import Padding, Span
 from regard.padded import join_padding, reorder_padding
 from regard.state import Sizes, State, Stored, check_tokens, row_index
@@ -162,8 +161,6 @@ class KeyValueState(State):
     length: int = 0
     padding: Padding | None = None
     """Which of the keys are real; None while all are."""
-    tainted: Tensor | None = None
-    """Which keys (B, G, length) came with a NaN or infinity in them; None while none did."""
     mechanism: None = None
     """Keys and values are alike for every mechanism that keeps them."""
     may_share: bool = False
@@ -218,9 +215,11 @@ class KeyValueState(State):
         return self.forgotten
 
     def check(self, k: Tensor, v: Tensor) -> None:
-        buffer = self.buffer
-        for name, tensor, held in (("k", k, buffer.keys), ("v", v, buffer.values)):
-            check_tokens(name, tensor, (self.batch, held.shape[1], held.shape[3]), buffer.dtype, held.device)
+        buffer, batch = self.buffer, self.batch
+        _, groups, _, qk_length = buffer.keys.shape
+        device, dtype = buffer.keys.device, buffer.dtype
+        check_tokens("k", k, (batch, groups, qk_length), dtype, device)
+        check_tokens("v", v, (batch, groups, buffer.values.shape[3]), dtype, device)
 
     @property
     def keys(self) -> Tensor:
@@ -245,7 +244,7 @@ class KeyValueState(State):
         held = [tensor for run in self.runs for tensor in run.buffer.tensors]
         held += [tensor for run in self.runs if run.prefix is not None for tensor in run.prefix.buffer.tensors]
         table = None if self.padding is None else self.padding.table
-        held += [t for t in (self.tainted, table) if t is not None]
+        held += [] if table is None else [table]
         return sum(t.numel() * t.element_size() for t in held)
 
     def append(
@@ -253,7 +252,6 @@ class KeyValueState(State):
         k: Tensor,
         v: Tensor,
         padding: Padding | None = None,
-        tainted: Tensor | None = None,
         *,
         recorded: bool = False,
     ) -> "KeyValueState":
@@ -270,8 +268,6 @@ class KeyValueState(State):
             )
         if self.padding is not None or padding is not None:
             padding = join_padding(self.padding, self.length, padding, new, k.shape[0], k.device)
-        if self.tainted is not None or tainted is not None:
-            tainted = _join_tainted(self.tainted, self.length, tainted, k)
         runs: list[Run] = []
         for run in self.runs:
             if run.waiting and new:
@@ -291,7 +287,7 @@ class KeyValueState(State):
                 buffer = run.buffer.extended(start, keys, values, room, recorded)
                 run = run if buffer is run.buffer else replace(run, buffer=buffer)
             longer.append(run)
-        return KeyValueState(tuple(longer), self.capacity, end, padding, tainted, None, self.may_share, self.forgotten)
+        return KeyValueState(tuple(longer), self.capacity, end, padding, None, self.may_share, self.forgotten)
 
     def forget(self, first: int) -> "KeyValueState":
         """The state without the keys before position `first`, which no later token sees."""
@@ -317,7 +313,6 @@ class KeyValueState(State):
             self,
             runs=runs or (Run((), self.buffer.blank(0, self.capacity), waiting=False),),
             padding=reorder_padding(self.padding, index, self.length),
-            tainted=None if self.tainted is None else self.tainted[index],
         )
 
     def crop(self, length: int) -> "KeyValueState":
@@ -337,7 +332,6 @@ class KeyValueState(State):
             ),
             length=length,
             padding=padding,
-            tainted=None if self.tainted is None else self.tainted[..., :length],
         )
 
     def __repr__(self) -> str:
@@ -354,10 +348,7 @@ class KeyValueState(State):
         return self if held + more <= self.capacity else self.resized(held + max(more, first_room([held], most)))
 
     def history(self) -> tuple[Tensor, Tensor, Padding | None]:
-        keys = self.keys
-        if self.tainted is not None:  # the state holds zeros in their place
-            keys = keys.masked_fill(self.tainted[..., None], torch.nan)
-        return keys, self.values, self.padding
+        return self.keys, self.values, self.padding
 
     def saved(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         tensors: dict[str, Tensor] = {}
@@ -367,8 +358,6 @@ class KeyValueState(State):
         if self.padding is not None:
             # Layers share their tables, and a file holds no tensor twice: clones.
             tensors["padding"] = self.padding.valid(self.length).clone()
-        if self.tainted is not None:
-            tensors["tainted"] = self.tainted
         runs = [{"rows": run.rows, "begin": run.begin, "waiting": run.waiting} for run in self.runs]
         return {"kind": "keys", "length": self.length, "forgotten": self.forgotten, "runs": runs}, tensors
 
@@ -388,10 +377,7 @@ class KeyValueState(State):
         runs = [_restored_run(stored, index, self.buffer, count, padding) for index in range(len(stored.plan["runs"]))]
         if sorted(row for run in runs for row in run.rows) != list(range(stored.batch)):
             raise ValueError(f"runs that are not of {stored.batch} rows, each once")
-        tainted = stored.flags("tainted", stored.batch, self.buffer.keys.shape[1], count)
-        return KeyValueState(
-            tuple(runs), capacity, count, padding, tainted, may_share=self.may_share, forgotten=forgotten
-        )
+        return KeyValueState(tuple(runs), capacity, count, padding, may_share=self.may_share, forgotten=forgotten)
 
     def resized(self, capacity: int, drop: int = 0) -> "KeyValueState":
         """The state in buffers of its own with another capacity, without its first `drop` tokens."""
@@ -409,14 +395,11 @@ class KeyValueState(State):
             )
             return replace(run, begin=begin, buffer=run.buffer.moved(low, high, room, recorded=run.derived))
 
-        padding, tainted = self.padding, self.tainted
+        padding = self.padding
         if padding is not None:
             padding = padding.between(drop, self.length, self.length)
-        if tainted is not None:
-            left = tainted[..., drop:]
-            tainted = None if readable(left) and not bool(left.any()) else left
         runs = tuple(moved(run) for run in self.runs)
-        return KeyValueState(runs, capacity, kept, padding, tainted, may_share=self.may_share, forgotten=forgotten)
+        return KeyValueState(runs, capacity, kept, padding, may_share=self.may_share, forgotten=forgotten)
 
 
 def _together(begins: dict[int, int], start: int, end: int) -> list[tuple[tuple[int, ...], int]]:
@@ -428,12 +411,6 @@ def _together(begins: dict[int, int], start: int, end: int) -> list[tuple[tuple[
         else:
             groups.append(([row], max(start, begin - begin % PAGE)))
     return [(tuple(sorted(rows)), begin) for rows, begin in groups]
-
-
-def _join_tainted(old: Tensor | None, length: int, new: Tensor | None, k: Tensor) -> Tensor:
-    batch, groups, count = k.shape[:3]
-    clean = torch.zeros(batch, groups, max(length, count), dtype=torch.bool, device=k.device)
-    return torch.cat([clean[..., :length] if old is None else old, clean[..., :count] if new is None else new], dim=-1)
 
 
 def first_room(lengths: Iterable[int], most: int) -> int:

@@ -24,7 +24,8 @@ from einops import rearrange
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from regard.call import Call, Path, cleaned, in_own_dtype, ordered, poisoned, taint
+from regard.call import Call, in_own_dtype, ordered
+from regard.choice import Path
 from regard.cost import Cost, Work, accumulator, score_cost, similarity_flops
 from regard.eager import symbolic
 from regard.key_values import KeyValueState
@@ -316,14 +317,8 @@ class Mechanism:
             given = type(state).__name__ if owner is None else f"a {type(state).__name__} of {owner!r}"
             raise ValueError(f"state: expected one from {self!r}.start(…), got {given}")
         check_extend(self, q, k, v, state, rule, bias)
-        tainted = None if self.guards(k) else taint(k, v)
         with in_own_dtype(q):
-            clean = cleaned(k, tainted), cleaned(v, tainted)
-            return self.advance(q, *clean, state.recordable(), rule, bias, tainted)
-
-    def guards(self, k: Tensor) -> bool:
-        """Whether `advance` by itself keeps a NaN or infinity in these new keys from queries that do not see it."""
-        return False
+            return self.advance(q, k, v, state.recordable(), rule, bias)
 
     def advance(
         self,
@@ -333,18 +328,18 @@ class Mechanism:
         state: Any,
         rule: Mask | None,
         bias: Tensor | None,
-        tainted: Tensor | None,
     ) -> tuple[Tensor, Any]:
-        """`extend`, once everything is checked and new keys and values are free of NaN."""
+        """`extend`, once everything is checked. A NaN or infinity may be among the new keys and values; calls over a
+        KV cache are guarded by themselves, and a `FixedState` says what to make of it (`received`, `grown`)."""
         total = state.length + k.shape[2]
         fresh = padding_between(rule, state.length, total, total)
         state = with_space(state, rule, k.shape[2])
         recorded = q.requires_grad or (bias is not None and bias.requires_grad) or self.learns(k.shape[3])
-        longer = state.append(k, v, fresh, tainted, recorded=recorded)
+        longer = state.append(k, v, fresh, recorded=recorded)
         if longer.padding is not None:
             rule = longer.padding if rule is None else rule & longer.padding
         longer = settled(self, q, longer, rule, bias, recorded)
-        return poisoned(over_runs(self, q, longer, rule, bias), rule, longer.tainted), longer
+        return over_runs(self, q, longer, rule, bias), longer
 
     def cost(self, work: Work) -> Cost:
         """What this mechanism costs on some work, its similarity counted as it runs; see `regard.cost`."""
@@ -378,14 +373,15 @@ def check_start(
 
 
 def _fit(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether queries, keys and values are certainly of one call: asked at every step, so in a few comparisons."""
+    """Whether new queries are certainly those of new keys and values: asked at every step, so in a few comparisons."""
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         return False
-    queries, keys, values = q.shape, k.shape, v.shape
-    if not (len(queries) == len(keys) == len(values) == 4 and keys[1] and keys[3] and not queries[1] % keys[1]):
+    if not q.ndim == k.ndim == v.ndim == 4:
         return False
-    alike = queries[0] == keys[0] and queries[3] == keys[3] and keys[:3] == values[:3]
-    return alike and q.dtype == k.dtype == v.dtype and q.device == k.device == v.device
+    batch, heads, _, length = q.shape
+    key_batch, groups, count, key_length = k.shape
+    alike = batch == key_batch and length == key_length > 0 and groups > 0 and heads % groups == 0
+    return alike and v.shape[2] == count and q.dtype == k.dtype == v.dtype and q.device == k.device
 
 
 def check_extend(
@@ -401,11 +397,12 @@ def check_extend(
     if foreign(mechanism) or not _fit(q, k, v):
         Call(mechanism, q, k, v).check()  # says what is wrong, if anything is
     state.check(k, v)
-    if q.shape[2] != k.shape[2]:
-        raise ValueError(f"q: expected as many new queries as new keys, {k.shape[2]}, got {q.shape[2]}")
-    total = state.length + k.shape[2]
+    batch, heads, queries, _ = q.shape
+    if queries != k.shape[2]:
+        raise ValueError(f"q: expected as many new queries as new keys, {k.shape[2]}, got {queries}")
+    total = state.length + queries
     if mask is not None:
-        mask.fits(q.shape[0], q.shape[1], q.shape[2], total)
+        mask.fits(batch, heads, queries, total)
     # A window that does not bind yet will: better refused at the first token than in the middle.
     if (reason := mechanism.streams(k.shape[3], structure(mask, FOREVER, FOREVER))) is not None:
         raise ValueError(reason)

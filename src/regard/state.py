@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from regard.eager import readable
+from regard.guard import cleaned, taint
 from regard.mask import Mask, Padding
 from regard.padded import check_taken_in, join_padding, reorder_padding
 from regard.structure import padding_between
@@ -55,9 +55,6 @@ class Stored(Protocol):
 
     def tensor(self, name: str, dtype: torch.dtype, *shape: int) -> Tensor:
         """A tensor, which must have this dtype and shape."""
-
-    def flags(self, name: str, *shape: int) -> Tensor | None:
-        """A tensor of truth values, if there is one of the name."""
 
     def padding(self, name: str, count: int) -> Padding | None:
         """Which of `count` tokens are real, as saved by `Padding.valid`; None if nothing was saved: all are."""
@@ -145,8 +142,6 @@ class FixedState(State):
     mechanism: Any
     sizes: Sizes
     length: int = 0
-    tainted: Tensor | None = None
-    """Rows and heads (B, G) that took in a NaN or infinity; None while none did."""
     padding: Padding | None = None
     """Which of the tokens met are real; None while all are."""
 
@@ -199,42 +194,44 @@ class FixedState(State):
     def restored(self, stored: Stored) -> "FixedState":
         described = stored.plan.get("fields", {})
         added = {name: _field(stored, name, described.get(name, {}), like) for name, like in self._added().items()}
-        tainted = stored.flags("tainted", stored.batch, self.sizes.num_kv_heads)
         sizes = replace(self.sizes, batch=stored.batch)
         padding = stored.padding("padding", stored.length)
-        return replace(self, **added, tainted=tainted, padding=padding, length=stored.length, sizes=sizes)
+        return replace(self, **added, padding=padding, length=stored.length, sizes=sizes)
 
     def recordable(self) -> "FixedState":
         changes: dict[str, Any] = {name: tensor.clone() for name, tensor in self._tensors().items() if frozen(tensor)}
         return replace(self, **changes) if changes else self
 
-    def fresh(self, rule: Mask | None, count: int) -> Padding | None:
-        """Which of `count` new tokens are real under a mask over the whole history; None if all are.
+    def received(self, k: Tensor, v: Tensor, rule: Mask | None) -> tuple[Tensor, Tensor, Padding | None, Tensor | None]:
+        """New keys and values as they can be taken in, given a mask over the whole history; which of them are real
+        (None: all); and which of the real ones (B, G, T) came with a NaN or infinity (None: nobody has to know).
 
-        ValueError if the mask hides a token that the state has taken in: that cannot be undone.
+        What is hidden is 0. Of several tokens bad ones are 0 too, since earlier queries do not see them; a single one
+        is as it came, and what it does to the state is for every later query to see. ValueError if the mask hides a
+        token that the state has taken in: that cannot be undone.
         """
+        count = k.shape[2]
         total = self.length + count
         check_taken_in(self.padding, self.length, self.batch, padding_between(rule, 0, self.length, total))
-        return padding_between(rule, self.length, total, total)
+        fresh = padding_between(rule, self.length, total, total)
+        if fresh is not None:
+            hidden = ~fresh.valid(count, k.device)[:, None]
+            k, v = cleaned(k, hidden), cleaned(v, hidden)
+        tainted = taint(k, v) if count > 1 else None
+        return cleaned(k, tainted), cleaned(v, tainted), fresh, tainted
 
-    def flags(self, count: int, fresh: Padding | None, tainted: Tensor | None) -> Tensor | None:
-        """What carries a NaN or infinity, (B, G, 1 + T): the history, as if it were one key, and each new token that is
-        real; None if nothing does."""
-        if tainted is None and self.tainted is None:
-            return None
-        none = torch.zeros(self.batch, self.sizes.num_kv_heads, count, dtype=torch.bool, device=self.device)
-        before = none.any(-1) if self.tainted is None else self.tainted
-        tainted = none if tainted is None else tainted
-        real = tainted if fresh is None else tainted & fresh.valid(count, self.device)[:, None]
-        return torch.cat([before[..., None], real], dim=-1)
-
-    def grown(self, count: int, fresh: Padding | None, flags: Tensor | None, **tensors: Tensor) -> "FixedState":
-        """The state `count` tokens later, with other tensors; `fresh` and `flags` as above."""
-        tainted = None if flags is None else flags.any(-1)
-        if self.tainted is None and tainted is not None and readable(tainted) and not bool(tainted.any()):
-            tainted = None
+    def grown(self, count: int, fresh: Padding | None, tainted: Tensor | None, **tensors: Tensor) -> "FixedState":
+        """The state `count` tokens later, with other tensors: NaN in rows and heads that took in a tainted token."""
+        if tainted is not None:
+            bad = tainted.any(-1)
+            tensors = {
+                name: torch.where(bad[(..., *[None] * (tensor.ndim - 2))], torch.nan, tensor)
+                if tensor.is_floating_point()
+                else tensor
+                for name, tensor in tensors.items()
+            }
         padding = join_padding(self.padding, self.length, fresh, count, self.batch, self.device)
-        changes: dict[str, Any] = {**tensors, "length": self.length + count, "tainted": tainted, "padding": padding}
+        changes: dict[str, Any] = {**tensors, "length": self.length + count, "padding": padding}
         return replace(self, **changes)
 
     def __repr__(self) -> str:
@@ -279,11 +276,10 @@ def check_tokens(
     name: str, tensor: Tensor, sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.device
 ) -> None:
     """Raise ValueError unless a tensor is (batch, heads, any number of tokens, length), of this dtype and device."""
-    batch, heads, length = sizes
-    expected = (batch, heads, tensor.shape[2], length)
-    if tensor.shape != expected or tensor.dtype != dtype or tensor.device != device:
+    batch, heads, count, length = tensor.shape
+    if (batch, heads, length) != sizes or tensor.dtype != dtype or tensor.device != device:
         raise ValueError(
-            f"{name}: expected the state's (B, G, T, ·) = {expected}, {dtype}, {device}, "
+            f"{name}: expected the state's (B, G, T, ·) = {(*sizes[:2], count, sizes[2])}, {dtype}, {device}, "
             f"got {tuple(tensor.shape)}, {tensor.dtype}, {tensor.device}"
         )
 

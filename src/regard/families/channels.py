@@ -13,8 +13,10 @@ from einops import rearrange
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from regard.call import Call, Path, cleaned, in_own_dtype, taint
+from regard.call import Call, in_own_dtype
+from regard.choice import Path
 from regard.cost import Cost, Work, accumulator
+from regard.guard import cleaned, taint
 from regard.mechanism import Mechanism
 from regard.paths import reference
 from regard.structure import EVERYTHING, Structure, structure

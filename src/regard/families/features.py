@@ -16,7 +16,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from regard.call import Call, Path
+from regard.call import Call
+from regard.choice import Path
 from regard.cost import COUNTED, Cost, Work, count_formula, key_value_bytes, score_cost
 from regard.kernel_state import KernelState
 from regard.key_values import KeyValueState
@@ -163,9 +164,6 @@ class FeatureMechanism(Mechanism):
             recent=KeyValueState.empty(sizes, RECENT),
         )
 
-    def guards(self, k: Tensor) -> bool:
-        return k.is_cuda and self.linear(k.shape[3])
-
     def advance(
         self,
         q: Tensor,
@@ -174,16 +172,15 @@ class FeatureMechanism(Mechanism):
         state: Any,
         rule: Mask | None,
         bias: Tensor | None,
-        tainted: Tensor | None,
     ) -> tuple[Tensor, Any]:
         if not self.linear(k.shape[3]):
-            return super().advance(q, k, v, state, rule, bias, tainted)
+            return super().advance(q, k, v, state, rule, bias)
         new, total = k.shape[2], state.length + k.shape[2]
         state.check_folded(padding_between(rule, 0, state.folded, total))
         if new == 0:
             return q.new_zeros(*q.shape[:3], v.shape[3]) + q[..., :0].sum(), state
         hidden = padding_between(rule, state.folded, total, total)
-        return stream.stream(self, q, k, v, state, structure(rule, new, total).causal, hidden, tainted, RECENT)
+        return stream.stream(self, q, k, v, state, structure(rule, new, total).causal, hidden, RECENT)
 
     def cost(self, work: Work) -> Cost:
         state_bytes = key_value_bytes(work)

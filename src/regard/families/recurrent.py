@@ -17,9 +17,11 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from regard.call import Call, Path, cleaned, in_own_dtype, poisoned, taint
+from regard.call import Call, in_own_dtype
+from regard.choice import Path
 from regard.cost import Cost, Work, accumulator
 from regard.eager import symbolic
+from regard.guard import cleaned, poisoned, taint
 from regard.mask import Mask, causal
 from regard.mechanism import UnnormalisedMechanism
 from regard.paths import reference
@@ -127,18 +129,15 @@ class RecurrentMechanism(UnnormalisedMechanism):
         state: RecurrentState,
         rule: Mask | None,
         bias: Tensor | None,
-        tainted: Tensor | None,
     ) -> tuple[Tensor, Any]:
         count = k.shape[2]
-        fresh = state.fresh(rule, count)
-        flags = state.flags(count, fresh, tainted)
+        k, v, fresh, tainted = state.received(k, v, rule)
         if count == 0 or state.batch == 0:
-            return q.new_zeros(*q.shape[:3], v.shape[3]) + q[..., :0].sum(), state.grown(count, fresh, flags)
+            return q.new_zeros(*q.shape[:3], v.shape[3]) + q[..., :0].sum(), state.grown(count, fresh, tainted)
         real = None if fresh is None else fresh.valid(count, k.device)[:, None, :, None]
-        k = k if real is None else k.masked_fill(~real, 0)
         out, sums = self.walk(q, k, v, real, state.sums if state.length else None, keep=True)
         assert sums is not None
-        return poisoned(out, causal, flags), state.grown(count, fresh, flags, sums=sums)
+        return poisoned(out, causal, tainted), state.grown(count, fresh, tainted, sums=sums)
 
     def cost(self, work: Work) -> Cost:
         known = structure(work.rule, work.query_length, work.key_length)
@@ -157,7 +156,9 @@ class RecurrentMechanism(UnnormalisedMechanism):
             flops=heads * self.walk_flops(work, queries, keys, streamed, streamed) if queries else 0,
             bytes=moved,
             state_bytes=state_bytes,
-            activation_bytes=heads * self.walk_size(work, queries) * itemsize,
+            # The walk's own, and a copy of keys and values that is free of NaN.
+            activation_bytes=heads * self.walk_size(work, queries) * itemsize
+            + heads * keys * (work.qk_length + work.value_length) * work.itemsize,
             form="linear",
         )
 

@@ -24,7 +24,7 @@ from regard.models.decoder import Decoder
 from regard.models.transformer import Transformer
 from regard.state import Sizes
 
-KEY, VERSION = "regard.prompt", 4
+KEY, VERSION = "regard.prompt", 5
 UNREAD = ("dropout", "attention_dropout", "end_tokens", "padding_token")
 """Fields of a config that a model's state does not depend on."""
 SAMPLE = 1024
@@ -235,12 +235,8 @@ class _Stored:
             raise TypeError(f"{name} in {tensor.dtype}, not {dtype}")
         return tensor.clone().to(self.device)
 
-    def flags(self, name: str, *shape: int) -> Tensor | None:
-        return self.tensor(name, torch.bool, *shape) if self.holds(name) else None
-
     def padding(self, name: str, count: int) -> Padding | None:
-        flags = self.flags(name, self.batch, count)
-        return None if flags is None else padding_of(flags.cpu())
+        return padding_of(self.tensor(name, torch.bool, self.batch, count).cpu()) if self.holds(name) else None
 
     def part(self, name: str, plan: dict[str, Any]) -> "_Stored":
         return replace(self, prefix=f"{self.prefix}{name}.", plan=plan)

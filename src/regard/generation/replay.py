@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn.modules import module as nn_module
 
-from regard.call import all_finite
 from regard.eager import untouched
 from regard.generation.prompt import Prompt, with_room
+from regard.guard import all_finite
 from regard.kernel_state import KernelState
 from regard.key_values import KeyValueState, first_room
 from regard.layers.slots import CacheSlot, Clock, Slot, SumSlot
@@ -63,8 +63,6 @@ def uncapturable(model: Decoder | Transformer, state: ModelState, most: int) -> 
             return "its state has forgotten what a mask's window left behind"
         if not isinstance(layer, KeyValueState | KernelState):
             return f"no slot for a {type(layer).__name__}"
-        if layer.tainted is not None or (isinstance(layer, KernelState) and layer.recent.tainted is not None):
-            return "its state has met a NaN or infinity"
     return None
 
 

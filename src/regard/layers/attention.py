@@ -18,7 +18,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from regard.attention import attend, weights
-from regard.call import cleaned, ordered, poisoned, taint
+from regard.call import ordered
+from regard.guard import cleaned, poisoned, taint
 from regard.layers.linear import Linear, projections
 from regard.layers.positions import Rotary, Tables
 from regard.layers.ragged import Ragged

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from regard.call import refusal
+from regard.choice import refusal
 from regard.layers.attention import AnyMask, MultiHeadAttention, as_mechanism, own_copy
 from regard.layers.network import PositionWise, norm
 from regard.layers.positions import Rotary, Tables

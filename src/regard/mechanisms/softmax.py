@@ -15,7 +15,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from regard.call import Call, Path
+from regard.call import Call
+from regard.choice import Path
 from regard.cost import Cost, Work, score_cost
 from regard.families.scores import ScoreMechanism
 from regard.key_values import KeyValueState

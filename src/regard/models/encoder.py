@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from regard.call import refusal
+from regard.choice import refusal
 from regard.layers.attention import AnyMask, as_mechanism
 from regard.layers.block import Stack
 from regard.layers.linear import Linear, linear

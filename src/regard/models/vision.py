@@ -24,7 +24,7 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from regard.call import refusal
+from regard.choice import refusal
 from regard.layers.attention import AnyMask, as_mechanism, without_mechanisms
 from regard.layers.block import Stack
 from regard.layers.linear import Linear

@@ -9,7 +9,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from regard.call import Call, Path, nothing
+from regard.call import Call, nothing
+from regard.choice import Path
 from regard.eager import readable, symbolic
 from regard.mask import Span
 from regard.owned import weigh
@@ -105,6 +106,12 @@ def _bias(bias: Tensor, start: int, stop: int, spans: list[Span]) -> Tensor:
     return rows if rows.ndim < 1 or rows.shape[-1] == 1 else rows[..., positions(spans).to(rows.device)]
 
 
-PATH = Path("blocks", cannot, run)
-FUSED = Path("blocks", cannot, run_fused)
+def reads_hidden(call: Call) -> bool:
+    """One query under a band reads the keys that it sees and no others."""
+    known = call.structure
+    return call.queries > 1 or known.rest is not None or len(known.paddings) > 0 or torch.is_grad_enabled()
+
+
+PATH = Path("blocks", cannot, run, reads_hidden)
+FUSED = Path("blocks", cannot, run_fused, reads_hidden)
 """For softmax: each block by PyTorch's fused kernel, where that computes it."""

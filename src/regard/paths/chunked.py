@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from regard.call import Call, Path, in_own_dtype, nothing
+from regard.call import Call, in_own_dtype, nothing
+from regard.choice import Path, between_queries
 from regard.eager import readable, symbolic, transformed
 from regard.paths.rows import by_interval
 from regard.paths.sums import Step, alone, compare, diagonal_of, fold, meet, no_sums, steps, sweep, tiled, untiled
@@ -253,4 +254,4 @@ class _Backward:
             normaliser_grad += torch.autograd.grad(den, normaliser, den_grad)[0]
 
 
-PATH = Path("chunked", cannot, run, slices=True)
+PATH = Path("chunked", cannot, run, between_queries)

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.call import Call, Path, finite
+from regard.call import Call
+from regard.choice import Path, never
 from regard.eager import untouched
+from regard.guard import finite
 from regard.paths import gpu
 
 ROUND = 128
@@ -104,4 +106,4 @@ class _Gradients(torch.autograd.Function):
         raise NotImplementedError("cudnn: second derivatives are not implemented; compute with path='reference'")
 
 
-PATH = Path("cudnn", cannot, run, guards_itself=True)
+PATH = Path("cudnn", cannot, run, never)

@@ -20,7 +20,8 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 from regard import cpu
-from regard.call import Call, Path
+from regard.call import Call
+from regard.choice import Path, never
 from regard.eager import direct, symbolic, transformed
 from regard.mask import Span
 from regard.paths import probe, sdpa
@@ -84,7 +85,7 @@ def run(call: Call) -> Tensor:
     return torch.ops.regard.decode(call.q, call.k, call.v, scale, spans, known.before, known.after)
 
 
-PATH = Path("decode", cannot, run, guards_itself=True)
+PATH = Path("decode", cannot, run, never)
 
 _LIBRARY = torch.library.Library("regard", "DEF")
 _SCALES = "Tensor? k_scales=None, Tensor? v_scales=None"

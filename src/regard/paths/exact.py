@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from regard.call import Call, cleaned, in_own_dtype, taint
+from regard.call import Call, in_own_dtype
+from regard.guard import cleaned, taint
 from regard.owned import weigh
 
 

@@ -8,7 +8,8 @@ of one row a sequence, (B, 1, 1, S); with causality it is (B, 1, T, S).
 import torch
 from torch import Tensor
 
-from regard.call import Call, Path
+from regard.call import Call
+from regard.choice import Path
 from regard.paths import sdpa
 
 FEW = 4

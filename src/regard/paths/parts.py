@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.call import Call, Path
+from regard.call import Call
+from regard.choice import Path
 from regard.paths import sdpa
 from regard.paths.rows import by_interval
 
@@ -139,4 +140,4 @@ class _MergedGradients(torch.autograd.Function):
         raise NotImplementedError("parts: second derivatives are not implemented; compute with path='reference'")
 
 
-PATH = Path("parts", cannot, run, last_sees_all=True)
+PATH = Path("parts", cannot, run)

@@ -2,7 +2,8 @@
 
 from torch import Tensor
 
-from regard.call import Call, Path
+from regard.call import Call
+from regard.choice import Path
 from regard.owned import weigh
 
 

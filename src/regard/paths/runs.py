@@ -1,13 +1,14 @@
 """Attention to a state's keys and values: one call for each of its runs, mostly one.
 
-The history was cleaned of NaN and infinities when it came, so nobody looks for them again.
+Keys and values are kept as they came, a NaN or infinity among them too: each call is guarded as any other.
 """
 
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from regard.call import Call, choose, nothing
+from regard.call import Call
+from regard.choice import choose, compute
 from regard.eager import transformed
 from regard.key_values import KeyValueState
 from regard.mask import Mask
@@ -54,7 +55,8 @@ def over_runs(
 ) -> Tensor:
     """The output of the newest tokens' queries, (B, H, T, K) -> (B, H, T, V), over the whole history."""
     if state.whole:
-        return _run(Call(mechanism, q, state.keys, state.values, mask, bias))
+        buffer, length = state.buffer, state.length
+        return _run(Call(mechanism, q, buffer.read(0, length), buffer.read(1, length), mask, bias))
     causal = structure(mask, q.shape[2], state.length).causal
     outputs = q.new_zeros(*q.shape[:3], state.buffer.values.shape[3])
     if transformed():  # a transform of keys or values alone reaches the output
@@ -80,4 +82,4 @@ def over_runs(
 
 
 def _run(call: Call) -> Tensor:
-    return nothing(call, call.queries) if call.empty else choose(call).run(call)
+    return compute(call, choose(call))

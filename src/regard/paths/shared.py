@@ -12,6 +12,7 @@ from torch import Tensor
 
 from regard.call import Call
 from regard.eager import transformed
+from regard.guard import cleaned, poisoned, taint
 from regard.key_values import Run
 from regard.mask import Mask, causal
 from regard.paths import decode, parts, sdpa
@@ -54,12 +55,14 @@ def attend(mechanism: "Mechanism", q: Tensor, run: Run, length: int) -> Tensor:
         outputs.append(_by_row(out, queries.shape[2]))
         sums.append(_by_row(lse, queries.shape[2]))
     part = torch.cat(outputs)[order], torch.cat(sums)[order]
+    tainted = None
     if decode.cannot(Call(mechanism, queries, keys, values, causal)) is None:
         tail = torch.ops.regard.decode_part(queries, keys, values, scale, 0)
     else:
-        tail = parts.over_tail(queries, keys, values, scale)
+        tainted = taint(keys, values) if q.shape[2] > 1 else None
+        tail = parts.over_tail(queries, cleaned(keys, tainted), cleaned(values, tainted), scale)
     out, _ = parts.merge(*part, *tail)
-    return out[..., :size].to(q.dtype)
+    return poisoned(out[..., :size].to(q.dtype), causal, tainted)
 
 
 def _by_parent(q: Tensor, places: tuple[int, ...]) -> tuple[list[tuple[slice | list[int], Tensor]], Tensor]:

@@ -5,7 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.call import Call, Path
+from regard.call import Call
+from regard.choice import Path, never
 from regard.eager import untouched
 from regard.paths import gpu, sdpa
 
@@ -44,7 +45,7 @@ def run(call: Call) -> Tensor:
     return decode_attention.split(q, call.k, call.v, gpu.bounds(call), scale, causal, before)
 
 
-PATH = Path("split", cannot, run, guards_itself=True)
+PATH = Path("split", cannot, run, never)
 
 
 def scale(mechanism: Any, qk_length: int) -> float | None:

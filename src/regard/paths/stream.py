@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.call import cleaned, poisoned, taint
-from regard.eager import readable
+from regard.guard import cleaned, poisoned, taint
 from regard.kernel_state import KernelState
 from regard.mask import Padding
 from regard.mask import causal as causal_mask
@@ -31,7 +30,6 @@ def stream(
     state: KernelState,
     causal: bool,
     padding: Padding | None,
-    tainted: Tensor | None,
     recent: int,
 ) -> tuple[Tensor, KernelState]:
     """Append tokens to a state and attend from them. `padding` speaks of the tokens not yet folded, new ones included.
@@ -43,33 +41,58 @@ def stream(
     fold_to = max(0, folded(length, recent) - state.folded)
     held = state.recent if state.recent.length + new <= recent else state.recent.resized(state.recent.length + new)
     recorded = q.requires_grad or mechanism.learns(k.shape[3])
-    held = held.append(k, v, None, tainted, recorded=recorded)
+    held = held.append(k, v, None, recorded=recorded)
     if padding is not None:
         held = replace(held, padding=both(held.padding, padding, held.length))
     holes = held.padding is not None and held.padding.rows is None
-    if fused_stream.cannot(mechanism, q, k, v, state.sums, causal, holes) is None:
-        out, sums, normaliser = fused_stream.run(
-            mechanism, q, held.keys, held.values, held.padding, state.sums, state.normaliser, fold_to
-        )
-    else:
-        keys, values = held.keys, held.values
-        if k.is_cuda:  # kernels of ours keep tokens as they come
-            held = replace(held, tainted=_either(held.tainted, taint(keys, values)))
-            keys, values = cleaned(keys, held.tainted), cleaned(values, held.tainted)
-        out, sums, normaliser = _walk(mechanism, q, keys, values, held.padding, causal, state, fold_to)
-    valid = None
-    if held.tainted is not None and held.padding is not None:
-        valid = held.padding.valid(held.length, k.device)
+    by_kernels = fused_stream.cannot(mechanism, q, k, v, state.sums, causal, holes) is None
+    walk = _fused if by_kernels else _guarded
+    out, sums, normaliser = walk(mechanism, q, held.keys, held.values, held.padding, causal, state, fold_to)
     longer = replace(
         state,
         sums=sums,
         normaliser=normaliser,
         folded=state.folded + fold_to,
         recent=held.resized(recent, fold_to) if fold_to else held,
-        tainted=_folded_taint(state, held.tainted, valid, fold_to),
         padding=state.padding_after(held.padding, fold_to, held.length),
     )
-    return poisoned(out, causal_mask if causal else None, _taint(state, held.tainted, valid, held.length)), longer
+    return out, longer
+
+
+def _fused(
+    mechanism: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    padding: Padding | None,
+    causal: bool,
+    state: KernelState,
+    fold_to: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return fused_stream.run(mechanism, q, k, v, padding, state.sums, state.normaliser, fold_to)
+
+
+def _guarded(
+    mechanism: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    padding: Padding | None,
+    causal: bool,
+    state: KernelState,
+    fold_to: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`_walk` so that a NaN or infinity reaches those who see it and no others: what is in the sums all queries see."""
+    valid = None if padding is None else padding.valid(k.shape[2], k.device)[:, None]
+    k, v = cleaned(k, None if valid is None else ~valid), cleaned(v, None if valid is None else ~valid)
+    if q.shape[2] == 1 or not causal:
+        return _walk(mechanism, q, k, v, padding, causal, state, fold_to)
+    tainted = taint(k, v)
+    k, v = cleaned(k, tainted), cleaned(v, tainted)
+    out, sums, normaliser = _walk(mechanism, q, k, v, padding, causal, state, fold_to)
+    if fold_to and tainted is not None:
+        sums = torch.where(tainted[..., :fold_to].any(-1)[..., None, None], math.nan, sums)
+    return poisoned(out, causal_mask, tainted), sums, normaliser
 
 
 def _walk(
@@ -100,29 +123,3 @@ def _walk(
     )
     shape = state.sums.shape[:2]
     return untiled(out, k), sums.unflatten(0, shape), normaliser.unflatten(0, shape)
-
-
-def _either(tainted: Tensor | None, other: Tensor | None) -> Tensor | None:
-    return other if tainted is None else tainted if other is None else tainted | other
-
-
-def _taint(state: KernelState, tainted: Tensor | None, valid: Tensor | None, keys: int) -> Tensor | None:
-    """Real keys that came with a NaN or infinity: the sums, as if they were one key, and those not folded before."""
-    if tainted is None and state.tainted is None:
-        return None
-    batch, groups = state.sums.shape[:2]
-    before = state.tainted if state.tainted is not None else state.sums.new_zeros(batch, groups, dtype=torch.bool)
-    if tainted is None:
-        tainted = state.sums.new_zeros(batch, groups, keys, dtype=torch.bool)
-    elif valid is not None:
-        tainted = tainted & valid[:, None]
-    return torch.cat([before[..., None], tainted], dim=-1)
-
-
-def _folded_taint(state: KernelState, tainted: Tensor | None, valid: Tensor | None, fold_to: int) -> Tensor | None:
-    if not fold_to or tainted is None:
-        return state.tainted
-    found = _taint(state, tainted, valid, tainted.shape[-1])
-    assert found is not None
-    more = found[..., : fold_to + 1].any(-1)
-    return None if state.tainted is None and readable(more) and not bool(more.any()) else more

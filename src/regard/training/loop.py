@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from regard.call import all_finite
+from regard.guard import all_finite
 from regard.layers.block import Block
 from regard.models.davit import Half
 from regard.training import store

@@ -4,7 +4,7 @@ the task."""
 import importlib
 from types import ModuleType
 
-from regard.call import refusal
+from regard.choice import refusal
 from regard.mask import causal
 from regard.mechanisms.text import from_text
 from regard.structure import Structure

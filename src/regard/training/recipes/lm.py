@@ -32,9 +32,9 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from regard.call import refusal
 from regard.checkpoints.errors import CheckpointError
 from regard.checkpoints.tokenizer import Tokenizer
+from regard.choice import refusal
 from regard.data.text import SUFFIXES, Document, Tokens, chance, documents, plain_ids, split, write_tokens
 from regard.data.vocabulary import train_bpe
 from regard.generation import generate
