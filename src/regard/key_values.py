@@ -268,26 +268,26 @@ class KeyValueState(State):
             )
         if self.padding is not None or padding is not None:
             padding = join_padding(self.padding, self.length, padding, new, k.shape[0], k.device)
-        runs: list[Run] = []
-        for run in self.runs:
-            if run.waiting and new:
-                spans = None if padding is None else padding.rows
-                runs += run.split(spans, self.length, end, self.capacity + self.forgotten)
-            else:
-                runs.append(run)
-        longer = []
-        for run in runs:
-            here = max(0, run.begin - self.length)
-            if here < new:
-                keys, values = run.of(k), run.of(v)
-                if here:
-                    keys, values = keys[:, :, here:], values[:, :, here:]
-                start = max(0, self.length - run.begin) - run.prefix_length
-                room = self.capacity + self.forgotten - run.begin - run.prefix_length
-                buffer = run.buffer.extended(start, keys, values, room, recorded)
-                run = run if buffer is run.buffer else replace(run, buffer=buffer)
-            longer.append(run)
-        return KeyValueState(tuple(longer), self.capacity, end, padding, None, self.may_share, self.forgotten)
+        runs: Iterable[Run] = self.runs
+        if new and any([run.waiting for run in runs]):
+            spans, room = None if padding is None else padding.rows, self.capacity + self.forgotten
+            split = (run.split(spans, self.length, end, room) if run.waiting else [run] for run in runs)
+            runs = [run for parts in split for run in parts]
+        longer = tuple([self._extended(run, k, v, recorded) for run in runs])
+        return KeyValueState(longer, self.capacity, end, padding, None, self.may_share, self.forgotten)
+
+    def _extended(self, run: Run, k: Tensor, v: Tensor, recorded: bool) -> Run:
+        """A run with its rows of T more keys and values, those from where it begins."""
+        early = run.begin - self.length
+        if max(early, 0) >= k.shape[2]:
+            return run
+        keys, values = run.of(k), run.of(v)
+        if early > 0:
+            keys, values = keys[:, :, early:], values[:, :, early:]
+        first = run.begin + run.prefix_length
+        room = self.capacity + self.forgotten - first
+        buffer = run.buffer.extended(max(self.length, run.begin) - first, keys, values, room, recorded)
+        return run if buffer is run.buffer else replace(run, buffer=buffer)
 
     def forget(self, first: int) -> "KeyValueState":
         """The state without the keys before position `first`, which no later token sees."""

@@ -34,7 +34,7 @@ from regard.owned import brief, check_class, flat, foreign, leaves, made_on, own
 from regard.paths import blocks, exact, reference
 from regard.paths.runs import over_runs, settled, with_space
 from regard.state import Sizes, State
-from regard.structure import EVERYTHING, FOREVER, Structure, padding_between, structure
+from regard.structure import EVERYTHING, FOREVER, Structure, padding_between, structure, with_padding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -337,7 +337,7 @@ class Mechanism:
         recorded = q.requires_grad or (bias is not None and bias.requires_grad) or self.learns(k.shape[3])
         longer = state.append(k, v, fresh, recorded=recorded)
         if longer.padding is not None:
-            rule = longer.padding if rule is None else rule & longer.padding
+            rule = with_padding(rule, longer.padding)
         longer = settled(self, q, longer, rule, bias, recorded)
         return over_runs(self, q, longer, rule, bias), longer
 

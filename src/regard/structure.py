@@ -7,7 +7,7 @@ that bind nothing at a shape are `EVERYTHING`.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import reduce
+from functools import lru_cache, reduce
 from operator import and_
 
 import torch
@@ -74,9 +74,25 @@ EVERYTHING, CAUSAL = Structure(), Structure(after=0)
 
 def structure(mask: Mask | None, queries: int, keys: int) -> Structure:
     """Take a mask apart into its band, its padding and the rest, dropping limits that exclude nothing at this shape:
-    `EVERYTHING` itself if none does. Where a trace holds a length open, all limits stay."""
+    `EVERYTHING` itself if none does. Where a trace holds a length open, all limits stay.
+
+    A mask remembers the last shape it was asked for, and what it is at any length: all layers of a step ask the same.
+    """
     if mask is None:
         return EVERYTHING
+    if torch.compiler.is_compiling():
+        return _structure(mask, queries, keys)
+    place = "_at_any_length" if keys is FOREVER else "_at_last"
+    asked = mask.__dict__.get(place)
+    if asked is None or asked[0] != queries or asked[1] != keys:
+        asked = queries, keys, _structure(mask, queries, keys)
+        if not symbolic(queries, keys):
+            mask.__dict__[place] = asked  # one assignment, so that threads see one or the other
+    known: Structure = asked[2]
+    return known
+
+
+def _structure(mask: Mask, queries: int, keys: int) -> Structure:
     bands, paddings, others = mask.terms()
     before = min([band.before for band in bands if band.before is not None], default=None)
     after = min([band.after for band in bands if band.after is not None], default=None)
@@ -93,6 +109,20 @@ def structure(mask: Mask | None, queries: int, keys: int) -> Structure:
     if before is None and after in (None, 0) and rest is None:
         return EVERYTHING if after is None else CAUSAL
     return Structure(before, after, (), rest)
+
+
+def with_padding(mask: Mask | None, padding: Padding) -> Mask:
+    """A mask and padding: one value for all layers of a step, whose padding is one value too."""
+    if mask is None:
+        return padding
+    if mask.terms().rest or torch.compiler.is_compiling():  # which may hold tables, too large to be kept for later
+        return mask & padding
+    return _joined(mask, padding)
+
+
+@lru_cache(maxsize=64)
+def _joined(mask: Mask, padding: Padding) -> Mask:
+    return mask & padding
 
 
 def both(first: Padding | None, second: Padding | None, keys: int) -> Padding | None:

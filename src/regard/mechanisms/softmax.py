@@ -10,6 +10,7 @@ Vaswani et al. 2017, "Attention is all you need".
 
 import math
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float
@@ -74,11 +75,17 @@ class Softmax(ScoreMechanism):
             return "bias: expected none with beta=inf, where no finite term changes the choice, got one"
         return None
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        formula = cls.score, cls.scale, cls.weigh, cls.mix
+        cls.as_stated = formula == (Softmax.score, Softmax.scale, Softmax.weigh, Softmax.mix)
+
+    as_stated: ClassVar[bool] = True
+    """Whether a subclass computes by the formula above."""
+
     def sdpa_scale(self, qk_length: int) -> float | None:
         """The scale with which PyTorch's SDPA computes this mechanism; None if it does not."""
-        kind = type(self)
-        own = kind.score, kind.scale, kind.weigh, kind.mix
-        if self.softcap is not None or own != (Softmax.score, Softmax.scale, Softmax.weigh, Softmax.mix):
+        if self.softcap is not None or not self.as_stated:
             return None
         scale = self._beta(qk_length)
         return scale if scale <= 1e6 else None

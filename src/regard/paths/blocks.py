@@ -91,7 +91,7 @@ class _Views:
         assert self.call.mask is not None
         visible = self.call.mask.at(self.call.batch, self.call.heads, place, positions(spans), self.call.q.device)
         some = visible.any(-1, keepdim=True)
-        blind = None if readable(some) and bool(some.all()) else ~some
+        blind = None if some.is_cpu and readable(some) and bool(some.all()) else ~some
         self.seen[shape] = visible, blind
         return visible, blind
 
