@@ -83,11 +83,11 @@ def structure(mask: Mask | None, queries: int, keys: int) -> Structure:
     if torch.compiler.is_compiling():
         return _structure(mask, queries, keys)
     place = "_at_any_length" if keys is FOREVER else "_at_last"
-    asked = mask.__dict__.get(place)
+    asked = getattr(mask, place, None)
     if asked is None or asked[0] != queries or asked[1] != keys:
         asked = queries, keys, _structure(mask, queries, keys)
         if not symbolic(queries, keys):
-            mask.__dict__[place] = asked  # one assignment, so that threads see one or the other
+            object.__setattr__(mask, place, asked)  # one assignment, so that threads see one or the other
     known: Structure = asked[2]
     return known
 

@@ -42,6 +42,11 @@ class Mask:
     · · ■ ■
     """
 
+    __slots__ = "_at_any_length", "_at_last"  # what structure.py remembers of it
+
+    def __getstate__(self) -> object:
+        return self.__dict__  # a copy or a pickle is the mask alone
+
     structured = True
     """Whether the rule is known to us; False for a dense tensor or a user's function, which can only be evaluated."""
 
