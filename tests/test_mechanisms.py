@@ -11,6 +11,7 @@ import torch
 import regard as rg
 from regard.laws.case import within_budget
 from regard.mechanisms import REGISTRY
+from regard.mechanisms.polynomial import FEW
 from regard.paths import sdpa
 
 
@@ -107,14 +108,15 @@ def test_a_bias_learns():
     assert torch.autograd.gradcheck(lambda b: rg.attend(q, k, v, mask=rg.causal, bias=b), bias, fast_mode=True)
 
 
+@pytest.mark.parametrize("queries", [5, FEW + 1])  # gathered, and in blocks
 @pytest.mark.parametrize("size", [1, 4, 16, 17, 33, 64])
-@pytest.mark.parametrize("mechanism", [rg.Quadratic(), rg.Quadratic(c=0.5), rg.Taylor()], ids=repr)
-def test_score_form_feature_form_and_summed_form_are_equal(mechanism, size):
-    q, k = torch.randn(5, size, dtype=torch.float64), torch.randn(7, size, dtype=torch.float64)
+@pytest.mark.parametrize("mechanism", [rg.Quadratic(), rg.Quadratic(c=0.5), rg.Quadratic(c=0), rg.Taylor()], ids=repr)
+def test_score_form_feature_form_and_summed_form_are_equal(mechanism, size, queries):
+    q, k = torch.randn(queries, size, dtype=torch.float64), torch.randn(7, size, dtype=torch.float64)
     expected = mechanism.similarity(q, k)
     torch.testing.assert_close(mechanism.features(q) @ mechanism.features(k).T, expected)
     torch.testing.assert_close(mechanism.summed_features(q) @ mechanism.summed_features(k).T, expected)
-    room = torch.full((5 * mechanism.summed_length(size),), math.nan, dtype=torch.float64)
+    room = torch.full((queries * mechanism.summed_length(size),), math.nan, dtype=torch.float64)
     assert torch.equal(mechanism.summed_features(q, room), mechanism.summed_features(q))
     assert mechanism.features(q).shape[-1] == mechanism.feature_length(size) == (size + 1) * (size + 2) // 2
     assert mechanism.summed_length(size) == mechanism.summed_features(q).shape[-1]

@@ -624,3 +624,18 @@ def test_a_kernel_refuses_a_state_of_keys_and_values() -> None:
 def test_a_state_prints_on_one_line() -> None:
     assert repr(start(STREAMS["softmax"])).startswith("KeyValueState(length=0, capacity=")
     assert repr(start(STREAMS["quadratic"])).startswith("KernelState(Quadratic(c=1.0), length=0, nbytes=")
+
+
+@pytest.mark.parametrize(("name", "most"), [("elu", 40), ("quadratic", 44), ("taylor", 51), ("random", 52)])
+def test_a_step_of_a_kernel_calls_few_operators(name: str, most: int) -> None:
+    """One token over sums and recent tokens: each operator takes longer to call than its handful of numbers."""
+    mechanism = STREAMS[name]
+    many = tokens(LONG + 2, torch.float32)
+    last = piece(many, LONG + 1, LONG + 2)
+    with torch.no_grad():
+        _, state = mechanism.extend(*piece(many, 0, LONG), start(mechanism, dtype=torch.float32), mask=rg.causal)
+        _, state = mechanism.extend(*piece(many, LONG, LONG + 1), state, mask=rg.causal)  # which makes tables
+        with torch.autograd.profiler.profile() as profile:
+            mechanism.extend(*last, state, mask=rg.causal)
+    called = [event.name for event in profile.function_events if event.cpu_parent is None]
+    assert 20 < len(called) <= most, called

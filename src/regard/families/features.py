@@ -23,7 +23,7 @@ from regard.kernel_state import KernelState
 from regard.key_values import KeyValueState
 from regard.mask import Mask
 from regard.mechanism import Mechanism
-from regard.owned import own_dtype, read_only
+from regard.owned import foreign, own_dtype, read_only
 from regard.paths import blocks, chunked, fused, fused_stream, reference, stream, sums_cost
 from regard.state import Sizes, State
 from regard.structure import EVERYTHING, Structure, padding_between, structure
@@ -94,7 +94,7 @@ class FeatureMechanism(Mechanism):
 
     def denominator(self, q: Tensor, phi: Tensor, normaliser: Tensor) -> Tensor:
         """phi(q)·normaliser, (…, T, K) -> (…, T)."""
-        return (phi @ normaliser[..., None])[..., 0]
+        return (phi @ normaliser.unsqueeze(-1)).squeeze(-1)
 
     def feature_flops(self, qk_length: int) -> int:
         """FLOPs of the contractions inside phi, per token: counted as it runs."""
@@ -111,6 +111,8 @@ class FeatureMechanism(Mechanism):
         return precision  # phi alone computes in its tensors' dtype: products of features are too large for half
 
     def _features(self, x: Tensor) -> Tensor:
+        if not foreign(self):  # it has no tensors, and so no dtype but that of x
+            return self.features(x)
         phi = read_only(self, "features", self.features, x.to(own_dtype(self) or x.dtype))
         if not self.shipped:
             expected = (*x.shape[:-1], self.feature_length(x.shape[-1]))

@@ -66,7 +66,7 @@ class Elu(FeatureMechanism):
     fused_form: ClassVar[str] = "elu"
 
     def features(self, x: Float[Tensor, "*b T K"]) -> Float[Tensor, "*b T C"]:
-        return nn.functional.elu(x) + 1
+        return nn.functional.elu(x).add_(1)
 
     def feature_length(self, qk_length: int) -> int:
         return qk_length

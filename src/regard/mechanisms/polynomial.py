@@ -22,8 +22,11 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from regard.eager import transformed
+from regard.eager import transformed, untouched
 from regard.families.features import FeatureMechanism
+
+FEW = 64
+"""Tokens, over all lines, up to which their features are gathered by a table: an operator a block would take longer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +67,11 @@ class _Square(FeatureMechanism):
         return whole * size**2 + rest**2 + right + qk_length + 1
 
     def summed_features(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        if x.shape[:-1].numel() <= FEW and not x.requires_grad and untouched():
+            left, right, scales = _table(self, x.shape[-1], x.dtype, x.device)
+            columns = F.pad(x, (0, 1), value=1.0).transpose(-1, -2)
+            products = columns.index_select(-2, left).mul_(columns.index_select(-2, right))
+            return products.mul_(scales[:, None]).transpose(-1, -2)
         a, b, d = self.coefficients(x.shape[-1])
         columns = x.transpose(-1, -2).contiguous()  # tokens last, so that every product runs along them
         # An off-diagonal block stands for its mirror image too: twice the product, a root of 2 on either side.
@@ -89,7 +97,7 @@ class _Square(FeatureMechanism):
         found[..., -1, :].fill_(math.sqrt(a))
         return found.transpose(-1, -2)
 
-    def summed_pairs(self, qk_length: int) -> tuple[Tensor, Tensor, Tensor]:
+    def summed_pairs(self, qk_length: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
         """`summed_features` as a table, on the CPU: feature c is scale_c x_i x_j, where coordinate qk_length is 1."""
         a, b, d = self.coefficients(qk_length)
         pairs: list[tuple[int, int, float]] = []
@@ -99,7 +107,7 @@ class _Square(FeatureMechanism):
         pairs += [(i, qk_length, math.sqrt(b)) for i in range(qk_length)]
         left, right, scales = zip(*pairs, (qk_length, qk_length, math.sqrt(a)), strict=True)
         table = torch.tensor([left, right], dtype=torch.int32, device="cpu")
-        return table[0], table[1], torch.tensor(scales, dtype=torch.float32, device="cpu")
+        return table[0], table[1], torch.tensor(scales, dtype=dtype, device="cpu")
 
     def feature_flops(self, qk_length: int) -> int:
         return 0
@@ -216,6 +224,14 @@ def _blocks(length: int) -> tuple[tuple[int, int, int, int], ...]:
     edges = [(a, min(a + size, length)) for a in range(0, length, size)]
     right = [(start, stop, stop, length) for start, stop in edges if stop < length]
     return tuple([(start, stop, start, stop) for start, stop in edges] + right)
+
+
+@lru_cache(maxsize=32)
+def _table(mechanism: _Square, length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """`summed_pairs` on a device, made once: a mechanism without tensors is a value."""
+    with torch.inference_mode(False):
+        left, right, scales = mechanism.summed_pairs(length, dtype)
+        return left.to(device), right.to(device), scales.to(device)
 
 
 @lru_cache(maxsize=32)

@@ -213,7 +213,7 @@ class _Backward:
             with torch.enable_grad():
                 similar, phi = compare(self.mechanism, q, k, diagonal_of(step, self.offset), real)
                 if history:
-                    num, den = meet(self.mechanism, q, similar, phi, v, self.sums, self.normaliser)
+                    num, den = meet(self.mechanism, q.flatten(1, 2), similar, phi, v, self.sums, self.normaliser)
                 else:
                     out = alone(similar, v)
             if history:

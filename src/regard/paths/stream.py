@@ -12,7 +12,7 @@ from regard.kernel_state import KernelState
 from regard.mask import Padding
 from regard.mask import causal as causal_mask
 from regard.paths import fused_stream
-from regard.paths.sums import steps, sweep, tiled, untiled
+from regard.paths.sums import step, steps, sweep, tiled, untiled
 from regard.structure import both
 
 
@@ -108,6 +108,9 @@ def _walk(
     """The output of the last tokens of k and v, and the sums with the first `fold_to` of them, by PyTorch."""
     new, length = q.shape[2], k.shape[2]
     rows, keys, values, real = tiled(q, k, v, None if padding is None else padding.valid(length, q.device))
+    if new == 1 and not fold_to:
+        out = step(mechanism, real, rows, keys, values, state.sums, state.normaliser, history=state.folded > 0)
+        return untiled(out, k), state.sums, state.normaliser
     offset = length - new if causal else None
     out, sums, normaliser = sweep(
         mechanism,

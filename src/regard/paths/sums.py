@@ -64,15 +64,17 @@ def steps(queries: int, keys: int, offset: int | None, fold_to: int | None = Non
 
 def tiled(q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Batch and key heads as one axis M: q (M, R, T, K), k (M, S, K), v (M, S, V), valid (M, S)."""
+    batch, heads, queries, length = q.shape
     groups = k.shape[1]
     real = None if valid is None else valid.repeat_interleave(groups, dim=0)
-    rows = q.unflatten(1, (groups, q.shape[1] // groups)).flatten(0, 1)
+    rows = q.reshape(batch * groups, heads // groups, queries, length)
     return rows, k.flatten(0, 1), v.flatten(0, 1), real
 
 
 def untiled(out: Tensor, k: Tensor) -> Tensor:
     """(M, R, T, V) as (B, H, T, V), for keys (B, G, S, K)."""
-    return out.unflatten(0, (k.shape[0], k.shape[1])).flatten(1, 2)
+    _, shared, queries, length = out.shape
+    return out.reshape(k.shape[0], k.shape[1] * shared, queries, length)
 
 
 def no_sums(mechanism: Any, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -117,7 +119,7 @@ def sweep(
         queries = q[:, :, step.start : step.stop].to(kind)
         similar, phi = compare(mechanism, queries, keys, diagonal_of(step, offset), real)
         if history:
-            out = divide(*meet(mechanism, queries, similar, phi, values, sums, normaliser, room))
+            out = divide(*meet(mechanism, queries.flatten(1, 2), similar, phi, values, sums, normaliser, room))
         else:
             out = alone(similar, values)
         out = out.unflatten(1, (q.shape[1], -1))
@@ -157,12 +159,7 @@ def compare(
     mechanism: Any, q: Tensor, k: Tensor, diagonal: int | None, real: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """Similarities (M, R·t, L) of queries (M, R, t, K) and one chunk of keys, 0 where hidden; and phi(q), if formed."""
-    rows, phi = q.flatten(1, 2), None
-    if mechanism.short:
-        similar = mechanism.similarity(rows, k)
-    else:
-        phi = mechanism.summed_features(rows)
-        similar = phi @ mechanism.summed_features(k).transpose(-1, -2)
+    similar, phi = _similar(mechanism, q.flatten(1, 2), k)
     if diagonal is not None:
         heads = similar.unflatten(1, q.shape[1:3])
         recorded = heads.requires_grad or transformed()
@@ -172,15 +169,23 @@ def compare(
     return similar, phi
 
 
+def _similar(mechanism: Any, rows: Tensor, k: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Similarities (M, N, L) of queries (M, N, K) and keys (M, L, K); and phi of the queries, if it was formed."""
+    if mechanism.short:
+        return mechanism.similarity(rows, k), None
+    phi = mechanism.summed_features(rows)
+    return torch.bmm(phi, mechanism.summed_features(k).transpose(-1, -2)), phi
+
+
 def alone(similar: Tensor, v: Tensor) -> Tensor:
     """The output where there is nothing but one chunk: the plain formula, to the last digit."""
     total = similar.sum(-1, keepdim=True)
-    return (similar / total.masked_fill(total == 0, 1)) @ v
+    return torch.bmm(similar / total.masked_fill(total == 0, 1), v)
 
 
 def meet(
     mechanism: Any,
-    q: Tensor,
+    rows: Tensor,
     similar: Tensor,
     phi: Tensor | None,
     v: Tensor,
@@ -188,13 +193,37 @@ def meet(
     normaliser: Tensor,
     room: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Numerator (M, R·t, V) and denominator (M, R·t) of queries (M, R, t, K) over one chunk and the sums before it."""
-    rows = q.flatten(1, 2)
+    """Numerator (M, N, V) and denominator (M, N) of queries (M, N, K) over one chunk and the sums before it."""
     phi = mechanism.summed_features(rows, room) if phi is None else phi
-    num = torch.baddbmm(phi @ sums, similar, v)
+    num = torch.baddbmm(torch.bmm(phi, sums), similar, v)
     return num, similar.sum(-1) + mechanism.denominator(rows, phi, normaliser)
 
 
 def divide(num: Tensor, den: Tensor) -> Tensor:
     """num / den, and 0 where there is nothing to divide by."""
-    return num / den.masked_fill(den == 0, math.inf)[..., None]
+    return num / den.masked_fill(den == 0, math.inf).unsqueeze(-1)
+
+
+def step(
+    mechanism: Any,
+    real: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sums: Tensor,
+    normaliser: Tensor,
+    history: bool,
+) -> Tensor:
+    """`sweep` for one query of each head, which sees every real key and the sums: (M, R, 1, K) -> (M, R, 1, V)."""
+    rows, kind = q.flatten(1, 2), sums.dtype
+    if q.dtype != kind:
+        rows, k, v = rows.to(kind), k.to(kind), v.to(kind)
+    similar, phi = _similar(mechanism, rows, k)
+    if real is not None:
+        similar = similar.masked_fill(~real[:, None], 0)
+    if history:
+        sums, normaliser = sums.flatten(0, 1), normaliser.flatten(0, 1)
+        out = divide(*meet(mechanism, rows, similar, phi, v, sums, normaliser))
+    else:
+        out = alone(similar, v)
+    return out.unsqueeze(2) if q.dtype == kind else out.unsqueeze(2).to(q.dtype)
