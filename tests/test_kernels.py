@@ -13,8 +13,8 @@ import regard as rg
 from regard.call import Call
 from regard.kernels import feature_attention, square_attention, step_attention
 from regard.laws.case import within_budget
-from regard.layers.slots import Clock, SumSlot
 from regard.paths import fused, fused_stream, stream
+from regard.slots import Clock, SumSlot
 from regard.structure import padding_between
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

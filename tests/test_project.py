@@ -29,6 +29,7 @@ LAYERS = [
     ["choice"],
     ["kernels"],
     ["paths"],
+    ["slots"],
     ["mechanism"],
     ["families"],
     ["mechanisms"],

@@ -33,6 +33,7 @@ from regard.mask import Mask, MaskFunction, as_mask
 from regard.owned import brief, check_class, flat, foreign, leaves, made_on, own_dtype, probe, read_only, same
 from regard.paths import blocks, exact, reference
 from regard.paths.runs import over_runs, settled, with_space
+from regard.slots import CacheSlot, Clock, Slot
 from regard.state import Sizes, State
 from regard.structure import EVERYTHING, FOREVER, Structure, padding_between, structure, with_padding
 
@@ -340,6 +341,16 @@ class Mechanism:
             rule = with_padding(rule, longer.padding)
         longer = settled(self, q, longer, rule, bias, recorded)
         return over_runs(self, q, longer, rule, bias), longer
+
+    slotted: ClassVar[bool] = True
+    """Whether its states have a form whose steps can be captured, `slot`."""
+
+    def slot(self, qk_length: int, state: Any, clock: Callable[[int], Clock], window: int | None) -> Slot:
+        """A state of heads of this length as memory that stays where it is, for steps that a GPU replays. `clock` gives
+        that of layers which hold so many of the last tokens; `window` is how many of them a token sees."""
+        if window is not None and state.length > 2 * window:
+            state = state.resized(window, state.length - window)
+        return CacheSlot(state, clock(state.length), None if window is None else window - 1)
 
     def cost(self, work: Work) -> Cost:
         """What this mechanism costs on some work, its similarity counted as it runs; see `regard.cost`."""

@@ -74,6 +74,9 @@ class State:
     mechanism: Any
     """Whose state it is: no other mechanism can go on with it. None for keys and values, which are alike for all."""
 
+    forgotten: int = 0
+    """How many of the first tokens a window has left behind for good."""
+
     @property
     def batch(self) -> int:
         """How many sequences it is of."""

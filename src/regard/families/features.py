@@ -9,6 +9,7 @@ of the stream. A query whose similarities sum to 0 gets 0.
 Katharopoulos et al. 2020, "Transformers are RNNs".
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -25,6 +26,7 @@ from regard.mask import Mask
 from regard.mechanism import Mechanism
 from regard.owned import foreign, own_dtype, read_only
 from regard.paths import blocks, chunked, fused, fused_stream, reference, stream, sums_cost
+from regard.slots import Clock, Slot, SumSlot
 from regard.state import Sizes, State
 from regard.structure import EVERYTHING, Structure, padding_between, structure
 
@@ -183,6 +185,11 @@ class FeatureMechanism(Mechanism):
             return q.new_zeros(*q.shape[:3], v.shape[3]) + q[..., :0].sum(), state
         hidden = padding_between(rule, state.folded, total, total)
         return stream.stream(self, q, k, v, state, structure(rule, new, total).causal, hidden, RECENT)
+
+    def slot(self, qk_length: int, state: Any, clock: Callable[[int], Clock], window: int | None) -> Slot:
+        if not self.linear(qk_length):
+            return super().slot(qk_length, state, clock, window)
+        return SumSlot(state, clock(state.length))
 
     def cost(self, work: Work) -> Cost:
         state_bytes = key_value_bytes(work)

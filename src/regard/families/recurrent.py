@@ -45,6 +45,7 @@ class RecurrentMechanism(UnnormalisedMechanism):
     """A mechanism with a matrix for its history. A subclass states `table`, `walk` and what these cost."""
 
     ordered: ClassVar[bool] = True
+    slotted: ClassVar[bool] = False
     excuses: ClassVar[Mapping[str, str]] = {
         **UnnormalisedMechanism.excuses,
         "permuted": "what a key counts for depends on the tokens that came after it",

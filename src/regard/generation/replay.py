@@ -16,16 +16,14 @@ from torch.nn.modules import module as nn_module
 from regard.eager import untouched
 from regard.generation.prompt import Prompt, with_room
 from regard.guard import all_finite
-from regard.kernel_state import KernelState
-from regard.key_values import KeyValueState, first_room
-from regard.layers.slots import CacheSlot, Clock, Slot, SumSlot
+from regard.key_values import first_room
 from regard.layers.streaming import ModelState, recalled
 from regard.mask import Padding
 from regard.models.decoder import Decoder
 from regard.models.transformer import Transformer
 from regard.owned import foreign
 from regard.paths import gpu, split
-from regard.paths.stream import folded
+from regard.slots import Clock
 
 LEAST = 8
 """New tokens from which on a capture pays: it takes about as long as two steps."""
@@ -59,9 +57,9 @@ def uncapturable(model: Decoder | Transformer, state: ModelState, most: int) -> 
             return reason
         if foreign(mechanism):
             return f"{type(mechanism).__name__} runs code that may read numbers"
-        if getattr(layer, "forgotten", 0):
+        if layer.forgotten:
             return "its state has forgotten what a mask's window left behind"
-        if not isinstance(layer, KeyValueState | KernelState):
+        if not mechanism.slotted:
             return f"no slot for a {type(layer).__name__}"
     return None
 
@@ -139,21 +137,19 @@ class Replay:
         device = model.device
         self.clocks: dict[int, Clock] = {}
 
-        def clock(gone: int) -> Clock:
-            """That of layers which have forgotten the first tokens: their places begin later."""
+        def clock(held: int) -> Clock:
+            """That of layers which hold the last tokens alone: their places begin later."""
+            gone = state.length - held
             if gone not in self.clocks:
                 begins = None if starts is None else tuple(low - gone for low in starts)
                 self.clocks[gone] = Clock.at(state.length - gone, begins, self.capacity - gone, device)
             return self.clocks[gone]
 
-        def slot(layer: Any, size: int | None) -> Slot:
-            if isinstance(layer, KernelState):
-                return SumSlot(layer, clock(0))
-            if size is not None and layer.length > 2 * size:
-                layer = layer.resized(size, layer.length - size)
-            return CacheSlot(layer, clock(state.length - layer.length), None if size is None else size - 1)
-
-        self.slots = [slot(layer, size) for layer, size in zip(state.layers, state.windows, strict=True)]
+        layers = zip(_stack(model).layers, state.layers, state.windows, strict=True)
+        self.slots = [
+            block.attention.mechanism.slot(block.attention.qk_length, layer, clock, size)
+            for block, layer, size in layers
+        ]
         self.tokens = torch.zeros(len(self.slots[0].tensors[0]), 1, dtype=torch.long, device=device)
         rotary = _stack(model).rotary
         self.turns = None if rotary is None else rotary.tables(torch.arange(self.capacity, device=device))
@@ -172,8 +168,7 @@ class Replay:
         self.tokens.copy_(tokens.pin_memory() if self.tokens.is_cuda else tokens, non_blocking=True)
         self.length += 1
         for slot, block in zip(self.slots, _stack(self.model).layers, strict=True):
-            if isinstance(slot, SumSlot) and folded(self.length, 2 * slot.half) > slot.folded:
-                slot.fold(block.attention.mechanism)
+            slot.make_room(block.attention.mechanism, self.length)
         with all_finite():  # a NaN in a key is a NaN in the logits, which is an error
             if not self.warm or not self.tokens.is_cuda:
                 self.logits = self._step()

@@ -23,12 +23,12 @@ from regard.guard import cleaned, poisoned, taint
 from regard.layers.linear import Linear, projections
 from regard.layers.positions import Rotary, Tables
 from regard.layers.ragged import Ragged
-from regard.layers.slots import Slot
 from regard.mask import Band, Mask, MaskFunction, Packed, as_mask
 from regard.mechanism import Mechanism
 from regard.mechanisms import Softmax, named
 from regard.owned import named_tensors, replaced
 from regard.paths import gpu, split
+from regard.slots import Slot
 from regard.structure import structure
 
 AnyMask = Mask | MaskFunction | Tensor | None

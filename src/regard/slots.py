@@ -16,6 +16,7 @@ from regard.kernel_state import KernelState
 from regard.key_values import KeyValueState, Run
 from regard.mask import Padding
 from regard.paths import fused_stream, gpu, split
+from regard.paths.stream import folded
 from regard.paths.sums import Step, fold, sweep, tiled, untiled
 
 
@@ -64,7 +65,26 @@ class Clock:
         return seen if self.low is None else seen & (place >= self.low[:, None])
 
 
-class CacheSlot:
+class Slot:
+    """What a captured step asks of its memory."""
+
+    length: int
+    """Tokens it held when it was made."""
+    tensors: tuple[Tensor, ...]
+
+    def attend(self, mechanism: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Keep one more token's key and value, and attend from it to all there are."""
+        raise NotImplementedError
+
+    def make_room(self, mechanism: Any, length: int) -> None:
+        """What has to be done before token `length`, outside of the captured step."""
+
+    def state(self, like: Any, length: int, padding: Padding | None) -> Any:
+        """A state of the first `length` tokens, which takes the slot's memory; `like` is the one it was made of."""
+        raise NotImplementedError
+
+
+class CacheSlot(Slot):
     """Room for the keys and values of a mechanism that looks at each of them again."""
 
     def __init__(self, state: KeyValueState, clock: Clock, before: int | None) -> None:
@@ -74,7 +94,6 @@ class CacheSlot:
         self.bounds = clock.bounds()
 
     def attend(self, mechanism: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Keep one more token's key and value, and attend from it to all there are."""
         new = (k, v) if self.rounded is None else _apart(quantize(k), quantize(v))
         for room, tensor in zip(self.tensors, new, strict=True):
             room.index_copy_(2, self.clock.newest, tensor)
@@ -94,14 +113,13 @@ class CacheSlot:
         return mechanism.mix(mechanism.weigh(q, keys, visible), values).to(q.dtype)
 
     def state(self, like: KeyValueState, length: int, padding: Padding | None) -> KeyValueState:
-        """A state of the first `length` tokens, which takes the slot's memory."""
         batch = self.tensors[0].shape[0]
         buffer = Buffer(self.tensors[0], self.tensors[1], length, False, _pair(self.tensors[2:]), self.rounded)
         run = Run(tuple(range(batch)), buffer, waiting=False)
         return KeyValueState((run,), max(like.capacity, self.clock.capacity), length, padding)
 
 
-class SumSlot:
+class SumSlot(Slot):
     """The running sums of a kernel mechanism, and room for its newest tokens as they are."""
 
     def __init__(self, state: KernelState, clock: Clock) -> None:
@@ -117,7 +135,6 @@ class SumSlot:
         """The first real one of the newest tokens of each row and the one after the last, (2, B)."""
 
     def attend(self, mechanism: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Keep one more token's key and value, and attend from it to the sums and the newest tokens."""
         for room, tensor in zip(self.tensors, (k, v), strict=True):
             room.index_copy_(2, self.clock.newest - self.gone, tensor)
         self.limits[1].add_(1)
@@ -131,9 +148,11 @@ class SumSlot:
         out, *_ = sweep(mechanism, plan, None, real, rows, keys, values, self.sums, self.normaliser, history=True)
         return untiled(out, k)
 
-    def fold(self, mechanism: Any) -> None:
-        """Take the older half of the newest tokens into the sums, which makes room for as many."""
+    def make_room(self, mechanism: Any, length: int) -> None:
+        """Take the older half of the newest tokens into the sums where a stream would, which makes room for as many."""
         half = self.half
+        if folded(length, 2 * half) <= self.folded:
+            return
         keys, values = (t[:, :, :half] for t in self.tensors)
         sums, normaliser = self._by_head()
         if fused_stream.cannot(mechanism, keys, keys, values, sums, True, False) is None:
@@ -156,7 +175,6 @@ class SumSlot:
         return self.sums.unflatten(0, (-1, self.heads)), self.normaliser.unflatten(0, (-1, self.heads))
 
     def state(self, like: KernelState, length: int, padding: Padding | None) -> KernelState:
-        """A state of the first `length` tokens, which takes the slot's memory."""
         batch, shape, count = self.tensors[0].shape[0], (-1, self.heads), length - self.folded
         old = None if padding is None else padding.between(0, self.folded, length)
         new = None if padding is None else padding.between(self.folded, length, length)
@@ -169,9 +187,6 @@ class SumSlot:
             recent=KeyValueState((run,), 2 * self.half, count, new),
             padding=old,
         )
-
-
-Slot = CacheSlot | SumSlot
 
 
 def _pair(scales: Any) -> tuple[Tensor, Tensor] | None:
