@@ -142,9 +142,7 @@ def streamed(mechanism, q, k, v, pieces, rule=rg.causal):
     for tokens in torch.arange(q.shape[2]).split(pieces):
         total = state.length + len(tokens)
         real = padding_between(rule, state.folded, total, q.shape[2])
-        out, state = stream.stream(
-            mechanism, q[:, :, tokens], k[:, :, tokens], v[:, :, tokens], state, True, real, None, 32
-        )
+        out, state = stream.stream(mechanism, q[:, :, tokens], k[:, :, tokens], v[:, :, tokens], state, True, real, 32)
         outs.append(out)
     return torch.cat(outs, 2), state
 
@@ -201,8 +199,7 @@ def test_a_slot_goes_on_with_a_stream_by_kernels(name, streams_by_kernels):
     clock = Clock.at(count, (0, 19), 100, q.device)
     slot = SumSlot(state, clock)
     for at in range(count, 50):
-        if stream.folded(at + 1, 32) > slot.folded:
-            slot.fold(mechanism)
+        slot.make_room(mechanism, at + 1)
         clock.tick()
         out = slot.attend(mechanism, *(t[:, :, at : at + 1] for t in (q, k, v)))
         torch.testing.assert_close(out.double(), exact[:, :, at : at + 1], rtol=0, atol=1e-5)
