@@ -6,12 +6,14 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import pytest
 
+import regard as rg
 from processes import finished
-from regard.cli import main
+from regard.cli import main, train
+from regard.cli.commands import load as load_command
 
 Inside: TypeAlias = Callable[..., subprocess.CompletedProcess[str]]
 COMMANDS = ("demo", "check", "cost", "bench", "models", "convert", "generate", "chat", "train", "translate", "classify")
@@ -82,6 +84,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model of no use and a file."""
+    found = tmp_path_factory.mktemp("model")
+    config = rg.DecoderConfig(vocabulary_size=9, embedding_dim=8, num_layers=1, num_heads=2)
+    rg.save(rg.Decoder(config), found / "model")
+    (found / "taken").write_text("a file where a folder is wanted")
+    return found
+
+
 @pytest.mark.parametrize("command", ["", *COMMANDS])
 def test_help_has_an_example(inside: Inside, command: str) -> None:
     done = inside(*filter(None, [command]), "--help")
@@ -111,7 +123,7 @@ def test_version_is_the_package_version(inside: Inside) -> None:
         (["check", "softmax", "--examples", "0"], "examples"),
         (["check", "--own", "mine.py:Nothing"], "Nothing"),
         (["check", "--own", "mine.py:Sized"], "size"),
-        (["check", "--own", "mine.py:projected"], "qk_length: expected one that Kernel takes, got 4"),
+        (["check", "--own", "mine.py:projected"], "--qk-length: expected one that Kernel takes, got 4"),
         (["check", "--own", "mine.py:torch"], "regard.Mechanism"),
         (["check", "--own", "mine"], "FILE.py:NAME, MODULE:NAME, got 'mine'"),
         (["check", "--own", "broken.py:Any"], "nothing_of_this_name"),
@@ -137,6 +149,42 @@ def test_an_error_is_one_line_and_exit_2(inside: Inside, folder: Path, arguments
     assert done.stdout == ""
     assert re.fullmatch(rf"regard: error: [^\n]*{re.escape(named)}[^\n]*\n", done.stderr)
     assert len(done.stderr) < 500
+
+
+BESIDE = {
+    "generate": ["model", "x"], "chat": ["model"], "models": ["model"], "convert": ["model", "out"],
+    "classify": ["model", "x"], "translate": ["x"], "train resume": ["taken"],
+}  # fmt: skip
+"""What a command needs beside its flags."""
+FILES = ("--out", "--plot", "--show", "--file")
+FREE = ("--stop", "--system", "--suffix")
+"""Flags that take any text."""
+
+
+def commands() -> dict[str, Any]:
+    recipes = {f"train {name}": train._load(name) for name in load_command("train").commands}
+    return {name: load_command(name) for name in COMMANDS if name != "train"} | recipes
+
+
+def bad_values(flag: str) -> tuple[str, ...]:
+    if flag in FILES:
+        return ("taken/inside",)
+    return () if flag in FREE else ("nosuch",) if flag == "--length-penalty" else ("nosuch", "-1")
+
+
+@pytest.mark.parametrize("command", commands())
+def test_an_error_names_the_flag_that_was_typed(inside: Inside, model: Path, command: str) -> None:
+    """Every flag that takes a value, with bad ones; of a file there may be nothing to say but its name."""
+    options = [option for option in commands()[command].params if option.opts[0].startswith("-")]
+    for flag, bad in ((one.opts[0], bad) for one in options if not one.is_flag for bad in bad_values(one.opts[0])):
+        more = BESIDE.get(command, [])
+        if command.startswith("train") and command != "train resume" and flag not in ("--steps", "--out"):
+            more = ["--steps", "1", "--out", "run"]
+        done = inside(*command.split(), *more, flag, bad, cwd=model)
+        assert done.returncode == 2, (flag, bad, done.stdout, done.stderr)
+        assert re.fullmatch(rf"regard: error: ({re.escape(bad)}: |[^\n]*{flag}\b)[^\n]*\n", done.stderr), (flag, bad)
+        assert not re.search(r"\w\(\w*=|error: \w+_\w+:", done.stderr), done.stderr  # words of Python's
+    assert sorted(path.name for path in model.iterdir()) == ["model", "taken"]
 
 
 def test_an_error_in_a_process_of_its_own() -> None:
@@ -280,7 +328,7 @@ def test_cost_measure_says_what_was_measured(inside: Inside) -> None:
     alone = inside("cost", "--measure", "--mechanism", "softmax", *shape)
     assert (alone.returncode, alone.stderr) == (
         2,
-        "regard: error: measure: expected two mechanisms to compare, got one\n",
+        "regard: error: --measure: expected two mechanisms to compare, got one\n",
     )
 
 

@@ -206,15 +206,15 @@ def test_an_interrupted_text_stays_as_far_as_it_came(endless: str, as_json: bool
     [
         (["x", "--temperature", "-1"], "temperature"),
         (["x", "--temperature", "nan"], "temperature"),
-        (["x", "--top-p", "0"], "top_p"),
-        (["x", "--top-k", "0"], "top_k"),
-        (["x", "--min-p", "2"], "min_p"),
-        (["x", "--repetition-penalty", "0"], "repetition_penalty"),
+        (["x", "--top-p", "0"], "--top-p: "),
+        (["x", "--top-k", "0"], "--top-k: "),
+        (["x", "--min-p", "2"], "--min-p: "),
+        (["x", "--repetition-penalty", "0"], "--repetition-penalty: "),
         (["x", "--n", "0"], "n"),
         (["x", "--beams", "0"], "beams"),
         (["x", "--beams", "2", "--temperature", "1"], "temperature"),
         (["x", "--beams", "2", "--n", "3"], "beams"),
-        (["x", "--length-penalty", "inf"], "length_penalty"),
+        (["x", "--length-penalty", "inf"], "--length-penalty: "),
         (["x", "--max-new-tokens", "0"], "max-new-tokens"),
         (["x", "--seed", "-1"], "seed"),
         (["x", "--stop", ""], "stop"),
@@ -225,7 +225,7 @@ def test_an_interrupted_text_stays_as_far_as_it_came(endless: str, as_json: bool
         (["x", "--mechanism", "nosuch"], "softmax"),
         (["x", "--dtype", "int8"], "float32"),
         (["x", "--log-probabilities"], "--json"),
-        (["x", "y", "--show-cost"], "show_cost"),
+        (["x", "y", "--show-cost"], "--show-cost: "),
         ([""], "empty"),
         (["x", ""], "empty prompt 2"),
         (["--file", "gap.txt"], "empty line 2"),
@@ -326,7 +326,7 @@ def test_an_int8_state_of_sums_is_an_error(inside: Inside, tmp_path: Path) -> No
     model = rg.save(tiny(mechanism="elu", embedding_dim=128), tmp_path / "model")
     done = inside("generate", str(model), "abc", "--state", "int8")
     assert (done.returncode, done.stdout) == (2, "")
-    assert re.fullmatch(r"regard: error: storage: [^\n]*sums[^\n]*\n", done.stderr)
+    assert re.fullmatch(r"regard: error: --state: [^\n]*sums[^\n]*\n", done.stderr)
 
 
 def test_the_cost_is_a_table_beside_the_text(inside: Inside, small: str) -> None:

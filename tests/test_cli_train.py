@@ -111,7 +111,7 @@ FAILURES = {
     "a mechanism of no name": (["--mechanism", "softmux"], "softmux"),
     "a width that heads do not divide": (["--width", "17", "--heads", "2"], ": expected"),
     "no steps": (["--steps", "0"], "steps: expected a whole number of at least 1, got 0"),
-    "a batch too small": (["--batch-tokens", "1"], "batch_tokens: expected room for the longest example"),
+    "a batch too small": (["--batch-tokens", "1"], "--batch-tokens: expected room for the longest example"),
     "a device that is not here": (["--device", "tpu"], "device"),
     "shards for one process": (["--strategy", "fsdp"], "strategy: expected fsdp under torchrun alone"),
     "a flag of no name": (["--nosuch", "1"], "nosuch"),
@@ -119,7 +119,10 @@ FAILURES = {
 SPECIAL = [
     (["translate", "--data", "columns.tsv"], "columns.tsv, line 2: expected 2 columns"),
     (["translate", "--data", "broken.tsv"], "broken.tsv, line 2"),
-    (["translate", "--count", "50", "--held-out", "5", "--kv-heads", "3"], "num_kv_heads"),
+    (
+        ["translate", "--count", "50", "--held-out", "5", "--kv-heads", "3"],
+        "--kv-heads: expected a divisor of --heads 4",
+    ),
     (["classify", "--data", "one.tsv"], "expected at least 2 classes"),
     (["classify", "--from", "nowhere"], "nowhere"),
     (["resume", "nowhere"], "nowhere"),

@@ -514,7 +514,7 @@ def test_a_length_of_heads_that_it_does_not_take_is_one_line(here, regard):
         done = regard(*command)
         assert done.returncode == 2
         assert re.fullmatch(
-            r"regard: error: qk_length: expected one that Fixed takes, got \d+, with which it raises [^\n]*\n",
+            r"regard: error: --qk-length: expected one that Fixed takes, got \d+, with which it raises [^\n]*\n",
             done.stderr,
         )
     with pytest.raises(ValueError, match="qk_length: expected one that Fixed takes, got 64"):

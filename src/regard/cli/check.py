@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 import regard as rg
-from regard.cli.common import one_thread, print_json, progress
+from regard.cli.common import named, one_thread, print_json, progress
 from regard.laws import LAWS
 from regard.laws.case import DTYPES, HEADS, MASKS
 from regard.mechanisms import REGISTRY
@@ -50,7 +50,9 @@ def check(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object with every cell.")] = False,
 ) -> None:
     """Run the laws on mechanisms: every law, mask, grouping of heads and dtype is a cell. Exit 1 if one is broken."""
-    chosen = [from_text(text) for text in [*(mechanisms or ()), *(own or ())] or REGISTRY]
+    chosen = [from_text(text) for text in mechanisms or (() if own else REGISTRY)]
+    with named(mechanism="own"):
+        chosen += [from_text(text) for text in own or ()]
     picked = {
         "laws": law or list(LAWS),
         "masks": mask or list(MASKS),

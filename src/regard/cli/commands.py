@@ -2,6 +2,7 @@
 is asked for; `regard --help` reads what it lists from the source of the modules."""
 
 import ast
+import re
 from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import version
@@ -102,7 +103,36 @@ def command(function: Callable[..., None], name: str, commands: tuple[str, ...])
     """A function as the command `name`, with examples."""
     alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
     alone.command(name, epilog=examples(*commands))(function)
-    return typer.main.get_command(alone)
+    made: Any = typer.main.get_command(alone)
+    made.callback = _in_flags(made.callback, made.params)
+    return made
+
+
+OPTIONS = {"storage": "state", "embedding_dim": "width", "hidden_dim": "hidden", "vocabulary_size": "vocabulary"}
+"""Arguments of the library's, which its errors name, by the options that they come from; num_heads is --heads and laws
+is --law anyway."""
+
+
+def _in_flags(run: Callable[..., Any], parameters: Any) -> Callable[..., Any]:
+    """A command whose errors name the flag that was typed, where the library names an argument of Python's."""
+    options = [(one.name, one.opts[0]) for one in parameters if one.opts[0].startswith("-")]
+    flags = {spelling: flag for name, flag in options for spelling in (name, flag.strip("-").replace("-", "_"))}
+
+    def flag(name: str) -> str | None:
+        spellings = (name, name.removeprefix("num_"), name.removesuffix("s"), OPTIONS.get(name, ""))
+        return next((flags[spelling] for spelling in spellings if spelling in flags), None)
+
+    def spoken(**values: Any) -> Any:
+        try:
+            return run(**values)
+        except ValueError as error:
+            name, colon, rest = str(error).partition(": expected ")
+            if not colon or flag(name) is None:
+                raise
+            rest = re.sub(r"\b([a-z_]+) ?= ?(?=\w)", lambda match: f"{flag(match[1]) or match[1]} ", rest)
+            raise ValueError(f"{flag(name)}{colon}{rest}") from error
+
+    return spoken
 
 
 def examples(*commands: str) -> str:

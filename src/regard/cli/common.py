@@ -72,6 +72,18 @@ def one_of(name: str, given: str, known: dict[str, Any]) -> Any:
     return known[given]
 
 
+@contextmanager
+def named(**options: str) -> Iterator[None]:
+    """Errors about an argument of the library's as errors about the option that it comes from: `path="plot"`."""
+    try:
+        yield
+    except ValueError as error:
+        argument, colon, rest = str(error).partition(": ")
+        if argument not in options:
+            raise
+        raise ValueError(f"{options[argument]}{colon}{rest}") from error
+
+
 def print_table(
     rows: Sequence[dict[str, Any]], *, right: Sequence[str] = (), section: Sequence[str] = (), drop: Sequence[str] = ()
 ) -> None:

@@ -10,9 +10,9 @@ import torch
 import typer
 
 import regard as rg
-from regard.cli.common import digits, one_of, one_thread, print_json, print_table, progress
+from regard.cli.common import digits, named, one_of, one_thread, print_json, print_table, progress
 from regard.cost import LONGEST, MODES, PRICES, heads_label, human, mode_crossover, mode_work
-from regard.mechanisms.text import CHOICES, from_text
+from regard.mechanisms.text import CHOICES, from_text, lookup
 
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 WIDEST = 1 << 16
@@ -80,7 +80,11 @@ def cost(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object with raw numbers.")] = False,
 ) -> None:
     """What attention costs: FLOPs, bytes, state and activation memory over length, and where mechanisms cross."""
-    chosen = _chosen([*(mechanism or ["softmax", "quadratic"]), *(own or ())])
+    names = mechanism or ["softmax", "quadratic"]
+    with named(mechanism="own"):
+        for text in own or ():
+            lookup(text)
+    chosen = _chosen([*names, *(own or ())])
     num_heads = heads or (4 if measure else 32)
     mask = rg.causal if is_causal else None
     if window is not None:
@@ -103,7 +107,8 @@ def cost(
         rows = _cost_rows(chosen, work, groupings, modes, lengths, embedding_dim)
         crossovers = _crossovers(chosen, work, groupings, modes)
         if plot is not None:
-            _draw_cost(plot, chosen, work, groupings, modes, lengths)
+            with named(path="plot"):
+                _draw_cost(plot, chosen, work, groupings, modes, lengths)
     found: dict[str, Any] = {"rows": rows, "crossovers": crossovers}
     if measure:
         found["measured"] = _measured(chosen, work, groupings[0])

@@ -16,7 +16,7 @@ def demo(
         "regard-demo"
     ),
     steps: Annotated[int, typer.Option(metavar="N", min=1, help="Steps of each training.")] = 900,
-    seed: Annotated[int, typer.Option(metavar="N", help="Seed of weights and order.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Seed of weights and order.")] = 0,
 ) -> None:
     """Train two small translators in about two minutes, one with softmax attention and one with quadratic; translate,
     look where they look, compare, count, prove."""

@@ -93,9 +93,11 @@ def plan(
     Sampling(**sampling)
     seeds_of(seed, 1, 1)
     stops = (*(stop or ()), *(stop_token or ()))
-    for one in stops:
-        if one == "" or (isinstance(one, int) and one < 0):
-            raise ValueError(f"stop: expected a text, or a token from 0, got {one!r}")
+    if "" in stops:
+        raise ValueError("stop: expected a text, got ''")
+    for token in stop_token or ():
+        if token < 0:
+            raise ValueError(f"stop_token: expected a token from 0, got {token}")
     storage = None if state is None else one_of("state", state, INT8)
     wanted = None if dtype is None else one_of("dtype", dtype, FILE_DTYPES)
     if weights is not None:
@@ -166,7 +168,7 @@ def generate(
     texts = _texts(prompts, file)
     several = len(texts) * n > 1
     if show_cost and (several or beams > 1):
-        raise ValueError("show_cost: expected one prompt, n = 1 and beams = 1, got more, which share their steps")
+        raise ValueError("show_cost: expected one prompt, --n 1 and --beams 1, got more, which share their steps")
 
     model = chosen.load()
     if show_cost and not isinstance(model, rg.Decoder):

@@ -99,7 +99,7 @@ def _plain(value: Any) -> Any:
 
 def resume(
     folder: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")],
-    steps: Annotated[int | None, typer.Option(metavar="N", help="Train to this many steps instead.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, metavar="N", help="Train to this many steps instead.")] = None,
     device: Device = None,
     strategy: Strategy = "ddp",
     as_json: AsJson = False,

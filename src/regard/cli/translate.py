@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from regard.cli.common import progress, read_text, waiting
+from regard.cli.common import named, progress, read_text, waiting
 from regard.files import save_figure
 
 if TYPE_CHECKING:
@@ -57,7 +57,8 @@ def translate(
             part = lines[start : start + AT_ONCE]
             written = recipe.translate(found, [line for line in part if line.strip()], beams=beams)
             if show is not None:
-                save_figure(recipe.attention_figure(found, lines[0], written[0]), show)
+                with named(path="show"):
+                    save_figure(recipe.attention_figure(found, lines[0], written[0]), show)
             _print(part, written, as_json)
 
 

@@ -90,7 +90,7 @@ def _check_lengths(mechanism: Mechanism, lengths: Sequence[tuple[int, int]]) -> 
             raise ValueError(
                 f"qk_length: expected one that {type(mechanism).__name__} takes, got {length}, with which it raises "
                 f"{type(error).__name__}: {str(error).splitlines()[0]}; a mechanism for heads of one length is checked "
-                "with check(mechanism, qk_length=…)"
+                "with that length"
             ) from error
 
 

@@ -59,7 +59,8 @@ class Settings:
     def __post_init__(self) -> None:
         for name in ("steps", "accumulate", "keep"):
             _at_least(name, getattr(self, name), 1)
-        _at_least("warmup", self.warmup, 0)
+        for name in ("warmup", "seed"):
+            _at_least(name, getattr(self, name), 0)
         for name in ("batch_tokens", "batch_size", "evaluate_every", "save_every", "patience"):
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), 1)

@@ -63,6 +63,8 @@ class Options:
                 raise ValueError(f"{name}: expected none, the model that training starts from has its own, got {given}")
         if self.length < 8:
             raise ValueError(f"length: expected at least 8, got {self.length}")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout: expected at least 0 and below 1, got {self.dropout}")
         if self.mechanism is not None:
             lookup(self.mechanism)
         if self.start is None:

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int64, UInt8
 from torch import Tensor, nn
 
-from regard.checkpoints import load_with
+from regard.checkpoints import load_with, resolve
 from regard.data.draws import draws
 from regard.data.glyphs import CHARACTERS, glyphs
 from regard.data.images import Images, pixels, read_images
@@ -190,6 +190,8 @@ def build(options: Options, folder: Path, seed: int) -> "Vision":
     >>> sorted((name, tuple(one.shape)) for name, one in task.batch([3, 5], epoch=0).items())
     [('draws', (2, 9)), ('images', (2, 1, 28, 28)), ('labels', (2,))]
     """
+    if options.start is not None:
+        resolve(options.start)  # before the seconds that images take
     images = _rendered(options, seed) if options.data is None else read_images(Path(options.data))
     torch.manual_seed(seed)
     return Vision(_model(options, images), images, options, seed)
