@@ -11,6 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import regard as rg
 from regard import cpu
 from regard.buffer import quantize
+from regard.call import Call
+from regard.choice import plan
 from regard.layers.int8 import Int8Embedding, Int8Linear, product, tied_head
 
 fast = pytest.mark.skipif(cpu.missing() is not None, reason=f"int8 weights are refused here: {cpu.missing()}")
@@ -505,3 +507,112 @@ def test_smollm2_on_an_int8_state_chooses_the_same_words(smollm2):
     assert same_token >= 0.95  # 0.973 where it was measured
     assert 0.005 < off < 0.15
     assert state.nbytes < 0.27 * model.start(batch=1, capacity=512).nbytes
+
+
+# Machine code over int8 states
+
+WIDE = {"num_kv_heads": 2, "qk_length": 32, "value_length": 16}
+GOING_BY_DECODE = (rg.Softmax(), rg.Softmax(beta=0.7), rg.Uniform())
+by_machine_code = pytest.mark.skipif(cpu.missing() is not None, reason=str(cpu.missing()))
+
+
+def history(length, new, batch=2, dtype=torch.float32, storage=torch.int8, mechanism=GOING_BY_DECODE[0]):
+    """A state of some tokens, and new ones."""
+    torch.manual_seed(length + new)
+    shape = batch, WIDE["num_kv_heads"], length + new
+    k, v = (torch.randn(*shape, WIDE[size]).to(dtype) for size in ("qk_length", "value_length"))
+    q = torch.randn(batch, 6, new, WIDE["qk_length"]).to(dtype)
+    state = mechanism.start(batch=batch, **WIDE, capacity=length + 4 * new, dtype=dtype, storage=storage)
+    state = state.append(k[:, :, :length], v[:, :, :length])
+    return q, k[:, :, length:], v[:, :, length:], state
+
+
+@by_machine_code
+@pytest.mark.parametrize("mechanism", GOING_BY_DECODE, ids=repr)
+@pytest.mark.parametrize("new", [1, 2, 5, 16, 40])
+@pytest.mark.parametrize(
+    "mask",
+    [
+        rg.causal,
+        rg.causal & rg.window(before=20),
+        rg.causal & rg.padding([150, 9]),
+        rg.causal & rg.padding(valid=torch.arange(150) >= torch.tensor([[3], [90]])),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("bad", [None, torch.nan])
+def test_new_tokens_over_an_int8_state_give_what_its_wide_tokens_do(mechanism, new, mask, bad):
+    q, k, v, state = history(150 - new, new, mechanism=mechanism)
+    if bad is not None:
+        state.buffer.scales[0][0, 1, 100], state.buffer.scales[1][1, 0, 5] = bad, bad
+        k[1, 1, -1] = bad
+    found, longer = mechanism.extend(q, k, v, state, mask)
+    wide = q, longer.keys, longer.values
+    plain, wanted = (
+        rg.attend(*tokens, mechanism, mask, path="reference") for tokens in (wide, [t.double() for t in wide])
+    )
+    assert found.isnan().equal(wanted.isnan())
+    assert (found - wanted).nan_to_num().abs().max() <= 2 * (plain - wanted).nan_to_num().abs().max() + 1e-6
+
+
+@by_machine_code
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("mechanism", [rg.Softmax(), rg.Softmax(softcap=5.0), rg.Argmax()], ids=repr)
+def test_an_int8_state_of_any_dtype_serves_any_mechanism(dtype, mechanism):
+    """Where machine code cannot read it, wide tokens are made of it."""
+    q, k, v, state = history(60, 3, dtype=dtype, mechanism=mechanism)
+    found, longer = mechanism.extend(q, k, v, state, rg.causal, bias=None)
+    wanted = rg.attend(q.double(), longer.keys.double(), longer.values.double(), mechanism, rg.causal)
+    assert found.dtype == dtype
+    if mechanism != rg.Argmax():  # which rounding may change, and the law of streams looks at
+        assert (found - wanted).abs().max() <= 2e-6 + 4 * torch.finfo(dtype).eps
+
+
+@by_machine_code
+def test_why_machine_code_cannot_read_an_int8_state_is_said():
+    q, k, v, state = history(60, 2)
+    keys, values, scales = state.append(k, v).buffer.stored(62)
+
+    def planned(q, mask=rg.causal, bias=None):
+        return plan(Call(rg.Softmax(), q, keys, values, mask, bias, scales))
+
+    assert planned(q).path == "decode"
+    assert "float32, bfloat16 and float16" in planned(q.double()).rejected["decode"]
+    assert "bias" in planned(q, bias=torch.zeros(2, 62)).rejected["decode"]
+    assert "interval" in planned(q, rg.causal & rg.global_tokens(2) | rg.window(before=3)).rejected["decode"]
+
+
+def allocated(compute) -> int:
+    """Bytes of all that a computation allocates."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        compute()
+    return sum(max(0, event.self_cpu_memory_usage) for event in profile.key_averages())
+
+
+@by_machine_code
+@torch.no_grad()
+@pytest.mark.parametrize("new", [1, 16])
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_step_over_an_int8_state_makes_no_wide_copy(new, shared):
+    mechanism = rg.Softmax()
+    q, k, v, state = history(6000, new)
+    if shared:  # four continuations of each prompt, whose tokens are stored once
+        rows = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1])
+        q, k, v, state = q[rows], k[rows], v[rows], state.reorder(rows)
+    _, state = mechanism.extend(q, k, v, state, rg.causal)  # compiles, and a fork gets a buffer
+    assert (
+        allocated(lambda: mechanism.extend(q, k, v, state, rg.causal)) < state.nbytes
+    )  # a wide copy takes three times as much
+    found, longer = mechanism.extend(q, k, v, state, rg.causal)
+    wanted = rg.attend(q, longer.keys, longer.values, mechanism, rg.causal)
+    assert (found - wanted).abs().max() < 2e-6
+
+
+@torch.no_grad()
+@by_machine_code
+def test_a_compiled_step_reads_an_int8_state():
+    q, k, v, state = history(60, 1)
+    step = torch.compile(lambda *tokens: rg.Softmax().extend(*tokens, state, rg.causal)[0], backend="aot_eager")
+    found = step(q, k, v)
+    wanted, _ = rg.Softmax().extend(q, k, v, state.crop(60), rg.causal)
+    assert (found - wanted).abs().max() < 2e-6

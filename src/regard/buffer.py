@@ -114,6 +114,13 @@ class Buffer:
         found = (self.values if which else self.keys).narrow(2, 0, length)
         return found if self.scales is None else (found * self.scales[which][:, :, :length]).to(self.dtype)
 
+    def stored(self, length: int) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:
+        """The first keys and values as they lie there, and the scales of int8 ones: views."""
+        keys, values = self.keys.narrow(2, 0, length), self.values.narrow(2, 0, length)
+        if self.scales is None:
+            return keys, values, None
+        return keys, values, (self.scales[0].narrow(2, 0, length), self.scales[1].narrow(2, 0, length))
+
     def extended(self, start: int, k: Tensor, v: Tensor, capacity: int, recorded: bool) -> "Buffer":
         """The first `start` tokens and more: in place where the next positions can be claimed, else in a copy.
 

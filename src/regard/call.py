@@ -20,8 +20,8 @@ class Call:
     """
 
     __slots__ = (
-        "batch", "bias", "groups", "heads", "k", "keys", "mask", "mechanism", "q", "qk_length", "queries", "square",
-        "structure", "v", "value_length",
+        "batch", "bias", "groups", "heads", "k", "keys", "mask", "mechanism", "q", "qk_length", "queries", "scales",
+        "square", "structure", "v", "value_length",
     )  # fmt: skip
 
     def __init__(
@@ -32,6 +32,7 @@ class Call:
         v: Tensor,
         mask: Mask | None = None,
         bias: Tensor | None = None,
+        scales: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         for name, tensor in (("q", q), ("k", k), ("v", v)):
             if not isinstance(tensor, Tensor):
@@ -43,6 +44,8 @@ class Call:
         self.batch, self.heads, self.queries, self.qk_length = q.shape
         _, self.groups, self.keys, _ = k.shape
         self.value_length = v.shape[3]
+        self.scales = scales
+        """Of int8 keys and values, (B, G, S, 1): a KV cache may store them so."""
         self.square = bool(self.queries == self.keys)
         """Whether there are as many queries as keys. A trace that holds lengths open must know early."""
         self.structure: Structure = structure(mask, self.queries, self.keys)
@@ -56,6 +59,13 @@ class Call:
     def with_keys(self, k: Tensor, v: Tensor) -> "Call":
         """The same call over other keys and values of the same sizes."""
         return Call(self.mechanism, self.q, k, v, self.mask, self.bias)
+
+    def widened(self) -> "Call":
+        """The same call over keys and values of the queries' dtype, if they are int8."""
+        if self.scales is None:
+            return self
+        k, v = ((x * scale).to(self.q.dtype) for x, scale in zip((self.k, self.v), self.scales, strict=True))
+        return self.with_keys(k, v)
 
     def check(self) -> None:
         """Raise ValueError for what a user can get wrong, before any compute."""

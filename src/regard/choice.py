@@ -27,6 +27,8 @@ class Path:
     run: Callable[[Call], Tensor]
     reads_hidden: Callable[[Call], bool] = lambda call: True
     """Whether numbers of a key that a mask hides can reach queries that do not see it, or their gradients."""
+    reads_int8: bool = False
+    """Whether it reads int8 keys and values as they are; for others they are widened first."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,7 @@ def compute(call: Call, path: Path) -> Tensor:
     """Run a path so that NaN and infinity in masked places reach nothing, forward or backward."""
     if call.empty:
         return nothing(call, call.queries)
+    call = call if path.reads_int8 else call.widened()
     known = call.structure
     if known is EVERYTHING or finite() or not path.reads_hidden(call):
         return path.run(call)

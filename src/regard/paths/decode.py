@@ -77,15 +77,16 @@ def _derived(call: Call) -> str | None:
 def run(call: Call) -> Tensor:
     """one pass over keys and values, in machine code made for this processor."""
     known, scale = call.structure, sdpa.scale(call)
+    k_scales, v_scales = call.scales or (None, None)
     if direct(call.q, call.k, call.v):
         return _attention(
-            call.q, call.k, call.v, None, None, scale, known.rows, known.before, known.after, call.q.dtype
+            call.q, call.k, call.v, k_scales, v_scales, scale, known.rows, known.before, known.after, call.q.dtype
         )
     spans = None if known.rows is None else torch.tensor(known.rows, device=call.q.device)
-    return torch.ops.regard.decode(call.q, call.k, call.v, scale, spans, known.before, known.after)
+    return torch.ops.regard.decode(call.q, call.k, call.v, scale, spans, known.before, known.after, k_scales, v_scales)
 
 
-PATH = Path("decode", cannot, run, never)
+PATH = Path("decode", cannot, run, never, reads_int8=True)
 
 _LIBRARY = torch.library.Library("regard", "DEF")
 _SCALES = "Tensor? k_scales=None, Tensor? v_scales=None"

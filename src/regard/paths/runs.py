@@ -55,8 +55,8 @@ def over_runs(
 ) -> Tensor:
     """The output of the newest tokens' queries, (B, H, T, K) -> (B, H, T, V), over the whole history."""
     if state.whole:
-        buffer, length = state.buffer, state.length
-        return _run(Call(mechanism, q, buffer.read(0, length), buffer.read(1, length), mask, bias))
+        k, v, scales = state.buffer.stored(state.length)
+        return _run(Call(mechanism, q, k, v, mask, bias, scales))
     causal = structure(mask, q.shape[2], state.length).causal
     outputs = q.new_zeros(*q.shape[:3], state.buffer.values.shape[3])
     if transformed():  # a transform of keys or values alone reaches the output
@@ -74,10 +74,8 @@ def over_runs(
         scores = bias
         if bias is not None:
             scores = run.of(bias.expand(*q.shape[:3], state.length))[:, :, first:, run.begin :]
-        call = Call(
-            mechanism, run.of(q)[:, :, first:], run.read(0, state.length), run.read(1, state.length), part, scores
-        )
-        outputs[list(run.rows), :, first:] = _run(call)
+        k, v, scales = run.buffer.stored(keys)
+        outputs[list(run.rows), :, first:] = _run(Call(mechanism, run.of(q)[:, :, first:], k, v, part, scores, scales))
     return outputs
 
 

@@ -7,7 +7,6 @@ keys are a second part. The two are merged exactly by their log-sum-exps, as in 
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from regard.call import Call
@@ -39,33 +38,35 @@ def attend(mechanism: "Mechanism", q: Tensor, run: Run, length: int) -> Tensor:
     """The output of a run's newest queries, (rows, H, T, K) -> (rows, H, T, V), each over the keys up to its own."""
     assert run.prefix is not None
     prefix, rest = run.prefix, length - run.begin - run.prefix.length
-    first_keys, first_values = (prefix.buffer.read(which, prefix.length) for which in (0, 1))
-    keys, values = (run.buffer.read(which, rest) for which in (0, 1))
-    scale, size = sdpa.scale(Call(mechanism, q, keys, values)), values.shape[3]
-    longest = max(size, q.shape[3])
-    queries, keys, values, scale = sdpa.fitted(q, keys, values, scale, longest)
-    grouped, order = _by_parent(queries, prefix.places)
+    first_keys, first_values, first_scales = prefix.buffer.stored(prefix.length)
+    grouped, order = _by_parent(q, prefix.places)
     outputs, sums = [], []
     for parents, rows in grouped:
-        k, v = (F.pad(t[parents], (0, longest - t.shape[3])) for t in (first_keys, first_values))
-        if decode.cannot(Call(mechanism, rows, k, v)) is None:
-            out, lse = torch.ops.regard.decode_part(rows, k, v, scale, None)
-        else:
-            out, lse = parts.over_old(rows, k, v, scale)
-        outputs.append(_by_row(out, queries.shape[2]))
-        sums.append(_by_row(lse, queries.shape[2]))
-    part = torch.cat(outputs)[order], torch.cat(sums)[order]
-    tainted = None
-    if decode.cannot(Call(mechanism, queries, keys, values, causal)) is None:
-        tail = torch.ops.regard.decode_part(queries, keys, values, scale, 0)
-    else:
-        tainted = taint(keys, values) if q.shape[2] > 1 else None
-        tail = parts.over_tail(queries, cleaned(keys, tainted), cleaned(values, tainted), scale)
-    out, _ = parts.merge(*part, *tail)
-    return poisoned(out[..., :size].to(q.dtype), causal, tainted)
+        scales = None if first_scales is None else (first_scales[0][parents], first_scales[1][parents])
+        out, lse = _part(Call(mechanism, rows, first_keys[parents], first_values[parents], scales=scales))
+        outputs.append(_by_row(out, q.shape[2]))
+        sums.append(_by_row(lse, q.shape[2]))
+    k, v, scales = run.buffer.stored(rest)
+    tail = _part(Call(mechanism, q, k, v, causal, scales=scales))
+    out, _ = parts.merge(torch.cat(outputs)[order], torch.cat(sums)[order], *tail)
+    return out.to(q.dtype)
 
 
-def _by_parent(q: Tensor, places: tuple[int, ...]) -> tuple[list[tuple[slice | list[int], Tensor]], Tensor]:
+def _part(call: Call) -> tuple[Tensor, Tensor]:
+    """The output over all keys, or under causality of queries that stand at the last keys, and its log-sum-exp."""
+    scale, size = sdpa.scale(call), call.value_length
+    if decode.cannot(call) is None:
+        scales = call.scales or (None, None)
+        return torch.ops.regard.decode_part(call.q, call.k, call.v, scale, call.structure.after, *scales)
+    call = call.widened()
+    tainted = taint(call.k, call.v) if call.structure.causal else None
+    k, v = cleaned(call.k, tainted), cleaned(call.v, tainted)
+    q, k, v, scale = sdpa.fitted(call.q, k, v, scale, max(size, call.qk_length))
+    out, lse = (parts.over_tail if call.structure.causal else parts.over_old)(q, k, v, scale)
+    return poisoned(out[..., :size], call.mask, tainted), lse
+
+
+def _by_parent(q: Tensor, places: tuple[int, ...]) -> tuple[list[tuple[slice, Tensor]], Tensor]:
     """Queries of rows that share a parent as queries of one row, (parents, H, rows · T, K), with their parents; and
     where each row is among all of them."""
     rows = torch.tensor(places).argsort(stable=True)
@@ -76,7 +77,8 @@ def _by_parent(q: Tensor, places: tuple[int, ...]) -> tuple[list[tuple[slice | l
         together = ordered.unflatten(0, (len(counts), counts[0])).transpose(1, 2).flatten(2, 3)
         return [(slice(None), together)], order
     pieces = ordered.split(counts)
-    return [([parent], piece.transpose(0, 1).flatten(1, 2)[None]) for parent, piece in enumerate(pieces)], order
+    together = [piece.transpose(0, 1).flatten(1, 2)[None] for piece in pieces]
+    return [(slice(parent, parent + 1), rows) for parent, rows in enumerate(together)], order
 
 
 def _by_row(part: Tensor, queries: int) -> Tensor:
