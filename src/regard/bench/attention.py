@@ -76,6 +76,37 @@ def _decode(kv_heads: int, size: int, dtype: torch.dtype = torch.float32) -> Pai
     return Pair(ours, peer, tolerance=max(1e-4, torch.finfo(dtype).eps / 4))
 
 
+def _int8(stepped: bool) -> Pair:
+    """One step over an int8 KV cache of 4096, rounding and appending included, against one over a float32 cache: ours
+    (`stepped`), or PyTorch's attention alone."""
+    lengths = (32, 1), (8, 1), (8, 1), (8, 4095), (8, 4095)
+    q, k, v, past_k, past_v = (torch.randn(1, *length, 128) for length in lengths)
+    mechanism = Softmax()
+    state, wide = (
+        mechanism.start(
+            batch=1, num_kv_heads=8, qk_length=128, value_length=128, capacity=4096 + 256, storage=storage
+        ).append(past_k, past_v)
+        for storage in (torch.int8, None)
+    )
+
+    def ours() -> Tensor:
+        nonlocal state
+        out, state = mechanism.extend(q, k, v, state, mask=causal)
+        return out
+
+    def peer() -> Tensor:
+        nonlocal wide
+        if not stepped:
+            return F.scaled_dot_product_attention(q, wide.keys, wide.values, enable_gqa=True)
+        out, wide = mechanism.extend(q, k, v, wide, mask=causal)
+        return out
+
+    def check() -> tuple[Tensor, Tensor]:  # against the tokens that int8 numbers stand for
+        return ours(), F.scaled_dot_product_attention(q, state.keys, state.values, enable_gqa=True)
+
+    return Pair(ours, peer, check)
+
+
 def _append() -> Pair:
     tokens = torch.randn(1, 32, 1024, 128)
 
@@ -169,7 +200,7 @@ BENCHES: tuple[Bench, ...] = (
         Bench(f"turn-{n}-{kv}", f"softmax, causal, {n} new tokens of 4096, {heads} heads over {kv}, D=64",
               "SDPA with the same mask", 1.1, partial(_turn, n, heads, kv), max(15, 512 // n))
         for heads, kv in ((8, 8), (32, 8))
-        for n in (2, 8, 16, 64, 512)
+        for n in (2, 4, 8, 16, 32, 64, 128, 512)
     ),
     Bench("padded", "softmax, batch 8 of 1024, half of it padding", "SDPA with the same mask", 1.3, _padded),
     *(
@@ -180,6 +211,13 @@ BENCHES: tuple[Bench, ...] = (
     ),
     Bench("decode-8-128-bfloat16", "decode step, cache 4096, 32 heads over 8, D=128, bfloat16", "SDPA enable_gqa", 1.8,
           partial(_decode, 8, 128, torch.bfloat16), 101),
+    *(
+        Bench(name, "decode step, int8 cache of 4096, 32 heads over 8, D=128", peer, goal, partial(_int8, stepped), 101)
+        for name, peer, goal, stepped in (
+            ("decode-int8", "SDPA enable_gqa, float32", 3.0, False),
+            ("decode-int8-wide", "the same step, float32", 1.3, True),
+        )
+    ),
     Bench("append", "1,024 appends of one token, 32 heads, D=128", "torch.cat", 20.0, _append, 9),
     *(
         Bench(f"quadratic-{size}", f"quadratic, causal, N=16384, 4 heads, D={size}", "SDPA softmax, is_causal",
