@@ -156,6 +156,8 @@ def test_the_lengths_drawn_include_the_edges():
 def test_an_unknown_law_is_named():
     with pytest.raises(ValueError, match=r"laws: expected some of streamed, .* got 'gravity'"):
         rg.check(rg.Softmax(), laws=["gravity"])
+    with pytest.raises(ValueError, match="device: expected one that torch has here, got 'nowhere'"):
+        rg.check(rg.Softmax(), device="nowhere")
 
 
 def test_the_budget_counts_nan_as_broken():

@@ -46,6 +46,7 @@ def check(
             min=1, metavar="N", help="For a mechanism that takes heads of one length alone.", show_default=False
         ),
     ] = None,
+    device: Annotated[str, typer.Option(metavar="NAME", help="Where the laws run: cpu, cuda, cuda:1, …")] = "cpu",
     examples: Annotated[int, typer.Option(min=1, metavar="N", help="Random shapes for each cell.")] = 3,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object with every cell.")] = False,
 ) -> None:
@@ -63,7 +64,9 @@ def check(
     reports = []
     for number, mechanism in enumerate(chosen, start=1):
         with one_thread(), progress(cells, f"checking {number} of {len(chosen)}") as advance:
-            reports.append(rg.check(mechanism, **picked, qk_length=qk_length, examples=examples, progress=advance))
+            reports.append(
+                rg.check(mechanism, **picked, qk_length=qk_length, device=device, examples=examples, progress=advance)
+            )
         if not as_json:
             print(reports[-1], end="\n\n", flush=True)
     outcomes = [cell.outcome for report in reports for cell in report.cells]

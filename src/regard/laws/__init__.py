@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from itertools import product
 from typing import Any
 
+import torch
+
 from regard.laws.case import DTYPES, HEADS, LENGTH_PAIRS, MASKS, plain_output
 from regard.laws.report import Cell, Report
 from regard.laws.statements import LAWS
@@ -28,15 +30,16 @@ def check(
     heads: Iterable[str] | None = None,
     dtypes: Iterable[str] | None = None,
     qk_length: int | None = None,
+    device: str = "cpu",
     examples: int = 3,
     progress: Progress | None = None,
 ) -> Report:
     """Run every law on a mechanism, or the chosen ones, on random shapes; `examples` for each cell.
 
     `qk_length` is for a mechanism that takes heads of one length alone, such as a learned feature map; its tensors are
-    converted to each of the dtypes. `progress` is called with the name of each cell before it runs; without one there
-    is a progress bar where standard error is a terminal. Every law runs once before any runs a second time, so that
-    what is broken shows within seconds.
+    converted to each of the dtypes. `device` is where the laws are run: on a GPU other paths serve. `progress` is
+    called with the name of each cell before it runs; without one there is a progress bar where standard error is a
+    terminal. Every law runs once before any runs a second time, so that what is broken shows within seconds.
 
     >>> import regard as rg
     >>> print(rg.check(rg.Elu(), laws=["groups"], masks=["causal"], dtypes=["float64"]))
@@ -49,6 +52,10 @@ def check(
     for name, number in (("examples", examples), ("qk_length", qk_length)):
         if number is not None and (not isinstance(number, int) or number < 1):
             raise ValueError(f"{name}: expected a whole number of at least 1, got {number!r}")
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, TypeError) as error:  # how torch says that a device is not there
+        raise ValueError(f"device: expected one that torch has here, got {device!r}") from error
     chosen = _picked("laws", laws, LAWS)
     places = list(
         product(_picked("masks", masks, MASKS), _picked("heads", heads, HEADS), _picked("dtypes", dtypes, DTYPES))
@@ -63,7 +70,7 @@ def check(
         for place in places:
             for law in chosen:
                 begin(", ".join((law, *place)))
-                cells[law, *place] = search(LAWS[law], mechanism, *place, examples, lengths)
+                cells[law, *place] = search(LAWS[law], mechanism, *place, examples, lengths, device)
     return Report(repr(mechanism), tuple(cells[law, *place] for law in chosen for place in places))
 
 

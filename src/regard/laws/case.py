@@ -49,6 +49,7 @@ class Case:
     qk_length: int
     value_length: int
     seed: int
+    device: str = "cpu"
 
     @property
     def kind(self) -> torch.dtype:
@@ -77,7 +78,7 @@ class Case:
         q = draw(self.batch, heads, self.queries, self.qk_length)
         k = draw(self.batch, groups, self.keys, self.qk_length)
         v = draw(self.batch, groups, self.keys, self.value_length)
-        return q.to(self.kind), k.to(self.kind), v.to(self.kind)
+        return each(lambda t: t.to(self.device, self.kind), (q, k, v))
 
 
 def _right(case: Case, keys: int) -> Mask:
@@ -143,7 +144,7 @@ def plain_output(mechanism: Mechanism, q: Tensor, k: Tensor, v: Tensor, rule: Ma
     call = Call(mechanism, q, k, v, rule)
     if call.empty:
         return q.new_zeros(*q.shape[:3], v.shape[3]) + q[..., :0].sum() + k[..., :0].sum() + v[..., :0].sum()
-    visible = None if rule is None else rule.visible(call.batch, call.heads, call.queries, call.keys)
+    visible = None if rule is None else rule.visible(call.batch, call.heads, call.queries, call.keys).to(q.device)
     return mechanism.mix(mechanism.weigh(q, k, visible).to(q.dtype), v, visible)
 
 
@@ -152,16 +153,17 @@ def exact_output(mechanism: Mechanism, q: Tensor, k: Tensor, v: Tensor, rule: Ma
     return plain_output(in_dtype(mechanism, torch.float64), q.double(), k.double(), v.double(), rule)
 
 
-def in_dtype(mechanism: Mechanism, dtype: torch.dtype) -> Mechanism:
-    """A mechanism with its tensors in a dtype; itself where they are."""
-    if own_dtype(mechanism) in (None, dtype):
+def in_dtype(mechanism: Mechanism, dtype: torch.dtype, device: str | None = None) -> Mechanism:
+    """A mechanism with its tensors in a dtype, and on a device if one is given; itself where they are."""
+    own = own_dtype(mechanism)
+    if own is None or (own == dtype and device is None):
         return mechanism
     tensors: dict[str, Tensor | nn.Module] = {}
     for name, value in mechanism.tensors().items():
         if isinstance(value, nn.Module):
-            tensors[name] = copy.deepcopy(value).to(dtype)
+            tensors[name] = copy.deepcopy(value).to(device=device, dtype=dtype)
         elif value.is_floating_point():
-            other = value.detach().to(dtype)
+            other = value.detach().to(device=device, dtype=dtype)
             tensors[name] = nn.Parameter(other, value.requires_grad) if isinstance(value, nn.Parameter) else other
     return replaced(mechanism, tensors)
 

@@ -32,12 +32,22 @@ def nothing_kept() -> Iterator[None]:
             configuration.set_hypothesis_home_dir(before)
 
 
-def search(law: Law, mechanism: Mechanism, mask: str, heads: str, dtype: str, examples: int, lengths: Lengths) -> Cell:
+def search(
+    law: Law,
+    mechanism: Mechanism,
+    mask: str,
+    heads: str,
+    dtype: str,
+    examples: int,
+    lengths: Lengths,
+    device: str = "cpu",
+) -> Cell:
     """The outcome of a law in one cell: held by all cases drawn, or broken, with the smallest case that breaks it."""
-    probe = Case(mask, heads, dtype, batch=2, queries=8, keys=8, qk_length=lengths[0][0], value_length=4, seed=0)
+    size = lengths[0][0]
+    probe = Case(mask, heads, dtype, batch=2, queries=8, keys=8, qk_length=size, value_length=4, seed=0, device=device)
     if not weighs_tokens(mechanism, probe.qk_length):
         probe = replace(probe, value_length=probe.qk_length)
-    mechanism = in_dtype(mechanism, probe.kind)
+    mechanism = in_dtype(mechanism, probe.kind, None if device == "cpu" else device)
     reason = mechanism.excuses.get(law.name) or _refused(mechanism, probe) or law.excuse(mechanism, probe)
     if reason is not None:
         return Cell(law.name, mask, heads, dtype, "not applicable", reason)
@@ -60,7 +70,7 @@ def search(law: Law, mechanism: Mechanism, mask: str, heads: str, dtype: str, ex
         report_multiple_bugs=False,
         print_blob=False,
     )
-    @given(_cases(law, mechanism, mask, heads, dtype, lengths))
+    @given(_cases(law, mechanism, probe, lengths))
     def hold(case: Case) -> None:
         try:
             law.test(mechanism, case)
@@ -79,7 +89,7 @@ def search(law: Law, mechanism: Mechanism, mask: str, heads: str, dtype: str, ex
 
 def _broken(error: Exception, case: Case, law: Law) -> Cell:
     message = str(error) if isinstance(error, Broken) else f"{type(error).__name__}: {error}"
-    smallest = {name: value for name, value in asdict(case).items() if name not in ("mask", "heads", "dtype")}
+    smallest = {name: value for name, value in asdict(case).items() if name not in ("mask", "heads", "dtype", "device")}
     return Cell(law.name, case.mask, case.heads, case.dtype, "broken", message.split("\n")[0], smallest)
 
 
@@ -92,15 +102,14 @@ def _edge(law: Law, mechanism: Mechanism, probe: Case, number: int) -> Case:
     return replace(probe, queries=length, keys=length + more, value_length=value_length, seed=number % 10**6)
 
 
-def _cases(
-    law: Law, mechanism: Mechanism, mask: str, heads: str, dtype: str, lengths: Lengths
-) -> st.SearchStrategy[Case]:
+def _cases(law: Law, mechanism: Mechanism, probe: Case, lengths: Lengths) -> st.SearchStrategy[Case]:
     tokens = weighs_tokens(mechanism, lengths[0][0])
 
     def build(batch: int, queries: int, more: int, pair: tuple[int, int], number: int) -> Case:
         keys = queries if law.square or not tokens else max(0, queries + more)
         value_length = pair[1] if tokens else pair[0]
-        return Case(mask, heads, dtype, batch, queries, keys, pair[0], value_length, number)
+        drawn = replace(probe, batch=batch, queries=queries, keys=keys, seed=number)
+        return replace(drawn, qk_length=pair[0], value_length=value_length)
 
     return st.builds(
         build,

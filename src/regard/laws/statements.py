@@ -22,6 +22,7 @@ from regard.laws.case import (
     each,
     error,
     exact_output,
+    in_dtype,
     plain_output,
     within_budget,
 )
@@ -70,6 +71,7 @@ def _start(mechanism: Mechanism, case: Case, capacity: int) -> Any:
         value_length=case.value_length,
         capacity=capacity,
         dtype=case.kind,
+        device=case.device,
     )
 
 
@@ -216,7 +218,7 @@ def _weighed(mechanism: Mechanism, case: Case) -> None:
         raise Broken("asking for the weights changed the output")
     if table.numel() == 0:
         return
-    visible = None if rule is None else rule.visible(case.batch, 4, case.queries, case.keys)
+    visible = None if rule is None else _visible(rule, case)
     exact, plain = exact_output(mechanism, q, k, v, rule), plain_output(mechanism, q, k, v, rule)
     within_budget("weights @ v", mechanism.mix(table, v, visible), exact, plain)
     within_budget("the output", before, exact, plain)
@@ -224,6 +226,10 @@ def _weighed(mechanism: Mechanism, case: Case) -> None:
         some = weights(q, k, mechanism, rule, rows=[-1], heads=[2])
         if not torch.allclose(some, table[:, [2], -1:], rtol=0, atol=4 * torch.finfo(case.kind).eps * _size(table)):
             raise Broken("the weights of one row and head differ from the same row and head among all")
+
+
+def _visible(rule: Mask, case: Case) -> Tensor:
+    return rule.visible(case.batch, 4, case.queries, case.keys).to(case.device)
 
 
 def _size(tensor: Tensor) -> float:
@@ -246,7 +252,7 @@ def _normalised(mechanism: Mechanism, case: Case) -> None:
         raise Broken(f"a row of weights sums to {total[~none].flatten()[(total[~none] - 1).abs().argmax()].item():.6g}")
     if not weighs_tokens(mechanism, case.qk_length):
         return
-    visible = torch.ones(1, 1, 1, 1).bool() if rule is None else rule.visible(case.batch, 4, case.queries, case.keys)
+    visible = table.new_ones(1, 1, 1, 1).bool() if rule is None else _visible(rule, case)
     sees = visible.any(-1).expand(case.batch, 4, case.queries)
     # Only a similarity that can be 0 for every visible key may leave a row without weights.
     if type(mechanism).weigh is not Mechanism.weigh and bool((none & sees).any()):
@@ -291,7 +297,7 @@ def _leakless(mechanism: Mechanism, case: Case) -> None:
     rule = ordered(mechanism, case.rule())
     if rule is None or 0 in (case.batch, case.queries, case.keys):
         return
-    visible = rule.visible(case.batch, 4, case.queries, case.keys).expand(case.batch, 4, case.queries, case.keys)
+    visible = _visible(rule, case).expand(case.batch, 4, case.queries, case.keys)
     if bool(visible.all()):
         return
     hidden = ~visible.any(2).any(1)  # keys nobody sees, and one that some may see
@@ -311,7 +317,7 @@ def _leakless(mechanism: Mechanism, case: Case) -> None:
         kept = ~sees[..., None]
         if not tokens:
             kept = ~hidden[:, None, :, None].expand(case.batch, 4, case.queries, 1)
-        zero = torch.zeros(())
+        zero = q.new_zeros(())
         within_budget(
             f"a query that does not see a masked {poison}",
             torch.where(kept, out.detach(), zero.to(out.dtype)),
@@ -373,7 +379,7 @@ def _extreme(mechanism: Mechanism, case: Case) -> None:
     if 0 in (case.batch, case.queries, case.keys):
         return
     # Scores of ±1e4: q·k = ±100² along one direction.
-    direction = torch.nn.functional.normalize(torch.ones(case.qk_length), dim=0).to(case.kind)
+    direction = torch.nn.functional.normalize(torch.ones(case.qk_length), dim=0).to(q)
     q = (q[..., :1].sign() * 100 * direction).detach().requires_grad_()
     k = (k[..., :1].sign() * 100 * direction).detach().requires_grad_()
     v = v.requires_grad_()
@@ -406,15 +412,15 @@ def _paths_agree(mechanism: Mechanism, case: Case) -> None:
     def run(compute: Callable[..., Tensor], *tensors: Tensor) -> list[Tensor]:
         leaves = tuple(t.detach().clone().requires_grad_() for t in tensors)
         out = compute(*leaves)
-        to = torch.randn(out.shape, generator=case.generator, dtype=torch.float64).to(out.dtype)
+        to = torch.randn(out.shape, generator=case.generator, dtype=torch.float64).to(out)
         return [out.detach(), *_finite_gradients(out, leaves, to)]
 
     tensors = case.tensors()
     exact = run(lambda q, k, v: exact_output(mechanism, q, k, v, rule), *(t.double() for t in tensors))
     plain = run(lambda q, k, v: plain_output(mechanism, q, k, v, rule), *tensors)
-    call = Call(mechanism, *tensors, rule)
+    call = Call(mechanism, *each(lambda t: t.detach().requires_grad_(), tensors), rule)
     for path in mechanism.paths():
-        if path.cannot(call) is not None:
+        if path.cannot(call) is not None:  # those that have no derivative serve the laws that take none
             continue
         found = run(lambda q, k, v, name=path.name: attend(q, k, v, mechanism, rule, path=name), *tensors)
         for what, one, good, rough in zip(("output", "q", "k", "v"), found, exact, plain, strict=True):
@@ -428,7 +434,7 @@ def _learned(mechanism: Mechanism, case: Case) -> None:
     q, k, v = _short(case)
     streams = mechanism.streams(case.qk_length, structure(_causal_rule(case), FOREVER, FOREVER)) is None
     rule = _causal_rule(case) if streams else case.rule()
-    term = torch.randn(case.queries, case.keys, generator=case.generator, dtype=case.kind).requires_grad_()
+    term = torch.randn(case.queries, case.keys, generator=case.generator, dtype=case.kind).to(q).requires_grad_()
     bias = term if mechanism.refuses(Call(mechanism, q, k, v, rule, term)) is None else None
     own = (*mechanism.parameters(), *(() if bias is None else (bias,)))
     call = Call(mechanism, q, k, v, rule, bias)
@@ -440,7 +446,7 @@ def _learned(mechanism: Mechanism, case: Case) -> None:
     if streams:
         state = _start(mechanism, case, case.keys)
         ways["the stream"] = lambda q, k, v: _stream(mechanism, case, (q, k, v), state, _pieces(case), bias)[0]
-    to = torch.randn(*q.shape[:3], case.value_length, generator=case.generator, dtype=case.kind)
+    to = torch.randn(*q.shape[:3], case.value_length, generator=case.generator, dtype=case.kind).to(q)
     # What is learned, with tokens that are not; and the tokens themselves.
     plain, derived = (q, k, v), each(lambda t: t.clone().requires_grad_(), (q, k, v))
     for tokens, leaves in ((plain, own), (derived, (*own, *derived))):
@@ -496,6 +502,9 @@ def _curved(mechanism: Mechanism, case: Case) -> None:
 
 
 def _counted(mechanism: Mechanism, case: Case) -> None:
+    # FLOPs are those of the formula, and PyTorch counts those of its own operators.
+    if case.device != "cpu":
+        case, mechanism = replace(case, device="cpu"), in_dtype(mechanism, case.kind, "cpu")
     q, k, v = case.tensors()
     rule = case.rule()
     work = _work(case, rule)
