@@ -47,6 +47,7 @@ def small_tiles(monkeypatch, launches):
 
     monkeypatch.setattr(square_attention, "tiles", small_square)
     monkeypatch.setattr(feature_attention, "tiles", small_feature)
+    monkeypatch.setattr(fused, "FEW", 0)
     square_attention._work.cache_clear()
     feature_attention._work.cache_clear()
 
@@ -219,6 +220,12 @@ def test_a_stream_by_kernels_leaks_nothing_hidden_and_hides_nothing_seen(name, s
     assert out[0, :, 33:].isnan().all()
 
 
+def test_no_sequences_are_no_work_for_kernels(streams_by_kernels):
+    q = torch.randn(0, 2, 40, 8)
+    out, state = streamed(rg.Quadratic(), q, q, q, [38, 1, 1])
+    assert (out.shape, state.length) == (q.shape, 40)
+
+
 @pytest.mark.parametrize("name", ["quadratic", "elu"])
 def test_one_compiled_graph_and_the_gradient_of_a_sum(name):
     tensors = [torch.randn(1, 1, 20, 16, requires_grad=True) for _ in range(3)]
@@ -245,13 +252,23 @@ def test_operators_have_shapes_without_data():
         assert (den.shape, den.dtype, out.dtype) == ((2, 4, 12), torch.float32, torch.bfloat16)
 
 
-def test_explain_says_why_not():
+def test_explain_says_why_not(monkeypatch):
     q = torch.randn(1, 1, 4, 8)
     assert rg.explain(q, q, q, rg.Quadratic(), rg.causal).rejected["fused"] == "made for GPUs"
     holes = rg.padding(valid=torch.tensor([[True, False, True, True]]))
     assert fused.unfit(Call(rg.Quadratic(), q, q, q, holes)) == "padding with holes"
     assert fused.unfit(Call(rg.Quadratic(), q.double(), q.double(), q.double())) == "made for float32 and shorter"
     assert "more than 64 features" in fused.unfit(Call(rg.RandomFeatures(n=300), q, q, q))
+    monkeypatch.setattr(fused, "FEW", 3)
+    few, none = rg.padding([3]), rg.padding([0])
+    assert fused.unfit(Call(rg.Quadratic(), q, q, q, few)) == "sums over 3 keys or fewer lose digits that scores keep"
+    for mechanism, rule in (
+        (rg.Quadratic(), none),
+        (rg.Quadratic(), None),
+        (rg.Quadratic(), rg.causal & few),
+        (rg.Elu(), few),
+    ):
+        assert fused.unfit(Call(mechanism, q, q, q, rule)) is None
     half = q.bfloat16()
     assert "more than 128 features" in fused.unfit(Call(rg.RandomFeatures(n=300), half, half, half))
     assert fused_stream.unfit(rg.Quadratic(), q, q, None, False, False) == "new tokens that see later ones"

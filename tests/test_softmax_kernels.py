@@ -149,7 +149,7 @@ def test_heads_that_another_kernel_spoiled_are_computed_again():
     torch.testing.assert_close(out, expected, equal_nan=True, rtol=1e-5, atol=1e-5)
     grad = torch.randn_like(out)
     theirs = torch.autograd.grad(expected, exact, grad)
-    ours = tuple(t.clone() for t in theirs)
+    ours = tuple(t.clone(memory_format=torch.contiguous_format) for t in theirs)
     for each in ours:
         each[:, each.shape[1] // 2 :] = torch.nan
     band_attention.mend_backward(work, q, k, v, grad, out, lse, ours)

@@ -131,11 +131,11 @@ def both(first: Padding | None, second: Padding | None, keys: int) -> Padding | 
     if len(parts) < 2:
         return parts[0] if parts else None
     known = Structure(paddings=parts)
-    return (
-        Padding(known.rows)
-        if known.rows is not None
-        else padding_of(torch.stack([p.valid(keys) for p in parts]).all(0))
-    )
+    if known.rows is not None:
+        return Padding(known.rows)
+    # A table that a state has joined is on the state's device.
+    device = max((p.table.device.type for p in parts if p.table is not None), default="cpu")
+    return padding_of(torch.stack([p.valid(keys, device) for p in parts]).all(0))
 
 
 def padding_between(mask: Mask | None, low: int, high: int, keys: int) -> Padding | None:

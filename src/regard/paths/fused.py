@@ -18,6 +18,11 @@ ALIGNED = 16
 """Lengths of which multiples are read 16 bytes at a time; others are padded."""
 
 
+FEW = 256
+"""Keys of a sequence up to which all are seen by their scores: similarities that nearly vanish for all of few keys lose
+their digits in sums of signed features. With causality, the keys of a query's own chunk are."""
+
+
 def cannot(call: Call) -> str | None:
     """Why this path cannot serve a call; None if it can."""
     if (reason := gpu.missing(call)) is not None:
@@ -38,7 +43,11 @@ def unfit(call: Call) -> str | None:
         return why
     if call.structure.paddings and call.structure.rows is None:
         return "padding with holes"
-    form = mechanism.fused_form
+    form, known = mechanism.fused_form, call.structure
+    if form == "square" and not known.causal:
+        rows = known.rows or ((0, call.keys),)
+        if any(0 < min(high, call.keys) - low <= FEW for low, high in rows):
+            return f"sums over {FEW} keys or fewer lose digits that scores keep"
     length = call.qk_length if form != "given" else mechanism.feature_length(call.qk_length)
     return too_long(form, call.q.dtype, length, call.value_length)
 

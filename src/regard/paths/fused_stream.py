@@ -41,6 +41,8 @@ def cannot(
 
 def unfit(mechanism: Any, q: Tensor, v: Tensor, sums: Tensor | None, causal: bool, holes: bool) -> str | None:
     """Why these kernels cannot compute an extension, wherever it is; None if they can."""
+    if q.numel() == 0:
+        return "nothing to compute"
     if not causal and q.shape[2] > 1:
         return "new tokens that see later ones"
     if holes:
