@@ -6,7 +6,7 @@ from torch import Tensor
 
 import regard as rg
 from regard.laws.case import exact_output, plain_output, within_budget
-from regard.paths import sdpa
+from regard.paths import torch_softmax
 
 B, H, G = 2, 4, 2
 
@@ -65,8 +65,8 @@ def test_half_precision_is_widened_for_its_gradients_alone(dtype, learns):
     for enabled, requires in ((True, required), (recorded, True)):
         q, k, v = (t.requires_grad_(requires) for t in inputs(5, 5, dtype))
         with torch.set_grad_enabled(enabled):
-            *tensors, _ = sdpa.fitted(q, k, v, 0.25, 16)
-            out = sdpa.plain(q, k, v, scale=0.25, is_causal=True)
+            *tensors, _ = torch_softmax.fitted(q, k, v, 0.25, 16)
+            out = torch_softmax.plain(q, k, v, scale=0.25, is_causal=True)
         assert {t.dtype for t in tensors} == {torch.float32 if enabled and requires else dtype}
         assert out.dtype == dtype
         within_budget(

@@ -26,7 +26,7 @@ LAYERS = [
     ["key_values"],
     ["kernel_state"],
     ["call"],
-    ["choice"],
+    ["choice", "checks"],
     ["kernels"],
     ["paths"],
     ["slots"],

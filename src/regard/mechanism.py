@@ -25,6 +25,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from regard.call import Call, in_own_dtype, ordered
+from regard.checks import check_extend, check_start
 from regard.choice import Path
 from regard.cost import Cost, Work, accumulator, score_cost, similarity_flops
 from regard.eager import symbolic
@@ -35,7 +36,7 @@ from regard.paths import blocks, exact, reference
 from regard.paths.runs import over_runs, settled, with_space
 from regard.slots import CacheSlot, Clock, Slot
 from regard.state import Sizes, State
-from regard.structure import EVERYTHING, FOREVER, Structure, padding_between, structure, with_padding
+from regard.structure import EVERYTHING, Structure, padding_between, with_padding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -355,71 +356,6 @@ class Mechanism:
     def cost(self, work: Work) -> Cost:
         """What this mechanism costs on some work, its similarity counted as it runs; see `regard.cost`."""
         return score_cost(work, self.precision(work.dtype), similarity_flops(self, work))
-
-
-def check_start(
-    mechanism: Mechanism,
-    batch: int,
-    num_kv_heads: int,
-    qk_length: int,
-    value_length: int,
-    capacity: int,
-    dtype: torch.dtype,
-    device: torch.device | str,
-) -> None:
-    """Raise ValueError for a state that cannot be."""
-    sizes = {"batch": batch, "num_kv_heads": num_kv_heads, "qk_length": qk_length}
-    for name, size in {**sizes, "value_length": value_length, "capacity": capacity}.items():
-        least = 0 if name in ("batch", "capacity") else 1
-        if not isinstance(size, int) or size < least:
-            raise ValueError(f"{name}: expected a whole number of at least {least}, got {size!r}")
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise ValueError(f"dtype: expected a floating-point dtype, got {dtype!r}")
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, TypeError) as error:
-        raise ValueError(f"device: expected one that PyTorch has here, got {device!r}: {error!s:.80}") from None
-    if (reason := mechanism.streams(qk_length)) is not None:
-        raise ValueError(reason)
-
-
-def _fit(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether new queries are certainly those of new keys and values: asked at every step, so in a few comparisons."""
-    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
-        return False
-    if not q.ndim == k.ndim == v.ndim == 4:
-        return False
-    batch, heads, _, length = q.shape
-    key_batch, groups, count, key_length = k.shape
-    alike = batch == key_batch and length == key_length > 0 and groups > 0 and heads % groups == 0
-    return alike and v.shape[2] == count and q.dtype == k.dtype == v.dtype and q.device == k.device
-
-
-def check_extend(
-    mechanism: Mechanism,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state: State,
-    mask: Mask | None,
-    bias: Tensor | None,
-) -> None:
-    """Raise ValueError for tokens that do not belong to a state, or a mask under which it cannot go on."""
-    if foreign(mechanism) or not _fit(q, k, v):
-        Call(mechanism, q, k, v).check()  # says what is wrong, if anything is
-    state.check(k, v)
-    batch, heads, queries, _ = q.shape
-    if queries != k.shape[2]:
-        raise ValueError(f"q: expected as many new queries as new keys, {k.shape[2]}, got {queries}")
-    total = state.length + queries
-    if mask is not None:
-        mask.fits(batch, heads, queries, total)
-    # A window that does not bind yet will: better refused at the first token than in the middle.
-    if (reason := mechanism.streams(k.shape[3], structure(mask, FOREVER, FOREVER))) is not None:
-        raise ValueError(reason)
-    if bias is not None:
-        keys, values = (t.new_empty(1).expand(*t.shape[:2], total, t.shape[3]) for t in (k, v))
-        Call(mechanism, q, keys, values, None, bias).check()
 
 
 @dataclass(frozen=True, kw_only=True)

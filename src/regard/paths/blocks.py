@@ -11,10 +11,10 @@ from torch import Tensor
 
 from regard.call import Call, nothing
 from regard.choice import Path
-from regard.eager import readable, symbolic
+from regard.eager import symbolic
 from regard.mask import Span
 from regard.owned import weigh
-from regard.paths import sdpa
+from regard.paths import sdpa, torch_softmax
 from regard.structure import QUERY_BLOCK, blocks, positions
 
 WINDOW_BLOCK = 64
@@ -68,9 +68,9 @@ def _by_sdpa(
     call: Call, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, blind: Tensor | None, bias: Tensor | None
 ) -> Tensor:
     if visible is None or blind is None:
-        return sdpa.plain(q, k, v, scale=sdpa.scale(call), attn_mask=visible)
+        return torch_softmax.plain(q, k, v, scale=sdpa.scale(call), attn_mask=visible)
     q = q.masked_fill(blind, 0)
-    return sdpa.plain(q, k, v, scale=sdpa.scale(call), attn_mask=visible | blind).masked_fill(blind, 0)
+    return torch_softmax.plain(q, k, v, scale=sdpa.scale(call), attn_mask=visible | blind).masked_fill(blind, 0)
 
 
 class _Views:
@@ -90,8 +90,9 @@ class _Views:
         place = torch.arange(stop - start) + first
         assert self.call.mask is not None
         visible = self.call.mask.at(self.call.batch, self.call.heads, place, positions(spans), self.call.q.device)
-        some = visible.any(-1, keepdim=True)
-        blind = None if some.is_cpu and readable(some) and bool(some.all()) else ~some
+        # Under a band every query sees its own key, if there is one.
+        sees = self.alike and self.call.queries <= self.call.keys
+        blind = None if sees else ~visible.any(-1, keepdim=True)
         self.seen[shape] = visible, blind
         return visible, blind
 

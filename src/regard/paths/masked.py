@@ -10,7 +10,7 @@ from torch import Tensor
 
 from regard.call import Call
 from regard.choice import Path
-from regard.paths import sdpa
+from regard.paths import sdpa, torch_softmax
 
 FEW = 4
 """Different lengths up to which slices are the faster way on a GPU."""
@@ -25,8 +25,8 @@ def cannot(call: Call) -> str | None:
         return "made for several lengths of real keys"
     if (reason := sdpa.cannot(call)) is not None:
         return reason
-    if call.q.is_cpu and (call.structure.positional or not sdpa.few(call.q, call.k) or len(set(rows)) == 1):
-        return f"on a CPU made for at most {sdpa.MOST_ROWS} query rows a key/value head, and several lengths"
+    if call.q.is_cpu and (call.structure.positional or not torch_softmax.few(call.q, call.k) or len(set(rows)) == 1):
+        return f"on a CPU made for at most {torch_softmax.MOST_ROWS} query rows a key/value head, and several lengths"
     if not call.q.is_cpu and len(set(rows)) <= FEW:
         return f"at most {FEW} different lengths: slices are faster"
     if call.structure.causal and call.batch * call.queries * call.keys > MOST:
@@ -41,11 +41,11 @@ def run(call: Call) -> Tensor:
     shown, scale = valid[:, None, None], sdpa.scale(call)
     rows = call.structure.rows
     if rows is not None and not call.structure.causal and all(low < high for low, high in rows):
-        return sdpa.plain(call.q, call.k, call.v, scale=scale, attn_mask=shown)
+        return torch_softmax.plain(call.q, call.k, call.v, scale=scale, attn_mask=shown)
     if call.structure.causal:
         shown = shown & torch.ones(call.queries, call.keys, dtype=torch.bool, device=call.q.device).tril()
     blind = ~shown.any(-1, keepdim=True)  # queries that see nothing look at everything, and give 0
-    return sdpa.plain(call.q, call.k, call.v, scale=scale, attn_mask=shown | blind).masked_fill(blind, 0)
+    return torch_softmax.plain(call.q, call.k, call.v, scale=scale, attn_mask=shown | blind).masked_fill(blind, 0)
 
 
 PATH = Path("masked", cannot, run)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from regard.call import Call
 from regard.choice import Path
-from regard.paths import sdpa
+from regard.paths import sdpa, torch_softmax
 from regard.paths.rows import by_interval
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -54,16 +54,16 @@ def _interval(q: Tensor, k: Tensor, v: Tensor, scale: float, offset: int) -> Ten
         old, new = first + offset, last + offset
         outputs.append(_merged(q[:, :, first:last], k[:, :, :new], v[:, :, :new], scale, old))
     if last < queries:
-        outputs.append(sdpa.plain(q[:, :, last:], k, v, scale=scale))
+        outputs.append(torch_softmax.plain(q[:, :, last:], k, v, scale=scale))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
 
 
 def _merged(q: Tensor, k: Tensor, v: Tensor, scale: float, old: int) -> Tensor:
     """Queries that stand at the keys from `old` on, each over the keys up to its own."""
     if old == 0:
-        return sdpa.plain(q, k, v, scale=scale, is_causal=True)
+        return torch_softmax.plain(q, k, v, scale=scale, is_causal=True)
     size, kind = v.shape[-1], q.dtype
-    q, k, v, scale = sdpa.fitted(q, k, v, scale, max(size, q.shape[-1]))
+    q, k, v, scale = torch_softmax.fitted(q, k, v, scale, max(size, q.shape[-1]))
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         out = _Merged.apply(q, k, v, scale, old)  # type: ignore[no-untyped-call]
     else:

@@ -14,7 +14,7 @@ from regard.eager import transformed
 from regard.guard import cleaned, poisoned, taint
 from regard.key_values import Run
 from regard.mask import Mask, causal
-from regard.paths import decode, parts, sdpa
+from regard.paths import decode, parts, sdpa, torch_softmax
 from regard.structure import structure
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def _part(call: Call) -> tuple[Tensor, Tensor]:
     call = call.widened()
     tainted = taint(call.k, call.v) if call.structure.causal else None
     k, v = cleaned(call.k, tainted), cleaned(call.v, tainted)
-    q, k, v, scale = sdpa.fitted(call.q, k, v, scale, max(size, call.qk_length))
+    q, k, v, scale = torch_softmax.fitted(call.q, k, v, scale, max(size, call.qk_length))
     out, lse = (parts.over_tail if call.structure.causal else parts.over_old)(q, k, v, scale)
     return poisoned(out[..., :size], call.mask, tainted), lse
 

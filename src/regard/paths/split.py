@@ -8,7 +8,7 @@ from torch import Tensor
 from regard.call import Call
 from regard.choice import Path, never
 from regard.eager import untouched
-from regard.paths import gpu, sdpa
+from regard.paths import gpu, torch_softmax
 
 
 def cannot(call: Call) -> str | None:
@@ -22,8 +22,8 @@ def cannot(call: Call) -> str | None:
 
 def unfit(call: Call) -> str | None:
     """Why the kernel cannot compute a call, wherever it is; None if it can."""
-    if call.queries > 1 and call.queries * (call.heads // call.groups) > sdpa.MOST_ROWS:
-        return f"more than {sdpa.MOST_ROWS} query rows a key/value head"
+    if call.queries > 1 and call.queries * (call.heads // call.groups) > torch_softmax.MOST_ROWS:
+        return f"more than {torch_softmax.MOST_ROWS} query rows a key/value head"
     if call.structure.after not in (None, 0):
         return "made for keys up to each query's own"
     return gpu.unfit(call)
