@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 import pytest
 
+import broken
 import regard as rg
 from processes import finished
 from regard.cli import main, train
@@ -344,6 +345,53 @@ def test_bench_lists_its_suite(inside: Inside) -> None:
 
     lines = inside("bench", "--list", "--json").stdout.splitlines()
     assert [one["name"] for one in json.loads(lines[-1])["suite"]] == list(SUITE)
+
+
+@pytest.mark.parametrize("name", ["mine.py:Cauchy", "elu", "channel"])
+def test_bench_times_a_mechanism_by_name(
+    inside: Inside, folder: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr("regard.bench.attention.LENGTHS", (8, 24))
+    called = name.rpartition(":")[2]
+    done = inside("bench", "--mechanism", name, "--qk-length", "4", "--quick", "--json", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    results = json.loads(done.stdout.splitlines()[-1])["results"]
+    assert [one["name"] for one in results] == [
+        f"{called}-{n}-{peer}" for n in (8, 24) for peer in ("sdpa", "reference")
+    ]
+    assert [one["peer"] for one in results] == ["SDPA softmax", "its plain formula"] * 2
+    assert all(one["ours_ms"] > 0 and one["peer_ms"] > 0 and one["ratio"] > 0 for one in results)
+    listed = inside("bench", "--mechanism", name, "--list").stdout
+    assert all(one["name"] in listed for one in results)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            ["--mechanism", "mine.py:projected", "--qk-length", "4"],
+            "--qk-length: expected one that Kernel takes, got 4",
+        ),
+        (["--mechanism", "mine.py:Cauchy", "--gpu"], "--mechanism: expected none with --gpu, got 'mine.py:Cauchy'"),
+        (["--mechanism", "elu", "--only", "padded"], "--only: expected a benchmark of"),
+    ],
+)
+def test_bench_refuses_what_it_cannot_time(inside: Inside, folder: Path, arguments: list[str], said: str) -> None:
+    done = inside("bench", *arguments, cwd=folder)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"regard: error: {said}")
+
+
+class WrongAtFirst(broken.HasAWrongPath):
+    def paths(self) -> Any:
+        return tuple(reversed(super().paths()))
+
+
+def test_a_benchmark_whose_results_differ_is_refused() -> None:
+    from regard.bench import of_mechanism, run
+
+    with pytest.raises(ValueError, match=r"^wrong-256-sdpa: expected results within .* no speed to report"):
+        run(of_mechanism("wrong", WrongAtFirst())[0], quick=True)
 
 
 def test_demo_leaves_runs_a_page_and_its_pictures(inside: Inside, tmp_path: Path) -> None:

@@ -8,10 +8,11 @@ belong to the machine; ratios travel better.
 import torch
 
 from regard.bench import attention, generation, models, training
+from regard.bench.attention import of_mechanism
 from regard.bench.harness import Bench, Result, environment, interleaved, save
 from regard.bench.rates import LOOKS, ROUNDS, crossing
 
-__all__ = ["LOOKS", "ROUNDS", "SUITE", "Bench", "Result", "crossing", "environment", "run", "save"]
+__all__ = ["LOOKS", "ROUNDS", "SUITE", "Bench", "Result", "crossing", "environment", "of_mechanism", "run", "save"]
 
 SUITE: dict[str, Bench] = {
     bench.name: bench for bench in (*attention.BENCHES, *models.BENCHES, *generation.BENCHES, *training.BENCHES)
@@ -19,11 +20,8 @@ SUITE: dict[str, Bench] = {
 
 
 @torch.no_grad()
-def run(name: str, quick: bool = False) -> Result:
-    """Run one benchmark of the suite: check that both agree, then time them in turn."""
-    if name not in SUITE:
-        raise ValueError(f"name: expected one of {', '.join(SUITE)}, got {name!r}")
-    bench = SUITE[name]
+def run(bench: Bench, quick: bool = False) -> Result:
+    """Run one benchmark, of the suite or of `of_mechanism`: check that both agree, then time them in turn."""
     torch.manual_seed(0)
     if bench.special is not None:
         return bench.special(bench)
@@ -32,6 +30,6 @@ def run(name: str, quick: bool = False) -> Result:
     one, two = (pair.ours(), pair.peer()) if pair.check is None else pair.check()
     apart = (one - two).abs().max().item()
     if not apart <= pair.tolerance:
-        raise ValueError(f"{name}: expected results within {pair.tolerance}, got {apart:.3g}: no speed to report")
+        raise ValueError(f"{bench.name}: expected results within {pair.tolerance}, got {apart:.3g}: no speed to report")
     ours, peer = interleaved([pair.ours, pair.peer], 3 if quick else bench.rounds)
     return Result(bench.name, bench.title, bench.peer, bench.goal, peer / ours, ours * 1e3, peer * 1e3)

@@ -11,8 +11,10 @@ from torch import Tensor
 from regard.attention import attend
 from regard.bench.harness import Bench, Pair, Result
 from regard.bench.rates import crossing
-from regard.cost import Work
+from regard.choice import refusal
+from regard.cost import Work, cost
 from regard.mask import causal, padding, window
+from regard.mechanism import Mechanism
 from regard.mechanisms import Quadratic, Softmax
 
 
@@ -188,6 +190,38 @@ def _crossing(bench: Bench) -> Result:
     ratio = min(predicted, measured) / max(predicted, measured)
     note = f"predicted {predicted}, measured {measured}"
     return Result(bench.name, bench.title, bench.peer, bench.goal, ratio, 0.0, 0.0, note=note)
+
+
+LENGTHS = (256, 1024, 2048)
+"""At which a mechanism that is named is timed: its plain formula holds the whole table of weights."""
+
+
+def of_mechanism(name: str, mechanism: Mechanism, qk_length: int = 64) -> tuple[Bench, ...]:
+    """A mechanism against PyTorch's softmax and against its own plain formula, causal where that has a meaning."""
+    cost(mechanism, Work(query_length=1, key_length=1, num_heads=8, qk_length=qk_length))  # raises, if it cannot run
+    rule = causal if refusal(mechanism, causal) is None else None
+    words = ", causal" if rule is not None else ""
+
+    def pair(length: int, peer: str) -> Pair:
+        q, k, v = _qkv(1, 8, length, qk_length)
+
+        def ours(path: str | None = None) -> Tensor:
+            return attend(q, k, v, mechanism, rule, path=path)
+
+        def check() -> tuple[Tensor, Tensor]:
+            plain = ours("reference")
+            size = plain.abs().max().clamp(min=1)
+            return ours() / size, plain / size
+
+        softmax = partial(F.scaled_dot_product_attention, q, k, v, is_causal=rule is not None)
+        return Pair(ours, softmax if peer == "sdpa" else partial(ours, "reference"), check)
+
+    return tuple(
+        Bench(f"{name}-{length}-{peer}", f"{name}{words}, N={length}, 8 heads, D={qk_length}", title, None,
+              partial(pair, length, peer))
+        for length in LENGTHS
+        for peer, title in (("sdpa", "SDPA softmax"), ("reference", "its plain formula"))
+    )  # fmt: skip
 
 
 BENCHES: tuple[Bench, ...] = (

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from regard.cli.common import digits, print_table, progress
+from regard.mechanisms.text import CHOICES, from_text
 
 if TYPE_CHECKING:
     from regard.bench import Result
@@ -17,6 +18,15 @@ def bench(
         list[str] | None,
         typer.Option(metavar="NAME", help="A benchmark of the suite (see --list). May repeat.", show_default=False),
     ] = None,
+    mechanism: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help=f"Time this mechanism instead, against SDPA and its own plain formula: of {CHOICES}.",
+            show_default=False,
+        ),
+    ] = None,
+    qk_length: Annotated[int, typer.Option(min=1, metavar="N", help="With --mechanism: length of its heads.")] = 64,
     listed: Annotated[bool, typer.Option("--list", help="List the suite and exit.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="End with one line of JSON.")] = False,
     out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Folder to save the results in.")] = None,
@@ -27,16 +37,22 @@ def bench(
 ) -> None:
     """Speed against named peers, as ratios measured in one run; above 1, ours is faster. Exit 1 if a goal is missed."""
     if gpu:
+        if mechanism is not None:
+            raise ValueError(f"mechanism: expected none with --gpu, got {mechanism!r}")
         _gpu(as_json, out)
         return
-    from regard.bench import SUITE, environment, run, save
+    from regard.bench import SUITE, environment, of_mechanism, run, save
 
-    names = list(dict.fromkeys(only or SUITE))
+    known = SUITE
+    if mechanism is not None:
+        benches = of_mechanism(mechanism.rpartition(":")[2], from_text(mechanism), qk_length)
+        known = {bench.name: bench for bench in benches}
+    names = list(dict.fromkeys(only or known))
     for name in names:
-        if name not in SUITE:
+        if name not in known:
             raise ValueError(f"only: expected a benchmark of `regard bench --list`, got {name!r}")
+    suite = [known[name] for name in names]
     if listed:
-        suite = [SUITE[name] for name in names]
         rows = [{"name": one.name, "title": one.title, "peer": one.peer, "goal": one.goal} for one in suite]
         print_table([{**row, "goal": _goal(one.goal)} for row, one in zip(rows, suite, strict=True)], right=("goal",))
         if as_json:
@@ -45,10 +61,10 @@ def bench(
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
     results = []
-    with progress(len(names), "timing", ticking=False) as advance:
-        for name in names:
-            advance(name)
-            results.append(run(name, quick))
+    with progress(len(suite), "timing", ticking=False) as advance:
+        for bench in suite:
+            advance(bench.name)
+            results.append(run(bench, quick))
     print_table([_bench_row(result) for result in results], right=("ours", "peer's", "ratio", "goal"))
     if out is not None:
         print(f"-> {save(results, out)}")

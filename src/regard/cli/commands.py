@@ -32,7 +32,14 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...]]] = {
             "regard cost --measure",
         ),
     ),
-    "bench": ("bench", ("regard bench --list", "regard bench --only padded --only append --json")),
+    "bench": (
+        "bench",
+        (
+            "regard bench --list",
+            "regard bench --only padded --only append --json",
+            "regard bench --mechanism my_file.py:Mine",
+        ),
+    ),
     "models": (
         "models",
         (
