@@ -69,9 +69,11 @@ class _Square(FeatureMechanism):
     def summed_features(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         if x.shape[:-1].numel() <= FEW and not x.requires_grad and untouched():
             left, right, scales = _table(self, x.shape[-1], x.dtype, x.device)
-            columns = F.pad(x, (0, 1), value=1.0).transpose(-1, -2)
-            products = columns.index_select(-2, left).mul_(columns.index_select(-2, right))
-            return products.mul_(scales[:, None]).transpose(-1, -2)
+            extended = F.pad(x, (0, 1), value=1.0).flatten(0, -2)
+            # Single tokens line by line, as the sums are met; others side by side, which copies whole rows.
+            columns = extended.unsqueeze(-1) if x.shape[-2] == 1 else extended.t().contiguous().unsqueeze(0)
+            products = columns.index_select(-2, left).mul_(columns.index_select(-2, right)).mul_(scales)
+            return products.transpose(-1, -2).reshape(*x.shape[:-1], len(scales))
         a, b, d = self.coefficients(x.shape[-1])
         columns = x.transpose(-1, -2).contiguous()  # tokens last, so that every product runs along them
         # An off-diagonal block stands for its mirror image too: twice the product, a root of 2 on either side.
@@ -228,10 +230,10 @@ def _blocks(length: int) -> tuple[tuple[int, int, int, int], ...]:
 
 @lru_cache(maxsize=32)
 def _table(mechanism: _Square, length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """`summed_pairs` on a device, made once: a mechanism without tensors is a value."""
+    """`summed_pairs` on a device, scales as a column, made once: a mechanism without tensors is a value."""
     with torch.inference_mode(False):
         left, right, scales = mechanism.summed_pairs(length, dtype)
-        return left.to(device), right.to(device), scales.to(device)
+        return left.to(device), right.to(device), scales[:, None].to(device)
 
 
 @lru_cache(maxsize=32)
