@@ -128,7 +128,7 @@ class _Square(FeatureMechanism):
         # The sum of d (q·k + b/2d)² plus the rest, as `similarity` has it: d [q, b/2d] square [q, b/2d]ᵀ.
         a, b, d = self.coefficients(q.shape[-1])
         length = q.shape[-1] + 1
-        square, rest = normaliser.unflatten(-1, (length, length)), a - b * b / (4 * d)
+        square, rest = normaliser.view(*normaliser.shape[:-1], length, length), a - b * b / (4 * d)
         extended = F.pad(q, (0, 1), value=b / (2 * d))
         found = ((extended @ square) * extended).sum(-1)
         if d != 1:

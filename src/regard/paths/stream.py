@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from regard.eager import transformed
 from regard.guard import cleaned, poisoned, taint
 from regard.kernel_state import KernelState
 from regard.mask import Padding
@@ -48,8 +49,8 @@ def stream(
     by_kernels = fused_stream.cannot(mechanism, q, k, v, state.sums, causal, holes) is None
     walk = _fused if by_kernels else _guarded
     out, sums, normaliser = walk(mechanism, q, held.keys, held.values, held.padding, causal, state, fold_to)
-    longer = replace(
-        state,
+    longer = KernelState(
+        mechanism=state.mechanism,
         sums=sums,
         normaliser=normaliser,
         folded=state.folded + fold_to,
@@ -82,17 +83,30 @@ def _guarded(
     state: KernelState,
     fold_to: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`_walk` so that a NaN or infinity reaches those who see it and no others: what is in the sums all queries see."""
-    valid = None if padding is None else padding.valid(k.shape[2], k.device)[:, None]
-    k, v = cleaned(k, None if valid is None else ~valid), cleaned(v, None if valid is None else ~valid)
-    if q.shape[2] == 1 or not causal:
+    """`_walk` so that a NaN or infinity reaches those who see it and no others, nor the gradients of others."""
+    if padding is not None:
+        hidden = ~padding.valid(k.shape[2], k.device)[:, None]
+        k, v = cleaned(k, hidden), cleaned(v, hidden)
+    recorded = any(x.requires_grad for x in (q, k, v, state.sums)) or mechanism.learns(k.shape[3])
+    derived = (torch.is_grad_enabled() and recorded) or transformed()
+    if not derived and (q.shape[2] == 1 or not causal):  # all queries see all keys, and the sums
         return _walk(mechanism, q, k, v, padding, causal, state, fold_to)
     tainted = taint(k, v)
     k, v = cleaned(k, tainted), cleaned(v, tainted)
-    out, sums, normaliser = _walk(mechanism, q, k, v, padding, causal, state, fold_to)
-    if fold_to and tainted is not None:
-        sums = torch.where(tainted[..., :fold_to].any(-1)[..., None, None], math.nan, sums)
-    return poisoned(out, causal_mask, tainted), sums, normaliser
+    if tainted is None or not state.folded:
+        clean, seen = state, tainted
+    else:  # a bad value is in all rows of the sums, a bad key in the normaliser
+        lines = taint(state.normaliser.unsqueeze(2), state.sums[:, :, :1])
+        assert lines is not None
+        zeros = torch.where(lines, 0, state.normaliser)
+        clean, seen = replace(state, sums=cleaned(state.sums, lines), normaliser=zeros), torch.cat([lines, tainted], -1)
+    out, sums, normaliser = _walk(mechanism, q, k, v, padding, causal, clean, fold_to)
+    if not fold_to:
+        sums, normaliser = state.sums, state.normaliser
+    elif seen is not None:  # what has been folded is before the other keys
+        bad = seen[..., : seen.shape[-1] - k.shape[2] + fold_to].any(-1)
+        sums = torch.where(bad[..., None, None], math.nan, sums)
+    return poisoned(out, causal_mask if causal else None, seen), sums, normaliser
 
 
 def _walk(
