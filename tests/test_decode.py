@@ -21,6 +21,7 @@ from regard import cpu
 from regard.buffer import quantize
 from regard.laws.case import HEADS, MASKS, Case, exact_output, plain_output
 from regard.laws.statements import LAWS
+from regard.layers import linear
 from regard.paths import compiler, decode, decode_code, machine_code, parts, probe
 
 pytestmark = pytest.mark.skipif(cpu.missing() is not None, reason=str(cpu.missing()))
@@ -181,6 +182,25 @@ def test_any_number_of_threads_gives_the_same(threads):
     try:
         for groups in (1, 2, 3):
             agree(*tensors(batch=1, groups=groups, repeats=8, keys=401))
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("compute", ["attention", "product"])
+def test_pytorchs_threads_stay_when_there_are_fewer_tasks(compute):
+    """For a smaller team OpenMP ends threads, which PyTorch then starts again: longer than a step takes."""
+    before, numbers = torch.get_num_threads(), torch.randn(1 << 18)
+    case = tensors(batch=1, groups=2, keys=90, K=256, V=256, queries=8)  # two tasks
+    x, weight = torch.randn(1, 64), torch.randn(8, 64)
+    torch.set_num_threads(4)
+    try:
+        numbers.exp()
+        running = set(os.listdir("/proc/self/task"))
+        if compute == "attention":
+            rg.attend(*case, path="decode")
+        else:
+            linear._multiply(x, weight, None)
+        assert set(os.listdir("/proc/self/task")) == running
     finally:
         torch.set_num_threads(before)
 

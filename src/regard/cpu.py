@@ -56,7 +56,10 @@ def missing() -> str | None:
 
 
 def in_parallel(code: int, fields: int, threads: int) -> None:
-    """`code(fields)` on each of some threads, PyTorch's own: others would wait for its threads, which spin."""
+    """`code(fields)` on each of some threads, PyTorch's own: others would wait for its threads, which spin.
+
+    One, or as many as PyTorch has: for a smaller team OpenMP ends the threads to spare, and PyTorch has to start them
+    again."""
     if threads == 1:
         _FUNCTION(code)(fields)
     else:

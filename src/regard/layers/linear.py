@@ -188,7 +188,7 @@ def _multiply(x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
     for first in range(0, tokens, most):
         count, read, written = min(most, tokens - first), x.data_ptr() + 4 * first * width, 4 * first * rows
         told = fields(0, tasks, count, width, rows, step, block, read, *places, out.data_ptr() + written)
-        cpu.in_parallel(code, ctypes.addressof(told), min(threads, tasks))
+        cpu.in_parallel(code, ctypes.addressof(told), threads if tasks > 1 else 1)
     return out
 
 

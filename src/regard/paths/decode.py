@@ -117,6 +117,12 @@ def _decode_part(
     return out, (tops[1].log2() + tops[0]) * log(2)
 
 
+def part(call: Call) -> tuple[Tensor, Tensor]:
+    """Attention to keys that are a part of all, without padding or a window, and its log-sum-exp, both in float32."""
+    compute = _decode_part if direct(call.q, call.k, call.v) else torch.ops.regard.decode_part
+    return compute(call.q, call.k, call.v, sdpa.scale(call), call.structure.after, *(call.scales or (None, None)))
+
+
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, k_scales: Tensor | None, v_scales: Tensor | None, scale: float,
     spans: Sequence[Span] | None, before: int | None, after: int | None, result: torch.dtype,
@@ -140,7 +146,7 @@ def _attention(
         threads = torch.get_num_threads()
         # As many parts as give every thread as much to do, within what their sums may take.
         parts = max(1, min(threads // gcd(units, threads), 8 * threads // units, reach // block))
-        tasks, threads = units * parts, min(threads, units * parts)
+        tasks = units * parts
     q = q.contiguous()
     k_batch, k_head, k_token, k_number = k.stride()
     v_batch, v_head, v_token, v_number = v.stride()

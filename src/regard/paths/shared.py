@@ -56,8 +56,7 @@ def _part(call: Call) -> tuple[Tensor, Tensor]:
     """The output over all keys, or under causality of queries that stand at the last keys, and its log-sum-exp."""
     scale, size = sdpa.scale(call), call.value_length
     if decode.cannot(call) is None:
-        scales = call.scales or (None, None)
-        return torch.ops.regard.decode_part(call.q, call.k, call.v, scale, call.structure.after, *scales)
+        return decode.part(call)
     call = call.widened()
     tainted = taint(call.k, call.v) if call.structure.causal else None
     k, v = cleaned(call.k, tainted), cleaned(call.v, tainted)
