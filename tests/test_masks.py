@@ -18,7 +18,7 @@ from PIL import Image
 import regard as rg
 import regard.mask
 from regard.call import Call
-from regard.mask import Band, Mask, Padding, as_mask
+from regard.mask import Band, Mask, Packed, Padding, as_mask
 from regard.paths import masked
 from regard.structure import blocks, count_pairs, positions, reached, structure
 
@@ -600,3 +600,14 @@ def test_a_part_of_padding_is_that_part_of_its_table(form: str, begin: int, rows
         return
     assert part.batch == len(rows)
     assert torch.equal(part.valid(keys - begin), expected)
+
+
+def test_packed_sequences_are_found_where_they_are_one_after_another() -> None:
+    lengths = (3, 0, 1, 4)
+    packed = Packed(lengths)
+    assert packed.sequences(1) == ((0, 0, 3), (0, 3, 1), (0, 4, 4)) == rg.segments(packed.ids).sequences(1)
+    assert rg.segments([[7, 7, 2], [1, 1, 1]]).sequences(2) == ((0, 0, 2), (0, 2, 1), (1, 0, 3))
+    assert rg.segments([0, 1]).sequences(2) == ((0, 0, 1), (0, 1, 1), (1, 0, 1), (1, 1, 1)), "one row for all"
+    others = [rg.segments([0, 1, 0]), rg.segments([0, 1]) & rg.window(), rg.causal, rg.padding([1]), ~rg.segments([0])]
+    assert [mask.sequences(1) for mask in others] == [None] * len(others)
+    assert packed.sequences(2) is None

@@ -89,6 +89,11 @@ class Mask:
         None if all of those are visible."""
         return Part(self, rows, begin)
 
+    def sequences(self, batch: int) -> tuple[tuple[int, int, int], ...] | None:
+        """Sequences one after another that see themselves alone: the batch row, first token and number of tokens of
+        each; None if the mask is something else."""
+        return None
+
     def fits(self, batch: int, heads: int, queries: int, keys: int) -> None:
         """Raise ValueError if the mask cannot belong to attention of this shape."""
 

@@ -3,7 +3,7 @@
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate
 
 import torch
@@ -42,6 +42,9 @@ class Segments(Mask):
         last = max(max(row[1][low:high]) for row in self.reach)
         return [(first, last)]
 
+    def sequences(self, batch: int) -> tuple[tuple[int, int, int], ...] | None:
+        return _sequences(self, batch)
+
     def fits(self, batch: int, heads: int, queries: int, keys: int) -> None:
         if self.ids.shape[0] not in (1, batch) or self.ids.shape[1] != keys:
             raise ValueError(f"mask: expected segments(ids) of shape {(batch, keys)}, got {tuple(self.ids.shape)}")
@@ -69,6 +72,23 @@ def segments(ids: Tensor | Sequence[Sequence[int]]) -> Mask:
         raise ValueError(f"ids: expected whole numbers of shape (B, S), got {table.dtype} {tuple(table.shape)}")
     # Positions are looked up in it, which PyTorch does not do for every kind of whole number.
     return Segments(table.long(), tuple(map(_reach, table.tolist())) if readable(table) else None)
+
+
+@lru_cache(maxsize=64)
+def _sequences(mask: Segments, batch: int) -> tuple[tuple[int, int, int], ...] | None:
+    """Found once for all layers of a step."""
+    if mask.reach is None:
+        return None
+    sequences = []
+    for row, (first, last) in enumerate(mask.reach if len(mask.reach) == batch else mask.reach * batch):
+        begin = 0
+        while begin < len(first):
+            end = last[begin]
+            if first[begin] != begin or any(start != begin for start in first[begin:end]):
+                return None  # a sequence with others in between
+            sequences.append((row, begin, end - begin))
+            begin = end
+    return tuple(sequences)
 
 
 def _reach(row: list[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -105,6 +125,10 @@ class Packed(Mask):
             return []
         first, last = bisect_right(self.ends, low), bisect_right(self.ends, high - 1)
         return [(self.ends[first] - self.lengths[first], self.ends[last])]
+
+    def sequences(self, batch: int) -> tuple[tuple[int, int, int], ...] | None:
+        rows = zip(self.lengths, self.ends, strict=True)
+        return tuple((0, end - length, length) for length, end in rows if length) if batch == 1 else None
 
     def fits(self, batch: int, heads: int, queries: int, keys: int) -> None:
         if sum(self.lengths) != keys:

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from regard.call import Call
 from regard.eager import symbolic, untouched
-from regard.mask import Packed, Segments
 from regard.paths import sdpa
 
 LONGEST = 128
@@ -78,32 +77,11 @@ def unit_strides(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tenso
 
 
 def parts(call: Call) -> tuple[tuple[int, int, int], ...] | None:
-    """Packed sequences one after another: the batch row, the first token and the number of tokens of each; None if the
-    mask is something else, or not of that alone."""
-    mask = call.structure.rest
-    if not call.square or call.structure.paddings:
+    """Packed sequences one after another, as `Mask.sequences` has them; None if the mask is not of those alone."""
+    rest = call.structure.rest
+    if rest is None or not call.square or call.structure.paddings:
         return None
-    if isinstance(mask, Packed):
-        rows = zip(mask.lengths, mask.ends, strict=True)
-        return tuple((0, end - length, length) for length, end in rows if length) if call.batch == 1 else None
-    return _parts(mask, call.batch) if isinstance(mask, Segments) else None
-
-
-@lru_cache(maxsize=64)
-def _parts(mask: Segments, batch: int) -> tuple[tuple[int, int, int], ...] | None:
-    if mask.reach is None:
-        return None
-    rows = mask.reach if len(mask.reach) == batch else mask.reach * batch
-    found = []
-    for row, (first, last) in enumerate(rows):
-        begin = 0
-        while begin < len(first):
-            end = last[begin]
-            if first[begin] != begin or any(start != begin for start in first[begin:end]):
-                return None  # a sequence with others in between
-            found.append((row, begin, end - begin))
-            begin = end
-    return tuple(found)
+    return rest.sequences(call.batch)
 
 
 def bounds(call: Call) -> Tensor | None:
