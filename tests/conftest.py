@@ -70,3 +70,26 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for module in (band_attention, decode_attention, feature_attention, square_attention, step_attention):
         monkeypatch.setattr(module, "launch", checked)
+
+
+@pytest.fixture
+def chosen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Kernels for GPUs serve on this CPU too, and calls like one before are run again: the names of paths that were
+    chosen for the others, in order."""
+    from regard import attention, repeats
+    from regard.mechanisms import softmax
+    from regard.paths import band, gpu, reference, split
+
+    names: list[str] = []
+    choose = attention.choose
+
+    def noted(call, path):
+        names.append(choose(call, path).name)
+        return choose(call, path)
+
+    monkeypatch.setattr(gpu, "missing", lambda call: None)
+    monkeypatch.setattr(softmax, "PATHS", (split.PATH, band.PATH, reference.PATH))
+    monkeypatch.setattr(repeats, "_launched", lambda q: True)
+    monkeypatch.setattr(repeats, "_known", {})
+    monkeypatch.setattr(attention, "choose", noted)
+    return names

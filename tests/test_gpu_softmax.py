@@ -131,6 +131,55 @@ def test_int8_states_with_the_length_on_the_device():
     within_budget("output", out, exact, plain(q, *((t * s).to(q.dtype) for t, s in seen), rule))
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize("storage", [None, torch.int8], ids=str)
+def test_a_cache_is_extended_without_waiting_for_the_gpu(storage, padded):
+    pieces, softmax = [70, 1, 1, 5, 1], rg.Softmax()
+    q, k, v = (torch.randn(2, h, sum(pieces), 64, device="cuda", dtype=torch.bfloat16) for h in (8, 2, 2))
+
+    def rule(length):
+        real = rg.padding(valid=torch.arange(length) >= torch.tensor([[0], [20]]))
+        return rg.causal & real if padded else rg.causal
+
+    rules = [rule(sum(pieces[: n + 1])) for n in range(len(pieces))]
+    sizes = {"batch": 2, "num_kv_heads": 2, "qk_length": 64, "value_length": 64, "capacity": 100}
+
+    def stream():
+        state, outs = softmax.start(**sizes, dtype=q.dtype, device="cuda", storage=storage), []
+        for piece, mask in zip(torch.arange(sum(pieces)).split(pieces), rules, strict=True):
+            new = (t[:, :, piece[0] : piece[-1] + 1] for t in (q, k, v))
+            out, state = softmax.extend(*new, state, mask=mask)
+            outs.append(out)
+        return torch.cat(outs, 2)
+
+    with torch.no_grad():
+        out = stream()  # tables are copied, kernels compiled
+        torch.cuda.synchronize()
+        try:
+            torch.cuda.set_sync_debug_mode("error")
+            again = stream()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(out, again)
+    held = (k, v)
+    if storage is not None:
+        held = tuple((numbers * scale).to(q.dtype) for numbers, scale in map(quantize, (k, v)))
+    exact = plain(*(t.double() for t in (q, *held)), rules[-1])
+    within_budget("output", out, exact, plain(q, *held, rules[-1]))
+
+
+@pytest.mark.parametrize("mechanism", [rg.Softmax(), rg.Quadratic(), rg.Elu()], ids=str)
+def test_weights_of_chosen_rows_need_no_table_of_all(mechanism):
+    q, k = (torch.randn(1, 4, 65536, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    table = rg.weights(q, k, mechanism, rg.causal, rows=[5, -1], heads=[0, 3])
+    assert table.shape == (1, 2, 2, 65536)
+    torch.testing.assert_close(table.float().sum(-1), torch.ones(1, 2, 2, device="cuda"), rtol=0, atol=2e-2)
+    assert torch.cuda.max_memory_allocated() - before < 6 * k.nbytes
+
+
 def test_a_padded_batch_through_a_layer_is_packed():
     model = rg.Decoder(rg.DecoderConfig(vocabulary_size=50, embedding_dim=64, num_layers=2, num_heads=4)).cuda()
     tokens, rule = torch.randint(50, (3, 200), device="cuda"), rg.padding([200, 17, 90])

@@ -220,6 +220,17 @@ def test_a_stream_by_kernels_leaks_nothing_hidden_and_hides_nothing_seen(name, s
     assert out[0, :, 33:].isnan().all()
 
 
+@pytest.mark.parametrize("name", ["quadratic", "elu"])
+def test_calls_like_one_before_are_not_chosen_again(name, chosen):
+    for _ in range(2):
+        q, k, v = (torch.randn(1, 1, 40, 16) for _ in range(3))
+        out = rg.attend(q, k, v, MECHANISMS[name], rg.causal)
+        assert chosen == ["fused"]
+        visible = rg.causal.visible(1, 1, 40, 40)
+        exact = MECHANISMS[name].mix(MECHANISMS[name].weigh(q, k, visible), v)
+        torch.testing.assert_close(out, exact, rtol=1e-3, atol=1e-3)
+
+
 def test_no_sequences_are_no_work_for_kernels(streams_by_kernels):
     q = torch.randn(0, 2, 40, 8)
     out, state = streamed(rg.Quadratic(), q, q, q, [38, 1, 1])

@@ -27,6 +27,7 @@ LAYERS = [
     ["kernel_state"],
     ["call"],
     ["choice", "checks"],
+    ["repeats"],
     ["kernels"],
     ["paths"],
     ["slots"],

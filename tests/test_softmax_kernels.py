@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import regard as rg
+from regard import repeats
 from regard.buffer import quantize
 from regard.call import Call
 from regard.kernels import band_attention, decode_attention
@@ -106,6 +107,21 @@ def test_int8_states_and_lengths_on_the_device():
     within_budget("output", out, exact, exact.float())
 
 
+@pytest.mark.parametrize("queries", [1, 5])
+def test_int8_states_without_a_wide_copy(queries):
+    q, k, v = tensors(queries, heads=4, groups=2)
+    k[0, :, 38], v[1, :, 39] = torch.nan, torch.inf  # seen by the last queries alone
+    (k8, k_scale), (v8, v_scale) = quantize(k), quantize(v)
+    rule = rg.causal & rg.window(before=20)
+    assert split.PATH.reads_int8
+    out = split.run(Call(rg.Softmax(), q, k8, v8, rule, scales=(k_scale, v_scale)))
+    wide = [t.double() * scale for t, scale in ((k8, k_scale), (v8, v_scale))]
+    exact = rg.attend(q.double(), *wide, mask=rule, path="reference")
+    seen = exact.isnan()
+    assert torch.equal(out.isfinite(), ~seen)
+    within_budget("output", out[~seen], exact[~seen], exact[~seen].float())
+
+
 @pytest.mark.parametrize("path", [band, split], ids=["band", "split"])
 def test_what_is_hidden_does_not_leak_and_what_is_seen_shows(path):
     queries = 3 if path is split else KEYS
@@ -197,6 +213,46 @@ def test_operators_have_shapes_without_data():
     out, lse = band_attention.band(q, k, v, None, None, 1.0, None, 0, 0)
     assert (out.shape, out.dtype, lse.shape, lse.dtype) == (q.shape, q.dtype, q.shape[:3], torch.float32)
     assert decode_attention.split(q, k, v, None, 1.0, True, None).shape == q.shape
+
+
+@pytest.mark.parametrize(("path", "rule", "queries"), [("band", rg.causal, 40), ("split", None, 1)])
+def test_calls_like_one_before_are_not_chosen_again(path, rule, queries, chosen):
+    for _ in range(3):
+        q, k, v = tensors(queries)
+        out = rg.attend(q, k, v, mask=rule)
+        assert chosen == [path]
+        torch.testing.assert_close(out, plain_softmax(q, k, v, rule), rtol=1e-4, atol=1e-4)
+
+
+def plain_softmax(q, k, v, rule):
+    visible = None if rule is None else rule.visible(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    return rg.Softmax().mix(rg.Softmax().weigh(q, k, visible), v)
+
+
+def test_calls_that_differ_are_chosen_each(chosen, monkeypatch):
+    def run(q, k, v, *rest, **options):
+        before = len(chosen)
+        rg.attend(q, k, v, *rest, **options)
+        return len(chosen) > before
+
+    q, k, v = tensors(1)
+    assert run(q, k, v)
+    assert not run(q, k, v, rg.Softmax())  # an equal one
+    assert run(q, k, v, rg.Softmax(beta=2))
+    assert run(q, k, v, mask=rg.window(before=3))
+    assert run(q[:1], k[:1], v[:1])
+    assert run(q, k.transpose(2, 3).contiguous().transpose(2, 3), v)
+    assert run(q.clone().requires_grad_(), k, v)
+    assert run(q, k, v, path="split")
+    assert run(q, k, v, bias=torch.zeros(1, KEYS))
+    with pytest.raises(ValueError, match="k: expected q's qk_length"):
+        rg.attend(q, k[..., :8], v)
+    with pytest.raises(ValueError, match="mechanism: expected a mechanism"):
+        rg.attend(q, k, v, [])
+    monkeypatch.setattr(repeats, "MOST", 2)
+    for rows in (1, 2, 3):
+        rg.attend(q[:, :, :, :rows].contiguous(), k[:, :, :, :rows].contiguous(), v)
+    assert 0 < len(repeats._known) <= 2
 
 
 def test_explain_says_why_not():

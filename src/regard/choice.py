@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from regard.mechanism import Mechanism
 
 
+Again = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""What runs a call again on other queries, keys and values of the same sizes, strides, dtype and device."""
+
+
 @dataclass(frozen=True)
 class Path:
     """One way to compute a mechanism."""
@@ -29,6 +33,9 @@ class Path:
     """Whether numbers of a key that a mask hides can reach queries that do not see it, or their gradients."""
     reads_int8: bool = False
     """Whether it reads int8 keys and values as they are; for others they are widened first."""
+    again: Callable[[Call], Again | None] | None = None
+    """For a call that it serves on a GPU without gradients: what runs calls like it, all set up; None if it cannot
+    (repeats.py)."""
 
 
 @dataclass(frozen=True)

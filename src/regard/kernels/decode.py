@@ -54,15 +54,21 @@ def decode_kernel(
         values = rows_of(v_base, v_row, place, inside, v, V, V == VB)
         scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION) * factor
         if SCALED:
-            scores *= tl.load(K_SCALE + scales + place * scale_row, mask=inside, other=0.0)[None, :]
+            k_scale = tl.load(K_SCALE + scales + place * scale_row, mask=inside, other=0.0)
+            v_scale = tl.load(V_SCALE + scales + place * scale_row, mask=inside, other=0.0)
+            scores *= k_scale[None, :]
         seen = inside[None, :] & here[:, None]
         if POSITIONAL:  # queries of one tile see different keys: what some do not see must not reach them
             if CAUSAL:
                 seen &= place[None, :] <= position[:, None]
             if WINDOWED:
                 seen &= place[None, :] >= position[:, None] - before
-            bad = bad_rows(k, values)
-            values = tl.where(bad[:, None], tl.zeros_like(values), values)
+            if SCALED:  # int8 numbers are finite, their scales may not be
+                bad = (k_scale - k_scale != 0) | (v_scale - v_scale != 0)
+                v_scale = tl.where(bad, 0.0, v_scale)
+            else:
+                bad = bad_rows(k, values)
+                values = tl.where(bad[:, None], tl.zeros_like(values), values)
             spoiled |= tl.max((seen & bad[None, :]).to(tl.int32), 1)
         scores = tl.where(seen, scores, float("-inf"))
         larger = tl.maximum(top, tl.max(scores, 1))
@@ -71,7 +77,7 @@ def decode_kernel(
         share = tl.exp2(top - middle)
         total = total * share + tl.sum(weights, 1)
         if SCALED:
-            weights *= tl.load(V_SCALE + scales + place * scale_row, mask=inside, other=0.0)[None, :]
+            weights *= v_scale[None, :]
         sums = product(weights.to(q.dtype), values.to(q.dtype), sums * share[:, None], PRECISION)
         top = larger
     if POSITIONAL:

@@ -86,22 +86,49 @@ class Work:
     """Query rows in all."""
     sizes: tuple[int, int, int, int]
     """Batch, heads, queries and value_length."""
+    groups: int
     qk_length: int
     c: int
     width: int
     """qk_length and value_length, rounded up to a power of 2."""
+    bytes_per_number: int
+    """Of queries."""
+    scale: float
+    causal: bool
+    before: int | None
     launches: Launches = field(default_factory=dict)
 
 
+def work_of(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, before: int | None, scales: Tensor | None = None
+) -> Work:
+    """The sizes of a call but for the length of its cache."""
+    kinds = k.stride(), v.stride(), k.dtype, strides(scales)
+    return _work(layout(q), k.shape[1], v.shape[3], scale, causal, before, *kinds)
+
+
 @lru_cache(maxsize=256)
-def _work(q: Layout, groups: int, value_length: int, *kind: object) -> Work:
-    """Work of a kind: what else a compiled kernel, and the numbers that it is told, depend on."""
+def _work(
+    q: Layout, groups: int, value_length: int, scale: float, causal: bool, before: int | None, *kinds: object
+) -> Work:
     batch, heads, queries, qk_length = q[0]
     each = heads // groups * queries
     rows = min(MOST_ROWS, max(16, power_of_2(each)))
     c, width = (max(16, power_of_2(size)) for size in (qk_length, value_length))
-    sizes = batch, heads, queries, value_length
-    return Work(rows, (ceil_divide(each, rows), batch * groups), batch * heads * queries, sizes, qk_length, c, width)
+    return Work(
+        rows=rows,
+        grid=(ceil_divide(each, rows), batch * groups),
+        count=batch * heads * queries,
+        sizes=(batch, heads, queries, value_length),
+        groups=groups,
+        qk_length=qk_length,
+        c=c,
+        width=width,
+        bytes_per_number=q[2].itemsize,
+        scale=scale,
+        causal=causal,
+        before=before,
+    )
 
 
 def forward(
@@ -125,26 +152,33 @@ def forward(
         q = q.contiguous()
     if k.stride(3) != 1 or v.stride(3) != 1:
         k, v = k.contiguous(), v.contiguous()
-    _, groups, keys, _ = k.shape
+    assert scales is None or scales[0].stride() == scales[1].stride()
+    work = work_of(q, k, v, scale, causal, before, None if scales is None else scales[0])
+    return attend(work, q, k, v, bounds, scales, length)
+
+
+def attend(
+    work: Work, q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None = None,
+    scales: tuple[Tensor, Tensor] | None = None, length: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """`forward` of a call whose sizes are known."""
+    (_, heads, queries, value_length), (tiles, lines), keys = work.sizes, work.grid, k.shape[2]
     k_scale, v_scale = (None, None) if scales is None else scales
-    assert k_scale is None or v_scale is None or k_scale.stride() == v_scale.stride()
-    kind = k.stride(), v.stride(), k.dtype, strides(k_scale), scale, causal, before
-    work = _work(layout(q), groups, v.shape[3], *kind)
-    (_, heads, queries, value_length), (tiles, lines) = work.sizes, work.grid
     rounded = ceil_divide(keys, 256) * 256  # so that a growing cache is planned for now and then
-    chosen, splits = plan(rounded, tiles * lines, work.count, max(work.c, work.width), q.element_size())
+    chosen, splits = plan(rounded, tiles * lines, work.count, max(work.c, work.width), work.bytes_per_number)
     out, parts = q.new_empty(work.sizes), None
     if splits > 1:
         parts = q.new_empty(work.count * splits * (value_length + 2), dtype=torch.float32)
     launch(
         work.launches, chosen, decode_kernel, (splits, tiles, lines),
         (q, k, v, k_scale, v_scale, *limits(bounds), length, out, parts),
-        lambda: ((*strides(q), *strides(k), *strides(v), *strides(k_scale), queries, groups, heads // groups,
-                  before or 0, scale * math.log2(math.e)), dict(
+        lambda: ((*strides(q), *strides(k), *strides(v), *strides(k_scale), queries, work.groups, heads // work.groups,
+                  work.before or 0, work.scale * math.log2(math.e)), dict(
             C=work.qk_length, V=value_length, CB=work.c, VB=work.width, ROWS=work.rows, STEP=chosen.keys,
-            BOUNDED=bounds is not None, COUNTED=length is not None, WINDOWED=before is not None, CAUSAL=causal,
-            POSITIONAL=queries > 1 and (causal or before is not None), SCALED=scales is not None, SPLIT=splits > 1,
-            PRECISION="tf32x3", num_warps=chosen.warps, num_stages=chosen.stages,
+            BOUNDED=bounds is not None, COUNTED=length is not None, WINDOWED=work.before is not None,
+            CAUSAL=work.causal, POSITIONAL=queries > 1 and (work.causal or work.before is not None),
+            SCALED=scales is not None, SPLIT=splits > 1, PRECISION="tf32x3",
+            num_warps=chosen.warps, num_stages=chosen.stages,
         )), (keys, splits),
     )  # fmt: skip
     if parts is not None:

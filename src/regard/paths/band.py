@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 
 from regard.call import Call
-from regard.choice import Path, never
+from regard.choice import Again, Path, never
 from regard.eager import untouched
-from regard.paths import gpu
+from regard.paths import gpu, sdpa
 
 
 def cannot(call: Call) -> str | None:
@@ -37,4 +37,16 @@ def run(call: Call) -> Tensor:
     return band_attention.band(q, k, v, bounds, parts, scale, known.before, known.after, longest)[0]
 
 
-PATH = Path("band", cannot, run, never)
+def again(call: Call) -> Again | None:
+    """What runs calls like this one."""
+    from regard.kernels import band_attention
+
+    known, scale = call.structure, sdpa.scale(call)
+    if scale == 0 or known.rest is not None or not gpu.dense(call):
+        return None
+    bounds = gpu.bounds(call)
+    work = band_attention.work_of(call.q, call.k, call.v, scale, known.before, known.after, bounds)
+    return lambda q, k, v: band_attention.forward(work, q, k, v, bounds)[0]
+
+
+PATH = Path("band", cannot, run, never, again=again)

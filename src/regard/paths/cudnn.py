@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from regard.call import Call
-from regard.choice import Path, never
+from regard.choice import Again, Path, never
 from regard.eager import untouched
 from regard.guard import finite
-from regard.paths import gpu
+from regard.paths import gpu, sdpa
 
 ROUND = 128
 """Lengths of which multiples are worth a plan of cuDNN's."""
@@ -106,4 +106,12 @@ class _Gradients(torch.autograd.Function):
         raise NotImplementedError("cudnn: second derivatives are not implemented; compute with path='reference'")
 
 
-PATH = Path("cudnn", cannot, run, never)
+def again(call: Call) -> Again | None:
+    """What runs calls like this one."""
+    scale, causal = sdpa.scale(call), call.structure.causal
+    if scale == 0 or not gpu.dense(call):
+        return None
+    return lambda q, k, v: _forward(q, k, v, scale, causal, causal and not finite())[0]
+
+
+PATH = Path("cudnn", cannot, run, never, again=again)

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from regard.call import Call
-from regard.choice import Path, never
+from regard.choice import Again, Path, never
 from regard.paths import chunked, gpu
 
 LONGEST = 128
@@ -93,4 +93,20 @@ def aligned(x: Tensor) -> Tensor:
     return x if x.stride(3) == 1 else x.contiguous()
 
 
-PATH = Path("fused", cannot, run, never)
+def again(call: Call) -> Again | None:
+    """What runs calls like this one."""
+    from regard.kernels import feature_attention, square_attention
+
+    mechanism: Any = call.mechanism
+    limits, causal, form = gpu.bounds(call), call.structure.causal, mechanism.fused_form
+    if call.qk_length % ALIGNED or call.value_length % ALIGNED or not gpu.dense(call) or form == "given":
+        return None
+    if form == "square":
+        a, b, d = mechanism.coefficients(call.qk_length)
+        square = square_attention.work_of(call.q, call.k, call.v, a, b, d, causal)
+        return lambda q, k, v: square_attention.forward(square, q, k, v, limits)[0]
+    feature = feature_attention.work_of(call.q, call.k, call.v, form, causal)
+    return lambda q, k, v: feature_attention.forward(feature, q, k, v, limits)[0]
+
+
+PATH = Path("fused", cannot, run, never, again=again)

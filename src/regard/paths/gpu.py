@@ -69,6 +69,11 @@ def scaled(call: Call) -> tuple[Tensor, float]:
     return (call.q, scale) if scale > 0 else (call.q * 0, 1.0)
 
 
+def dense(call: Call) -> bool:
+    """Whether the numbers of each head lie one after another, as kernels read them."""
+    return call.q.stride(3) == call.k.stride(3) == call.v.stride(3) == 1
+
+
 def unit_strides(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The tensors with the numbers of a head one after another, as kernels read them."""
     if q.stride(3) == k.stride(3) == v.stride(3) == 1:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from regard.call import Call
-from regard.choice import Path, never
+from regard.choice import Again, Path, never
 from regard.eager import untouched
 from regard.paths import gpu, torch_softmax
 
@@ -38,14 +38,29 @@ def run(call: Call) -> Tensor:
     # Triton is imported only where it is used.
     from regard.kernels import decode_attention
 
+    call = call if untouched() else call.widened()  # the operator takes no scales
     q, scale = gpu.scaled(call)
     causal, before = call.structure.causal, call.structure.before
     if untouched():
-        return decode_attention.forward(q, call.k, call.v, scale, gpu.bounds(call), causal=causal, before=before)
+        return decode_attention.forward(
+            q, call.k, call.v, scale, gpu.bounds(call), causal=causal, before=before, scales=call.scales
+        )
     return decode_attention.split(q, call.k, call.v, gpu.bounds(call), scale, causal, before)
 
 
-PATH = Path("split", cannot, run, never)
+def again(call: Call) -> Again | None:
+    """What runs calls like this one."""
+    from regard.kernels import decode_attention
+
+    known, scale = call.structure, sdpa.scale(call)
+    if scale == 0 or not gpu.dense(call):
+        return None
+    bounds = gpu.bounds(call)
+    work = decode_attention.work_of(call.q, call.k, call.v, scale, known.causal, known.before)
+    return lambda q, k, v: decode_attention.attend(work, q, k, v, bounds)
+
+
+PATH = Path("split", cannot, run, never, reads_int8=True, again=again)
 
 
 def scale(mechanism: Any, qk_length: int) -> float | None:
