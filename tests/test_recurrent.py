@@ -468,16 +468,19 @@ def test_a_field_that_no_file_holds_is_refused_when_the_state_is_saved(
     "described",
     [
         {"one": 3},
-        {"one": "3", "two": 0.5},
-        {"one": True, "two": 0.5},
-        {"one": {"dtype": "float32", "shape": [2]}, "two": 0.5},
-        {"one": 3, "two": [0.5]},
+        {"one": "3", "two": 0.5, "three": None},
+        {"one": True, "two": 0.5, "three": None},
+        {"one": {"dtype": "float32", "shape": [2]}, "two": 0.5, "three": None},
+        {"one": 3, "two": [0.5], "three": None},
+        {"one": 3, "two": 0.5, "three": [1]},
+        {"one": 3, "two": 0.5, "three": {"dtype": "load", "shape": []}},
+        {"one": 3, "two": 0.5, "three": {"dtype": "float32", "shape": [10**9]}},
         None,
     ],
     ids=str,
 )
 def test_fields_of_other_kinds_in_a_file_are_refused(outside: Any, tmp_path: Path, described: Any) -> None:
-    model = with_fields(outside, {"one": 0, "two": 0.5}, {})
+    model = with_fields(outside, {"one": 0, "two": 0.5, "three": None}, {})
     rg.prefill(model, [[1, 2]]).save(tmp_path / "prompt")
     with safe_open(tmp_path / "prompt", "pt") as file:
         plan = json.loads(file.metadata()["regard.prompt"])

@@ -174,7 +174,8 @@ class FixedState(State):
 
     @property
     def device(self) -> torch.device:
-        return next((tensor.device for tensor in self._tensors().values()), self.sizes.zeros(0).device)
+        tensors = [*self._tensors().values()] or [self.sizes.zeros(0)]
+        return tensors[0].device
 
     def reorder(self, index: Tensor) -> "FixedState":
         index = row_index(index, self.batch, self.device)
@@ -241,11 +242,15 @@ class FixedState(State):
         return f"{type(self).__name__}({self.mechanism!r}, length={self.length}, nbytes={self.nbytes})"
 
 
+PLAIN = (type(None), bool, int, float, str)
+"""Fields that a file holds as they are."""
+
+
 def _described(state: FixedState, name: str, value: Any) -> Any:
     """A field of a state as JSON: a tensor's dtype and shape without the batch, anything else as it is."""
     if isinstance(value, Tensor):
         return {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape[1:])}
-    if value is None or type(value) in (bool, int, float, str):
+    if type(value) in PLAIN:
         return value
     raise ValueError(
         f"{name}: expected a tensor, a number, a string, a bool or None in a {type(state).__name__} that is saved, "
@@ -263,7 +268,8 @@ def _field(stored: Stored, name: str, described: Any, like: Any) -> Any:
             raise ValueError(f"{name} of dtype {described['dtype']!r:.40}")
         return stored.tensor(name, dtype, stored.batch, *described["shape"])
     numbers = type(like) in (int, float) and type(described) in (int, float)
-    if like is not None and described is not None and type(like) is not type(described) and not numbers:
+    alike = numbers or like is None or described is None or type(like) is type(described)
+    if type(described) not in PLAIN or not alike:
         raise ValueError(f"{name}: {described!r:.40}")
     return described
 
