@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import regard as rg
 from memory import Allocations, Traffic, saved_bytes
+from regard.cost import COUNTED, _WithoutNumbers
 from regard.families.features import RECENT
 from regard.paths import sums_cost
 from regard.paths.sums import steps
@@ -317,6 +318,7 @@ FORMULAS = {
     "captured": lambda: formula(lambda self, q, k: torch.sigmoid(q @ W @ k.mT)),
     "no token's": lambda: formula(lambda self, q, k: torch.sigmoid(q @ (self.P @ self.P.mT) @ k.mT), P=parameter(8, 9)),
     "keys with keys": lambda: formula(lambda self, q, k: (q @ k.mT).exp() @ torch.softmax(k @ k.mT, -1)),
+    "few keys": lambda: formula(lambda self, q, k: (q @ k[..., :16, :].mT @ k[..., :16, :] @ k.mT).exp()),
     "its own number": lambda: formula(lambda self, q, k: torch.sigmoid(q @ k.mT * self.P.item()), P=parameter(1)),
     "scores": lambda: dataclass(frozen=True, kw_only=True)(
         type("Score", (rg.ScoreMechanism,), {"score": lambda self, q, k: -((q @ W @ k.mT) ** 2)})
@@ -339,17 +341,32 @@ def test_a_formulas_flops_are_counted_whatever_it_contains(name, lengths):
     assert rg.cost(mechanism, work_of(q, k, v, rg.causal)).flops < run or lengths[0] == 1
 
 
+@pytest.mark.parametrize("lengths", [(1, 5000), (3000, 5000), (1 << 20, 1 << 20)], ids=str)
+@pytest.mark.parametrize("name", FORMULAS)
+def test_a_formulas_flops_at_any_length_are_those_of_meta_tensors_of_that_length(name, lengths):
+    mechanism, size = FORMULAS[name](), {"qk_length": 8, "value_length": 8, "num_heads": 4, "num_kv_heads": 2}
+    stated = rg.cost(mechanism, rg.Work(batch=3, query_length=lengths[0], key_length=lengths[1], **size)).flops
+    q, k, v = (
+        torch.empty(3, heads, length, 8, device="meta")
+        for heads, length in zip((4, 2, 2), (*lengths, lengths[1]), strict=True)
+    )
+    with _WithoutNumbers():
+        assert stated == counted(lambda: mechanism.mix(mechanism.compare_heads(q, k).reshape(3, 4, *lengths), v))
+
+
 def test_a_formula_is_counted_on_meta_tensors_and_nothing_of_it_is_changed():
-    places = []
+    places, lengths = set(), set()
 
     def similarity(self, q, k):
-        places.append((q.device.type, k.device.type))
+        places.update((q.device.type, k.device.type))
+        lengths.update((q.shape[-2], k.shape[-2]))
         self.P.add_(1)
         return torch.sigmoid(q @ self.P @ k.mT)
 
     mechanism = formula(similarity, P=torch.zeros(1 << 12, 1 << 12))
     rg.cost(mechanism, rg.Work(query_length=1 << 20, key_length=1 << 20, qk_length=1 << 12))
-    assert set(places) == {("meta", "meta")}
+    assert places == {"meta"}
+    assert max(lengths) <= 4 * 3 * COUNTED  # it may walk over the rows of a group in Python
     assert mechanism.P.device.type == "cpu"
     assert not mechanism.P.any()
 

@@ -5,10 +5,10 @@ counted.
 """
 
 import math
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -176,7 +176,7 @@ def cost(mechanism: "Mechanism", work: Work) -> Cost:
             f"raises {type(error).__name__}: {str(error).partition(chr(10))[0]:.200}"
         ) from error
     notes = [result.note] if result.note else []
-    if any(count.numbers for count in _counts.get(mechanism, {}).values()):
+    if _takes_numbers(mechanism):
         notes.append(f"FLOPs are counted on zeros: {type(mechanism).__name__} does not run on meta tensors")
     return replace(result, parameters=parameters, note="; ".join(notes))
 
@@ -187,8 +187,10 @@ def _checked(work: Work) -> Work:
     return work
 
 
-COUNTED = 32
-"""Tokens on which a formula is counted: none, as many as this and twice as many tell what any number costs."""
+COUNTED = 64
+"""Tokens on which a formula is counted, where not on all of them: a formula may treat its first few differently."""
+FEW = 32
+"""The same where it takes numbers, which cost time and memory."""
 
 
 def count_flops(compute: Callable[[], object]) -> int:
@@ -225,6 +227,10 @@ _counts: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """Of each mechanism what was counted, by formula and shapes: a crossover asks for the same some hundred times."""
 
 
+def _takes_numbers(mechanism: "Mechanism") -> bool:
+    return any(count.numbers for count in _counts.get(mechanism, {}).values())
+
+
 def count_formula(mechanism: "Mechanism", formula: Callable[..., object], *shapes: tuple[int, ...]) -> int:
     """FLOPs of a mechanism's formula, whatever it contains, for tensors of these shapes: counted on meta tensors, and
     on zeros where it reads numbers.
@@ -252,9 +258,7 @@ def count_formula(mechanism: "Mechanism", formula: Callable[..., object], *shape
 def similarity_flops(mechanism: "Mechanism", work: Work) -> int:
     """FLOPs of comparing queries and keys: those of the tokens, and of what the pairs take, the visible pairs' share.
 
-    FLOPs are a polynomial in both lengths, of at most the second degree in each (`k @ k.mT` among the keys, say): nine
-    small counts give it. What is counted without keys is the queries', without queries the keys', and the rest the
-    pairs'.
+    What is counted without keys is the queries', without queries the keys', and the rest the pairs'.
     """
     if not work.batch or not work.query_length or not work.key_length:
         return 0
@@ -263,27 +267,29 @@ def similarity_flops(mechanism: "Mechanism", work: Work) -> int:
         shapes = (1, work.num_heads, queries, work.qk_length), (1, work.num_kv_heads, keys, work.qk_length)
         return count_formula(mechanism, mechanism.compare_heads, *shapes)
 
-    lengths = 0, COUNTED, 2 * COUNTED
-    pairs = work.num_heads * work.query_length * work.key_length
-    try:
-        counts = [[count(queries, keys) for keys in lengths] for queries in lengths]
-    except (RuntimeError, IndexError):  # a formula that needs a token: all it costs counts as the pairs'
-        return work.pairs * count(COUNTED, COUNTED) // (work.num_heads * COUNTED**2)
+    count(1, 1)
+    step = FEW if _takes_numbers(mechanism) else COUNTED
 
     def at(queries: int, keys: int) -> Fraction:
-        by_keys = [sum(map(operator.mul, row, _interpolation(keys)), Fraction()) for row in counts]
-        return sum(map(operator.mul, by_keys, _interpolation(queries)), Fraction())
+        points = product(_interpolation(queries, step), _interpolation(keys, step))
+        return sum((share * part * count(rows, columns) for (rows, share), (columns, part) in points), Fraction())
 
-    nothing, of_queries, of_keys = counts[0][0], at(work.query_length, 0), at(0, work.key_length)
-    of_pairs = at(work.query_length, work.key_length) - of_queries - of_keys + nothing
+    try:
+        nothing, of_queries, of_keys = count(0, 0), at(work.query_length, 0), at(0, work.key_length)
+        of_pairs = at(work.query_length, work.key_length) - of_queries - of_keys + nothing
+    except Exception:  # of a formula that needs a token, or a key for each query: all it costs counts as the pairs'
+        return work.pairs * count(step, step) // (work.num_heads * step**2)
     tokens = work.batch * (of_queries + of_keys - 2 * nothing)
-    return round(nothing + tokens + of_pairs * work.pairs / pairs)
+    return round(nothing + tokens + of_pairs * work.pairs / (work.num_heads * work.query_length * work.key_length))
 
 
-def _interpolation(length: int) -> tuple[Fraction, Fraction, Fraction]:
-    """By what counts at 0, COUNTED and 2 · COUNTED tokens are multiplied to give the count at another length."""
-    x = Fraction(length, COUNTED)
-    return (x - 1) * (x - 2) / 2, x * (2 - x), x * (x - 1) / 2
+def _interpolation(length: int, step: int) -> list[tuple[int, Fraction]]:
+    """Lengths to count at, and by what each count is multiplied: the length itself, or three from which a polynomial of
+    the second degree follows (a formula may multiply keys with keys), since one may walk over the tokens in Python."""
+    if length <= 3 * step:
+        return [(length, Fraction(1))]
+    x = Fraction(length, step)
+    return [(step, (x - 2) * (x - 3) / 2), (2 * step, (x - 1) * (3 - x)), (3 * step, (x - 1) * (x - 2) / 2)]
 
 
 def score_cost(work: Work, precision: torch.dtype, similarity: int | None = None) -> Cost:
