@@ -8,7 +8,7 @@ from torch import Tensor
 from regard.call import Call
 from regard.choice import Again, Path, never
 from regard.eager import untouched
-from regard.paths import gpu, torch_softmax
+from regard.paths import gpu, sdpa, torch_softmax
 
 
 def cannot(call: Call) -> str | None:
