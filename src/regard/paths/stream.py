@@ -93,7 +93,7 @@ def _guarded(
         return _walk(mechanism, q, k, v, padding, causal, state, fold_to)
     tainted = taint(k, v)
     k, v = cleaned(k, tainted), cleaned(v, tainted)
-    if tainted is None or not state.folded:
+    if tainted is None or not (derived and state.folded):  # what the sums took in all queries see
         clean, seen = state, tainted
     else:  # a bad value is in all rows of the sums, a bad key in the normaliser
         lines = taint(state.normaliser.unsqueeze(2), state.sums[:, :, :1])
@@ -103,9 +103,9 @@ def _guarded(
     out, sums, normaliser = _walk(mechanism, q, k, v, padding, causal, clean, fold_to)
     if not fold_to:
         sums, normaliser = state.sums, state.normaliser
-    elif seen is not None:  # what has been folded is before the other keys
+    elif seen is not None:  # what has been folded is before the other keys, and every later query divides by this
         bad = seen[..., : seen.shape[-1] - k.shape[2] + fold_to].any(-1)
-        sums = torch.where(bad[..., None, None], math.nan, sums)
+        normaliser = torch.where(bad[..., None], math.nan, normaliser)
     return poisoned(out, causal_mask if causal else None, seen), sums, normaliser
 
 
