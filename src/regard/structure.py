@@ -232,12 +232,16 @@ def reached(mask: Mask | None, flags: Tensor, heads: int, queries: int) -> Tenso
         last = (place + known.after + 1).clamp(0, keys) if known.after is not None else torch.full_like(place, keys)
         seen = sums[..., torch.maximum(first, last)] - sums[..., first] > 0
         return seen.repeat_interleave(heads // groups, dim=1)
-    wide = flags.repeat_interleave(heads // groups, dim=1)[:, :, None]
     parts = []
     assert mask is not None
-    spans = [(0, queries)] if symbolic(queries, keys) else [(a, b) for a, b, _ in blocks(None, queries, keys)]
-    for start, stop in spans:
+    whole: list[tuple[int, int, list[Span]]] = [(0, queries, [(0, keys)])]
+    for start, stop, spans in whole if symbolic(queries, keys) else blocks(mask, queries, keys):
         place = torch.arange(start, stop) + keys - queries
-        seen = mask.at(batch, heads, place, torch.arange(keys), flags.device)
-        parts.append((seen & wide).any(-1).expand(batch, heads, stop - start))
+        seen = mask.at(batch, heads, place, positions(spans), flags.device)
+        near = torch.cat([flags[:, :, None, low:high] for low, high in spans] or [flags[:, :, None, :0]], -1)
+        if seen.shape[1] == 1:  # alike for all heads
+            found = (seen & near).any(-1).repeat_interleave(heads // groups, dim=1)
+        else:
+            found = (seen & near.repeat_interleave(heads // groups, dim=1)).any(-1)
+        parts.append(found.expand(batch, heads, stop - start))
     return torch.cat(parts, -1)
