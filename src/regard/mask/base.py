@@ -172,6 +172,11 @@ class And(_Pair):
     def __call__(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return self.left(batch, head, query, key) & self.right(batch, head, query, key)
 
+    def at(
+        self, batch: int, heads: int, query: Tensor, key: Tensor, device: torch.device | str | None = None
+    ) -> Tensor:
+        return self.left.at(batch, heads, query, key, device) & self.right.at(batch, heads, query, key, device)
+
     def spans(self, low: int, high: int, keys: int) -> list[Span]:
         mine, other = self.left.spans(low, high, keys), self.right.spans(low, high, keys)
         return [(max(a, c), min(b, d)) for a, b in mine for c, d in other if max(a, c) < min(b, d)]
@@ -192,6 +197,11 @@ class Or(_Pair):
 
     def __call__(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return self.left(batch, head, query, key) | self.right(batch, head, query, key)
+
+    def at(
+        self, batch: int, heads: int, query: Tensor, key: Tensor, device: torch.device | str | None = None
+    ) -> Tensor:
+        return self.left.at(batch, heads, query, key, device) | self.right.at(batch, heads, query, key, device)
 
     def spans(self, low: int, high: int, keys: int) -> list[Span]:
         merged: list[Span] = []

@@ -26,6 +26,17 @@ class Dense(Mask):
         )
         return table[batch, head, row.clamp(0, rows - 1), key] & has_row
 
+    # Rows and columns of a table are found much sooner than each of its places.
+    def at(
+        self, batch: int, heads: int, query: Tensor, key: Tensor, device: torch.device | str | None = None
+    ) -> Tensor:
+        table = self.table.to(device)
+        rows, columns = table.shape[-2:]
+        if rows > 1:
+            row = query.to(device) - (columns - rows)
+            table = table.index_select(2, row.clamp(0, rows - 1)) & ((row >= 0) & (row < rows))[:, None]
+        return table.index_select(3, key.to(device))
+
     @property
     def sizes(self) -> tuple[int | None, int | None]:
         batch, heads = self.table.shape[:2]
