@@ -58,7 +58,7 @@ def agree(q: Tensor, k: Tensor, v: Tensor, mask: rg.Mask | None = None, mechanis
 @pytest.mark.parametrize("keys", [1, 7, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 5])
 def test_it_agrees_with_the_reference(monkeypatch, kind, lanes, keys):
     monkeypatch.setattr(cpu, "LANES", min(lanes, cpu.LANES))
-    for repeats, (K, V) in product((1, 2, 4, 7), ((16, 16), (64, 48))):
+    for repeats, K, V in ((1, 64, 48), (2, 16, 16), (4, 64, 48), (7, 16, 16)):
         agree(*tensors(kind, repeats=repeats, keys=keys, K=K, V=V))
 
 
@@ -112,12 +112,12 @@ def int8(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return k, v, k_scales, v_scales
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("lanes", [4, 8, 16])
 @pytest.mark.parametrize("rows", [1, 2, 4, 5, 16, 130])
-def test_int8_keys_and_values_give_what_wide_ones_would(monkeypatch, kind, lanes, rows):
+def test_int8_keys_and_values_give_what_wide_ones_would(monkeypatch, lanes, rows):
     """Every tile, in blocks that are full and not."""
     monkeypatch.setattr(cpu, "LANES", min(lanes, cpu.LANES))
+    kind = KINDS[(rows + lanes // 4) % 3]  # each dtype meets few and many rows
     for keys in (rows, BLOCK, BLOCK + 41):
         q, *wide = tensors(kind, repeats=1, keys=keys, queries=min(rows, keys))
         k, v, *scales = int8(*wide)
