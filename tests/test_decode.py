@@ -157,7 +157,7 @@ def test_int8_agrees_under_any_band_and_padding_and_nothing_hidden_leaks(
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_int8_of_any_strides_and_threads(threads):
-    q, *wide = tensors(batch=2, groups=2, repeats=4, keys=800)
+    q, *wide = tensors(batch=2, groups=2, repeats=4, keys=1600)
     whole, before = [t[:, :, 3:-2] for t in int8(*wide)], torch.get_num_threads()
     k, v, *scales = (t[:, :, ::2] for t in whole)
     torch.set_num_threads(threads)
@@ -181,7 +181,7 @@ def test_any_number_of_threads_gives_the_same(threads):
     torch.set_num_threads(threads)
     try:
         for groups in (1, 2, 3):
-            agree(*tensors(batch=1, groups=groups, repeats=8, keys=401))
+            agree(*tensors(batch=1, groups=groups, repeats=8, keys=1601))
     finally:
         torch.set_num_threads(before)
 

@@ -30,7 +30,7 @@ LONGEST = 256
 """The longest heads this code is made for."""
 MOST_IN_HALF = 64
 """Queries in half precision up to which reading the keys takes longer than arithmetic in matrix units would."""
-LEAST_SHARED = 1 << 18
+LEAST_SHARED = 1 << 19
 """Multiplications from which on a second thread is worth waking."""
 _FAR = 1 << 40
 """A distance that no key has."""
