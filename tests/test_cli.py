@@ -347,6 +347,14 @@ def test_bench_lists_its_suite(inside: Inside) -> None:
     assert [one["name"] for one in json.loads(lines[-1])["suite"]] == list(SUITE)
 
 
+def test_every_benchmark_is_in_the_suite() -> None:
+    """Of two with one name, one would be lost."""
+    from regard.bench import SUITE, attention, generation, models, training
+
+    listed = [bench.name for part in (attention, models, generation, training) for bench in part.BENCHES]
+    assert listed == list(SUITE)
+
+
 @pytest.mark.parametrize("name", ["mine.py:Cauchy", "elu", "channel"])
 def test_bench_times_a_mechanism_by_name(
     inside: Inside, folder: Path, monkeypatch: pytest.MonkeyPatch, name: str

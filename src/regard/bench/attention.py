@@ -231,9 +231,9 @@ BENCHES: tuple[Bench, ...] = (
         for n in (512, 1024, 2048, 4096, 8192)
     ),
     *(
-        Bench(f"turn-{n}-{kv}", f"softmax, causal, {n} new tokens of 4096, {heads} heads over {kv}, D=64",
+        Bench(f"turn-{n}{groups}", f"softmax, causal, {n} new tokens of 4096, {heads} heads over {kv}, D=64",
               "SDPA with the same mask", 1.1, partial(_turn, n, heads, kv), max(15, 512 // n))
-        for heads, kv in ((8, 8), (32, 8))
+        for heads, kv, groups in ((8, 8, ""), (32, 8, "-8"))
         for n in (2, 4, 8, 16, 32, 64, 128, 512)
     ),
     Bench("padded", "softmax, batch 8 of 1024, half of it padding", "SDPA with the same mask", 1.3, _padded),
