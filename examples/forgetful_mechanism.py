@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.nn.functional import elu
 
 import regard as rg
-from regard.guard import poisoned
 from regard.state import FixedState, Sizes
 from regard.structure import EVERYTHING, Structure
 
@@ -68,20 +67,19 @@ class Forgetful(rg.Mechanism):
 
     def advance(self, q: Tensor, k: Tensor, v: Tensor, state: Any, rule: Any, bias: None) -> tuple[Tensor, FadingState]:
         """Take tokens in one by one, those that are real, and free of NaN."""
-        count, sums, total = k.shape[2], state.sums, state.total
-        k, v, fresh, tainted = state.received(k, v, rule)
-        queries, keys, values = phi(q.to(sums.dtype)), phi(k.to(sums.dtype)), v.to(sums.dtype)
-        if fresh is not None:
-            keys = keys.masked_fill(~fresh.valid(count, k.device)[:, None, :, None], 0)
+        new = state.receive(k, v, rule)
+        sums, total = new.state.sums, new.state.total
+        queries, keys, values = phi(q.to(sums.dtype)), phi(new.k.to(sums.dtype)), new.v.to(sums.dtype)
+        if new.real is not None:
+            keys = keys.masked_fill(~new.real, 0)
         out = [queries.new_zeros(*q.shape[:2], 0, v.shape[3])]
-        for t in range(count):
+        for t in range(k.shape[2]):
             sums = self.rate * sums + keys[:, :, t, :, None] * values[:, :, t, None]
             total = self.rate * total + keys[:, :, t]
             query = queries[:, :, t].unflatten(1, (k.shape[1], -1))
             size = query @ total[..., None]
             out.append((query @ sums / size.masked_fill(size == 0, 1)).flatten(1, 2)[:, :, None])
-        longer = state.grown(count, fresh, tainted, sums=sums, total=total)
-        return poisoned(torch.cat(out, 2).to(q.dtype), rg.causal, tainted), longer
+        return new.attended(torch.cat(out, 2).to(q.dtype), sums=sums, total=total)
 
     def cost(self, work: rg.Work) -> rg.Cost:
         """The weights' formula is counted as it is; of the state the base class cannot know."""

@@ -1,6 +1,8 @@
 """Nothing masked leaks, and nobody reads a number to make it so."""
 
+import gc
 import math
+import weakref
 
 import pytest
 import torch
@@ -121,3 +123,51 @@ def test_training_takes_numbers_to_be_finite() -> None:
     with all_finite():
         assert taint(k, v) is None
     assert taint(k, v) is not None
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["plain", "gradients"])
+@pytest.mark.parametrize("length", [16, 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("mask", [None, rg.causal, rg.padding([1]), rg.causal & rg.padding([1])], ids=str)
+def test_a_bad_key_that_is_alone_shows(mask: rg.Mask | None, dtype: torch.dtype, length: int, grad: bool) -> None:
+    count = 1 if mask in (None, rg.causal) else 3
+    q, k, v = (torch.randn(1, heads, count, length, dtype=dtype, requires_grad=grad) for heads in (2, 1, 1))
+    bad = torch.where(torch.arange(count)[:, None] == 0, math.nan, k)
+    with torch.set_grad_enabled(grad):
+        out = rg.attend(q, bad, v, rg.Softmax(), mask)
+    assert out[:, :, 0].isnan().all()
+    state = rg.Softmax().start(batch=1, num_kv_heads=1, qk_length=length, value_length=length, dtype=dtype)
+    out, _ = rg.Softmax().extend(q[:, :, :1], bad[:, :, :1], v[:, :, :1], state, rg.causal)
+    assert out.isnan().all()
+
+
+def test_masks_and_tables_are_not_kept_alive() -> None:
+    q, k, v = tensors()
+    alive = []
+    gc.disable()
+    try:
+        for _ in range(5):
+            mask = rg.dense(torch.rand(T, T) > 0.3)
+            alive.append(weakref.ref(mask))
+            rg.attend(q, k, v, mask=mask)
+            padding = rg.padding(valid=torch.tensor([[True, False, True, True, True, True]] * B))
+            alive.append(weakref.ref(padding))
+            rg.attend(q, k, v, mask=rg.causal & padding)
+        del mask, padding
+        assert not any(reference() for reference in alive)
+    finally:
+        gc.enable()
+
+
+def test_a_state_keeps_no_tables_of_steps_that_are_over() -> None:
+    mechanism, (q, k, v) = rg.Softmax(), tensors()
+    state = mechanism.start(batch=B, num_kv_heads=G, qk_length=16, value_length=16, capacity=64)
+    holes = rg.padding(valid=torch.tensor([[True, False, True, True, True, True]] * B))
+    _, state = mechanism.extend(q, k, v, state, rg.causal & holes)
+    steps = []
+    for _ in range(4):
+        _, state = mechanism.extend(q[:, :, :1], k[:, :, :1], v[:, :, :1], state, rg.causal)
+        steps.append(weakref.ref(state.padding))
+    del state
+    gc.collect()
+    assert not any(reference() for reference in steps)

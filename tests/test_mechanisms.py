@@ -12,7 +12,7 @@ import regard as rg
 from regard.laws.case import within_budget
 from regard.mechanisms import REGISTRY
 from regard.mechanisms.polynomial import FEW
-from regard.paths import sdpa
+from regard.paths import torch_softmax
 
 
 def make(length=20, groups=2, size=8, value=8, dtype=torch.float64, keys=None):
@@ -222,7 +222,9 @@ def test_the_choice_of_path_for_softmax(mask, path):
 def test_a_known_structure_never_becomes_a_dense_mask(mask, monkeypatch):
     seen = []
     real = torch.nn.functional.scaled_dot_product_attention
-    monkeypatch.setattr(sdpa.F, "scaled_dot_product_attention", lambda *a, **o: seen.append(o) or real(*a, **o))
+    monkeypatch.setattr(
+        torch_softmax.F, "scaled_dot_product_attention", lambda *a, **o: seen.append(o) or real(*a, **o)
+    )
     rg.attend(*make(300), mask=mask)
     assert seen
     assert all(options.get("attn_mask") is None for options in seen)

@@ -641,7 +641,7 @@ def test_a_step_of_a_kernel_calls_few_operators(name: str, most: int) -> None:
     assert 20 < len(called) <= most, called
 
 
-@every_sum
+@every_stream
 @pytest.mark.parametrize("cuts", [[0, 150, 199, 200, 201, 202, LONG], [0, 201, LONG], [0, LONG]], ids=str)
 @pytest.mark.parametrize("which", [1, 2], ids=["key", "value"])
 def test_a_bad_token_spoils_no_gradient_of_queries_before_it(name: str, cuts: list[int], which: int) -> None:
@@ -652,17 +652,18 @@ def test_a_bad_token_spoils_no_gradient_of_queries_before_it(name: str, cuts: li
     out, _ = stream(STREAMS[name], leaves, cuts, start(STREAMS[name]))
     assert out[:, :, :place].isfinite().all()
     assert out[:, :, place:].isnan().any(-1).all()
-    assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(out[:, :, :place].sum(), leaves))
+    gradients = torch.autograd.grad(out[:, :, :place].sum(), leaves, allow_unused=True)  # a choice has none for queries
+    assert all(gradient.isfinite().all() for gradient in gradients if gradient is not None)
 
 
-@every_sum
+@every_stream
 def test_a_bad_history_spoils_no_gradient(name: str) -> None:
     mechanism, many, past = STREAMS[name], tokens(LONG), RECENT + 20
     many[2][:, :, 10, 0] = math.nan
     with torch.no_grad():
         _, state = mechanism.extend(*piece(many, 0, past), start(mechanism), mask=rg.causal)
-    assert state.folded > 10
     leaves = tuple(t.clone().requires_grad_() for t in piece(many, past, LONG))
     out, _ = stream(mechanism, leaves, [0, 1, 2, LONG - past], state)
     assert out.isnan().any(-1).all()
-    assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(out, leaves, torch.zeros_like(out)))
+    gradients = torch.autograd.grad(out, leaves, torch.zeros_like(out), allow_unused=True)
+    assert all(gradient.isfinite().all() for gradient in gradients if gradient is not None)

@@ -107,13 +107,17 @@ def plan(call: Call, name: str | None = None) -> Plan:
     )
 
 
-def compute(call: Call, path: Path) -> Tensor:
-    """Run a path so that NaN and infinity in masked places reach nothing, forward or backward."""
+def compute(call: Call, path: Path, *, derived: bool = False) -> Tensor:
+    """Run a path so that NaN and infinity in masked places reach nothing, forward or backward.
+
+    `derived` is for a step whose gradients are recorded: what its queries see may be bad, and then the gradients of
+    earlier queries, which did not see it, must not be.
+    """
     if call.empty:
         return nothing(call, call.queries)
     call = call if path.reads_int8 else call.widened()
     known = call.structure
-    if known is EVERYTHING or finite() or not path.reads_hidden(call):
+    if finite() or (not derived and (known is EVERYTHING or not path.reads_hidden(call))):
         return path.run(call)
     if not known.positional and not torch.is_grad_enabled():  # padding alone hides, and it is the same for all queries
         valid = known.valid(call.keys, call.q.device)

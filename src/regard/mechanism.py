@@ -332,7 +332,7 @@ class Mechanism:
         bias: Tensor | None,
     ) -> tuple[Tensor, Any]:
         """`extend`, once everything is checked. A NaN or infinity may be among the new keys and values; calls over a
-        KV cache are guarded by themselves, and a `FixedState` says what to make of it (`received`, `grown`)."""
+        KV cache are guarded by themselves, and a `FixedState` says what to make of it (`receive`)."""
         total = state.length + k.shape[2]
         fresh = padding_between(rule, state.length, total, total)
         state = with_space(state, rule, k.shape[2])

@@ -12,8 +12,9 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from regard.guard import cleaned, taint
-from regard.mask import Mask, Padding
+from regard.eager import transformed
+from regard.guard import cleaned, poisoned, taint
+from regard.mask import Mask, Padding, causal
 from regard.padded import check_taken_in, join_padding, reorder_padding
 from regard.structure import padding_between
 
@@ -206,13 +207,10 @@ class FixedState(State):
         changes: dict[str, Any] = {name: tensor.clone() for name, tensor in self._tensors().items() if frozen(tensor)}
         return replace(self, **changes) if changes else self
 
-    def received(self, k: Tensor, v: Tensor, rule: Mask | None) -> tuple[Tensor, Tensor, Padding | None, Tensor | None]:
-        """New keys and values as they can be taken in, given a mask over the whole history; which of them are real
-        (None: all); and which of the real ones (B, G, T) came with a NaN or infinity (None: nobody has to know).
+    def receive(self, k: Tensor, v: Tensor, rule: Mask | None) -> "Received":
+        """New keys and values as a mechanism's `advance` can take them in, given a mask over the whole history.
 
-        What is hidden is 0. Of several tokens bad ones are 0 too, since earlier queries do not see them; a single one
-        is as it came, and what it does to the state is for every later query to see. ValueError if the mask hides a
-        token that the state has taken in: that cannot be undone.
+        ValueError if the mask hides a token that the state has taken in: that cannot be undone.
         """
         count = k.shape[2]
         total = self.length + count
@@ -221,25 +219,60 @@ class FixedState(State):
         if fresh is not None:
             hidden = ~fresh.valid(count, k.device)[:, None]
             k, v = cleaned(k, hidden), cleaned(v, hidden)
-        tainted = taint(k, v) if count > 1 else None
-        return cleaned(k, tainted), cleaned(v, tainted), fresh, tainted
-
-    def grown(self, count: int, fresh: Padding | None, tainted: Tensor | None, **tensors: Tensor) -> "FixedState":
-        """The state `count` tokens later, with other tensors: NaN in rows and heads that took in a tainted token."""
-        if tainted is not None:
-            bad = tainted.any(-1)
-            tensors = {
-                name: torch.where(bad[(..., *[None] * (tensor.ndim - 2))], torch.nan, tensor)
-                if tensor.is_floating_point()
-                else tensor
-                for name, tensor in tensors.items()
-            }
-        padding = join_padding(self.padding, self.length, fresh, count, self.batch, self.device)
-        changes: dict[str, Any] = {**tensors, "length": self.length + count, "padding": padding}
-        return replace(self, **changes)
+        derived = torch.is_grad_enabled() or transformed()
+        tainted = taint(k, v) if count > 1 or derived else None
+        if tainted is None or not (derived and self.length):
+            return Received(self, self, cleaned(k, tainted), cleaned(v, tainted), fresh, tainted)
+        kept = {name: tensor for name, tensor in self._tensors().items() if tensor.is_floating_point()}
+        flat = [tensor.flatten(2)[:, :, None] for tensor in kept.values()]
+        before = torch.stack([flags for x in flat if (flags := taint(x, x)) is not None]).any(0)
+        clean: dict[str, Any] = {name: _marked(tensor, before[..., 0], 0) for name, tensor in kept.items()}
+        flags = torch.cat([before, tainted], dim=-1)
+        return Received(self, replace(self, **clean), cleaned(k, tainted), cleaned(v, tainted), fresh, flags)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.mechanism!r}, length={self.length}, nbytes={self.nbytes})"
+
+
+@dataclass(frozen=True, eq=False)
+class Received:
+    """Tokens that came to a `FixedState`, and the state, as they can be computed with.
+
+    What padding hides is 0. A NaN or infinity is 0 too, where queries that do not see it, or their gradients, could be
+    reached by it: `attended` puts it back. Otherwise it is as it came, and shows by itself in all that is computed.
+    """
+
+    before: FixedState
+    state: Any
+    """The state to go on from."""
+    k: Tensor
+    v: Tensor
+    fresh: Padding | None
+    """Which of the tokens are real; None if all are."""
+    tainted: Tensor | None
+    """What was bad, (B, G, T) or (B, G, 1 + T) with the history as if it were one key; None if nobody has to know."""
+
+    @property
+    def real(self) -> Tensor | None:
+        """Which of the tokens are real, (B, 1, T, 1); None if all are."""
+        return None if self.fresh is None else self.fresh.valid(self.k.shape[2], self.k.device)[:, None, :, None]
+
+    def attended(self, out: Tensor, **tensors: Tensor) -> tuple[Tensor, Any]:
+        """The output of the tokens' queries, each of which saw the tokens up to its own, and the state after them."""
+        state, count = self.before, self.k.shape[2]
+        if self.tainted is not None:
+            bad = self.tainted.any(-1)
+            tensors = {name: _marked(tensor, bad, torch.nan) for name, tensor in tensors.items()}
+        padding = join_padding(state.padding, state.length, self.fresh, count, state.batch, state.device)
+        changes: dict[str, Any] = {**tensors, "length": state.length + count, "padding": padding}
+        return poisoned(out, causal, self.tainted), replace(state, **changes)
+
+
+def _marked(tensor: Tensor, rows: Tensor, number: float) -> Tensor:
+    """A tensor (B, G, …) with a number in place of some rows and heads (B, G); whole numbers and bools as they are."""
+    if not tensor.is_floating_point():
+        return tensor
+    return torch.where(rows[(..., *[None] * (tensor.ndim - 2))], number, tensor)
 
 
 PLAIN = (type(None), bool, int, float, str)

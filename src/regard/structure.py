@@ -82,11 +82,14 @@ def structure(mask: Mask | None, queries: int, keys: int) -> Structure:
         return EVERYTHING
     if torch.compiler.is_compiling():
         return _structure(mask, queries, keys)
-    place = "_at_any_length" if keys is FOREVER else "_at_last"
+    place = "_at_any_length" if type(keys) is int and keys == FOREVER else "_at_last"
     asked = getattr(mask, place, None)
     if asked is None or asked[0] != queries or asked[1] != keys:
         asked = queries, keys, _structure(mask, queries, keys)
-        if not symbolic(queries, keys):
+        itself = (
+            asked[2].rest is mask or mask in asked[2].paddings
+        )  # a cycle would keep tables longer than they are used
+        if not itself and not symbolic(queries, keys):
             object.__setattr__(mask, place, asked)  # one assignment, so that threads see one or the other
     known: Structure = asked[2]
     return known
@@ -115,7 +118,8 @@ def with_padding(mask: Mask | None, padding: Padding) -> Mask:
     """A mask and padding: one value for all layers of a step, whose padding is one value too."""
     if mask is None:
         return padding
-    if mask.terms().rest or torch.compiler.is_compiling():  # which may hold tables, too large to be kept for later
+    tables = mask.terms().rest or padding.rows is None  # too large to be kept for later
+    if tables or torch.compiler.is_compiling():
         return mask & padding
     return _joined(mask, padding)
 

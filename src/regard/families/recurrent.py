@@ -21,8 +21,8 @@ from regard.call import Call, in_own_dtype
 from regard.choice import Path
 from regard.cost import Cost, Work, accumulator
 from regard.eager import symbolic
-from regard.guard import cleaned, poisoned, taint
-from regard.mask import Mask, causal
+from regard.guard import cleaned, taint
+from regard.mask import Mask
 from regard.mechanism import UnnormalisedMechanism
 from regard.paths import reference
 from regard.paths.exact import choose_scores
@@ -131,14 +131,12 @@ class RecurrentMechanism(UnnormalisedMechanism):
         rule: Mask | None,
         bias: Tensor | None,
     ) -> tuple[Tensor, Any]:
-        count = k.shape[2]
-        k, v, fresh, tainted = state.received(k, v, rule)
-        if count == 0 or state.batch == 0:
-            return q.new_zeros(*q.shape[:3], v.shape[3]) + q[..., :0].sum(), state.grown(count, fresh, tainted)
-        real = None if fresh is None else fresh.valid(count, k.device)[:, None, :, None]
-        out, sums = self.walk(q, k, v, real, state.sums if state.length else None, keep=True)
+        new = state.receive(k, v, rule)
+        if k.shape[2] == 0 or state.batch == 0:
+            return new.attended(q.new_zeros(*q.shape[:3], v.shape[3]) + q[..., :0].sum())
+        out, sums = self.walk(q, new.k, new.v, new.real, new.state.sums if state.length else None, keep=True)
         assert sums is not None
-        return poisoned(out, causal, tainted), state.grown(count, fresh, tainted, sums=sums)
+        return new.attended(out, sums=sums)
 
     def cost(self, work: Work) -> Cost:
         known = structure(work.rule, work.query_length, work.key_length)

@@ -18,8 +18,8 @@ from regard.paths.sums import CHUNK
 LENGTHS = (1, 2, 3, 5, 17, 0, 63, RECENT, RECENT + 1, CHUNK - 1, CHUNK, CHUNK + 1)
 SHORT = (1, 2, 3, 5, 17, 0, CHUNK + 1)
 """For laws that take long: few lengths, one of them beyond a chunk."""
-LENGTH_PAIRS = ((4, 3), (1, 1), (8, 8), (5, 17))
-"""qk_length and value_length."""
+LENGTH_PAIRS = ((4, 3), (1, 1), (16, 16), (5, 17))
+"""qk_length and value_length; one of them is for machine code, which wants multiples of its lanes."""
 HEADS = {"MHA": (4, 4), "GQA": (4, 2), "MQA": (4, 1)}
 DTYPES = {
     str(kind).removeprefix("torch."): kind for kind in (torch.float64, torch.float32, torch.bfloat16, torch.float16)

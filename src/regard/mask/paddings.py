@@ -77,6 +77,8 @@ class Padding(Mask):
             return replace(self, ends=(self.ends - low).clamp(0, high - low))
         if self.rows is None:
             valid = self.valid(keys)[:, low:high]
+            if not valid.is_cpu:  # to ask again would wait for the device
+                return Padding(None, valid, label=f"padding(valid={tuple(valid.shape)})")
             return None if readable(valid) and bool(valid.all()) else padding_of(valid)
         size = high - low
         cut = tuple((min(max(a - low, 0), size), min(max(b - low, 0), size)) for a, b in self.rows)

@@ -6,13 +6,14 @@ from torch import Tensor
 from regard.call import Call, in_own_dtype
 from regard.guard import cleaned, taint
 from regard.owned import weigh
+from regard.structure import EVERYTHING
 
 
 def weights(call: Call, rows: list[int] | None, heads: list[int] | None) -> Tensor:
     """Weights (B, heads, rows, S) between queries and keys, by the mechanism's plain formula."""
     if call.mechanism.ordered and (rows is not None or heads is not None):  # which token or head it is matters to it
         return choose_scores(weights(call, None, None), rows, heads)
-    tainted = None if call.mask is None else taint(call.k, call.k)
+    tainted = None if call.structure is EVERYTHING else taint(call.k, call.k)
     q, k, bias, repeats = call.q, cleaned(call.k, tainted), call.bias, call.heads // call.groups
     every_row = range(call.queries) if rows is None else rows
     every_head = list(range(call.heads)) if heads is None else heads

@@ -5,6 +5,7 @@ Keys and values are kept as they came, a NaN or infinity among them too: each ca
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from regard.call import Call
@@ -80,4 +81,5 @@ def over_runs(
 
 
 def _run(call: Call) -> Tensor:
-    return compute(call, choose(call))
+    derived = torch.is_grad_enabled() and (call.q.requires_grad or call.k.requires_grad or call.v.requires_grad)
+    return compute(call, choose(call), derived=derived)

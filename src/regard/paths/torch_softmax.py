@@ -37,6 +37,8 @@ def plain(q: Tensor, k: Tensor, v: Tensor, *, scale: float, **options: Any) -> T
     """SDPA where its fused kernel applies: equal head lengths, unit stride, grouped heads left as they are."""
     if _ready(q, k, v, scale):
         return F.scaled_dot_product_attention(q, k, v, scale=scale, **options)
+    if k.shape[2] == 1:
+        v = shown(k, v)
     kind, size, mask = q.dtype, v.shape[-1], options.get("attn_mask")
     if q.shape[1] != k.shape[1] and few(q, k) and not options.get("is_causal") and _flat(mask):
         tile = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])  # len(q) would fix a batch that a trace holds open
@@ -63,8 +65,13 @@ def _ready(q: Tensor, k: Tensor, v: Tensor, scale: float) -> bool:
     if not q.is_cpu or scale == 0 or torch.is_grad_enabled():
         return False
     _, heads, _, length = q.shape
-    alike = k.shape[1] == heads and v.shape[3] == length
+    alike = k.shape[1] == heads and v.shape[3] == length and k.shape[2] > 1
     return alike and q.stride(3) == 1 and k.stride(3) == 1 and v.stride(3) == 1
+
+
+def shown(k: Tensor, v: Tensor) -> Tensor:
+    """The value of a key that is alone, NaN if the key is not finite: of such a key PyTorch's CPU kernel makes 0."""
+    return v + (k * 0).sum(-1, keepdim=True)
 
 
 def _flat(mask: Tensor | None) -> bool:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from regard.guard import all_finite
+from regard.guard import all_finite, finite
 from regard.layers.block import Block
 from regard.models.davit import Half
 from regard.training import store
@@ -357,6 +357,8 @@ def _again(forward: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+        # The backward pass runs outside of the forward pass's policy, and on a GPU in another thread.
+        policy = all_finite if finite() else nullcontext
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), policy()), **kwargs)
 
     return run
