@@ -86,9 +86,8 @@ def structure(mask: Mask | None, queries: int, keys: int) -> Structure:
     asked = getattr(mask, place, None)
     if asked is None or asked[0] != queries or asked[1] != keys:
         asked = queries, keys, _structure(mask, queries, keys)
-        itself = (
-            asked[2].rest is mask or mask in asked[2].paddings
-        )  # a cycle would keep tables longer than they are used
+        # A mask that is remembered by itself would outlive its use, and its table with it.
+        itself = asked[2].rest is mask or mask in asked[2].paddings
         if not itself and not symbolic(queries, keys):
             object.__setattr__(mask, place, asked)  # one assignment, so that threads see one or the other
     known: Structure = asked[2]
