@@ -593,6 +593,22 @@ def test_a_prompt_met_in_inference_mode_can_be_continued(name: str, recorded: bo
     assert close(torch.cat([first, rest], dim=2), plain(mechanism, *tensors, triangle(LONG)))
 
 
+@every_stream
+def test_a_state_keeps_nothing_of_the_padding_that_a_user_may_write_to(name: str) -> None:
+    mechanism, tensors = STREAMS[name], tokens(9)
+    outs = []
+    for overwritten in (False, True):
+        valid = torch.tensor([True, False, True, False, True, True]).repeat(B, 1)
+        parts = [t[:, :, :6] for t in tensors], [t[:, :, 6:] for t in tensors]
+        mask = rg.causal & rg.padding(valid=valid)
+        _, state = mechanism.extend(*parts[0], start(mechanism), mask=mask)
+        if overwritten:
+            valid.fill_(True)
+        out, _ = mechanism.extend(*parts[1], state, mask=rg.causal)
+        outs.append(out)
+    assert torch.equal(*outs)
+
+
 def test_which_state_a_mechanism_keeps() -> None:
     """A kernel whose sums would be larger than any history keeps keys and values instead."""
     assert isinstance(start(rg.Softmax()), KeyValueState)

@@ -14,7 +14,9 @@ import regard as rg
 from regard.choice import refusal
 from regard.guard import all_finite
 from regard.mechanisms import REGISTRY
+from regard.models.vision import local
 from regard.owned import weighs_tokens
+from regard.paths import gpu
 
 B, H, G, T, K = 2, 4, 2, 7, 3
 
@@ -265,3 +267,41 @@ def test_a_table_of_padding_is_made_once_and_is_plain() -> None:
     assert rg.padding(lengths).valid(9) is table
     assert not table.is_inference()
     assert torch.equal(table, torch.arange(9) < torch.tensor(lengths)[:, None])
+
+
+@pytest.mark.parametrize("first", ["inference", "fake"])
+@pytest.mark.parametrize("name", list(REGISTRY))
+def test_a_call_in_a_mode_leaves_nothing_of_it_behind(name: str, first: str) -> None:
+    """Tables that a call keeps for later ones are plain tensors: with numbers, and fit for gradients."""
+    size = {"inference": 5, "fake": 6}[first]  # of no other test here: what is kept is kept by size
+    mask = rg.causal if REGISTRY[name].streams(size) is None else None
+    for length in (9, 300):  # few tokens, and sums over many
+        tokens = torch.randn(1, 1, length, size)
+        if first == "inference":
+            with torch.inference_mode():
+                rg.attend(tokens, tokens, tokens, REGISTRY[name], mask)
+        else:
+            with FakeTensorMode() as mode:
+                fake = mode.from_tensor(tokens)
+                rg.attend(fake, fake, fake, REGISTRY[name], mask)
+        leaf = tokens.clone().requires_grad_()
+        out = rg.attend(leaf, leaf, leaf, REGISTRY[name], mask)
+        expected = rg.attend(leaf, leaf, leaf, REGISTRY[name], mask, path="reference")
+        assert torch.allclose(out, expected, rtol=1e-3, atol=1e-4)
+        out.sum().backward()
+        assert leaf.grad is not None
+        assert bool(leaf.grad.isfinite().all())
+
+
+def test_tables_for_gpus_and_for_local_attention_are_plain_after_a_mode() -> None:
+    for make in (
+        lambda: gpu.table(((0, 3), (1, 2)), torch.device("cpu")),
+        lambda: local((2, 5), 1, torch.device("cpu")).table,
+    ):
+        with FakeTensorMode():
+            make()
+        with torch.inference_mode():
+            table = make()
+        assert make() is table
+        assert not isinstance(table, FakeTensor)
+        assert not table.is_inference()

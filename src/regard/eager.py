@@ -1,11 +1,17 @@
 """Whether a computation runs now, on numbers that Python can read, or is being traced or transformed."""
 
+from collections.abc import Callable
+from functools import lru_cache, wraps
+from typing import Any, TypeVar
+
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
+from torch.utils._python_dispatch import _disable_current_modes
 
+Constant = TypeVar("Constant")
 _PLAIN = {Tensor, Parameter}
 
 
@@ -38,6 +44,45 @@ def readable(*tensors: Tensor) -> bool:
 def untouched() -> bool:
     """Whether tensors made here are plain ones, which may be kept for later: no trace, transform or mode is at work."""
     return not torch.compiler.is_compiling() and not transformed() and torch._C._len_torch_dispatch_stack() == 0
+
+
+def kept(maxsize: int) -> Callable[[Callable[..., Constant]], Callable[..., Constant]]:
+    """Decorates a function that makes constant tensors: the last `maxsize` are kept for later calls.
+
+    They are made outside of any transform or mode, which would stick to them: an inference tensor cannot be saved for a
+    gradient, a fake one has no numbers. A trace by Dynamo, and fake tensors, which take none but fake ones beside them,
+    get constants of their own; to torch.export plain tensors are constants.
+
+    >>> import torch
+    >>> @kept(8)
+    ... def positions(count: int) -> torch.Tensor:
+    ...     return torch.arange(count)
+    >>> with torch.inference_mode():
+    ...     first = positions(3)
+    >>> first.is_inference(), positions(3) is first
+    (False, True)
+    """
+
+    def decorate(make: Callable[..., Constant]) -> Callable[..., Constant]:
+        @lru_cache(maxsize)
+        def plain(*arguments: Any) -> Constant:
+            with torch._C._DisableFuncTorch(), _disable_current_modes(), torch.inference_mode(False):
+                return make(*arguments)
+
+        @wraps(make)
+        def constant(*arguments: Any) -> Constant:
+            if torch.compiler.is_dynamo_compiling() or (_fakes() and not torch.compiler.is_exporting()):
+                return make(*arguments)
+            return plain(*arguments)
+
+        return constant
+
+    return decorate
+
+
+def _fakes() -> bool:
+    """Whether tensors made here are fake ones."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def direct(*tensors: Tensor) -> bool:

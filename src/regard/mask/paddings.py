@@ -2,12 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from regard.eager import readable, untouched
+from regard.eager import kept, readable, symbolic
 from regard.mask.arguments import from_numpy, whole_number
 from regard.mask.base import Mask, Span, Terms
 
@@ -67,7 +66,7 @@ class Padding(Mask):
         """The table (B, S) of real keys."""
         if self.table is not None:
             return self.table.to(device)
-        if self.rows is not None and untouched():
+        if self.rows is not None and not symbolic(keys):
             return _table(self.rows, keys, torch.device("cpu" if device is None else device))
         return self.at(self.batch, 1, torch.zeros(1, dtype=torch.long), torch.arange(keys), device)[:, 0, 0]
 
@@ -107,12 +106,11 @@ class Padding(Mask):
         return self.label
 
 
-@lru_cache(maxsize=32)
+@kept(32)
 def _table(rows: tuple[Span, ...], keys: int, device: torch.device) -> Tensor:
     """Which keys of each batch row are real, (B, S): made once for all layers of a step. Nobody writes to it."""
-    with torch.inference_mode(False):
-        bounds, place = torch.tensor(rows, device=device).view(-1, 2, 1), torch.arange(keys, device=device)
-        return (place >= bounds[:, 0]) & (place < bounds[:, 1])
+    bounds, place = torch.tensor(rows, device=device).view(-1, 2, 1), torch.arange(keys, device=device)
+    return (place >= bounds[:, 0]) & (place < bounds[:, 1])
 
 
 def padding(lengths: Tensor | Sequence[int] | None = None, *, valid: Tensor | None = None) -> Mask:
@@ -137,7 +135,8 @@ def padding(lengths: Tensor | Sequence[int] | None = None, *, valid: Tensor | No
     if not isinstance(valid, Tensor) or valid.dtype != torch.bool or valid.ndim != 2:
         given = f"{valid.dtype} {tuple(valid.shape)}" if isinstance(valid, Tensor) else type(valid).__name__
         raise ValueError(f"valid: expected a bool tensor of shape (B, S), got {given}")
-    return replace(padding_of(valid), width=valid.shape[1])
+    # A mask is a value, and states keep it: what is written to the user's tensor later does not change it.
+    return replace(padding_of(valid.clone()), width=valid.shape[1])
 
 
 def _padding_to(lengths: Tensor | Sequence[int]) -> Padding:

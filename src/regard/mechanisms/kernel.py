@@ -5,15 +5,13 @@ w_ts = phi(q_t)·phi(k_s) / sum over visible s' of phi(q_t)·phi(k_s')
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import ClassVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import _disable_current_modes
 
+from regard.eager import kept
 from regard.families.features import FeatureMechanism
 from regard.owned import made_on, own_dtype, probe
 
@@ -104,11 +102,9 @@ class RandomFeatures(FeatureMechanism):
 
     def features(self, x: Float[Tensor, "*b T K"]) -> Float[Tensor, "*b T C"]:
         length = x.shape[-1]
-        # Fake tensors take none but fake ones beside them, except in an export, to which the draws are constants.
-        draw = _drawn if isinstance(x, FakeTensor) and not torch.compiler.is_exporting() else _draws
-        draws = draw(self.n, length, self.seed)
+        draws = _draws(self.n, length, self.seed).to(x)
         scaled = x * length**-0.25
-        exponent = scaled @ draws.to(x).transpose(0, 1) - scaled.square().sum(-1, keepdim=True) / 2
+        exponent = scaled @ draws.transpose(0, 1) - scaled.square().sum(-1, keepdim=True) / 2
         return exponent.exp() * self.n**-0.5
 
     def feature_length(self, qk_length: int) -> int:
@@ -118,15 +114,7 @@ class RandomFeatures(FeatureMechanism):
         return 2 * qk_length * self.n
 
 
-@lru_cache(maxsize=32)
+@kept(32)
 def _draws(n: int, length: int, seed: int) -> Tensor:
-    """Drawn once, outside of any transform or mode: real numbers, the same for all."""
-    if torch.compiler.is_dynamo_compiling():
-        return _drawn(n, length, seed)
-    with torch._C._DisableFuncTorch(), _disable_current_modes(), torch.inference_mode(False):
-        return _drawn(n, length, seed)
-
-
-def _drawn(n: int, length: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(n, length, generator=generator, dtype=torch.float64, device="cpu")

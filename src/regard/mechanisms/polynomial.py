@@ -13,7 +13,6 @@ k_sᵀ)q.
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import combinations_with_replacement
 from typing import ClassVar
 
@@ -22,7 +21,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from regard.eager import transformed, untouched
+from regard.eager import kept, transformed, untouched
 from regard.families.features import FeatureMechanism
 
 FEW = 64
@@ -228,22 +227,21 @@ def _blocks(length: int) -> tuple[tuple[int, int, int, int], ...]:
     return tuple([(start, stop, start, stop) for start, stop in edges] + right)
 
 
-@lru_cache(maxsize=32)
+@kept(32)
 def _table(mechanism: _Square, length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """`summed_pairs` on a device, scales as a column, made once: a mechanism without tensors is a value."""
-    with torch.inference_mode(False):
-        left, right, scales = mechanism.summed_pairs(length, dtype)
-        return left.to(device), right.to(device), scales[:, None].to(device)
+    left, right, scales = mechanism.summed_pairs(length, dtype)
+    return left.to(device), right.to(device), scales[:, None].to(device)
 
 
-@lru_cache(maxsize=32)
+@kept(32)
 def _upper(length: int) -> tuple[Tensor, Tensor, Tensor]:
     """Row and column of each pair of the upper triangle, and the root of how often it occurs in the square."""
     rows, columns = torch.triu_indices(length, length, device="cpu")
     return rows, columns, (1 + (rows != columns).double()).sqrt()
 
 
-@lru_cache(maxsize=32)
+@kept(32)
 def _monomials(length: int, degree: int) -> tuple[tuple[Tensor, ...], Tensor]:
     """Index columns of every monomial of length + 1 coordinates, and the root of its multinomial coefficient."""
     chosen = list(combinations_with_replacement(range(length + 1), degree))

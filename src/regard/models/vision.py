@@ -15,7 +15,6 @@ Dosovitskiy et al. 2020, "An Image is Worth 16x16 Words".
 
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Literal
 
 import torch
@@ -25,6 +24,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from regard.choice import refusal
+from regard.eager import kept
 from regard.layers.attention import AnyMask, as_mechanism, without_mechanisms
 from regard.layers.block import Stack
 from regard.layers.linear import Linear
@@ -205,7 +205,7 @@ class VisionTransformer(Model):
         return model
 
 
-@cache
+@kept(64)
 def local(grid: tuple[int, int], radius: int, device: torch.device) -> Mask:
     """Which tokens see which: patches those within a radius, the class token before them all, and all see it.
 

@@ -6,13 +6,12 @@ with the new ones. Nobody looks at the numbers from the CPU: a NaN that is hidde
 in the sums, which every later query sees.
 """
 
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from regard.eager import untouched
+from regard.eager import kept, untouched
 from regard.mask import Padding, Span
 from regard.paths import fused, gpu
 
@@ -139,7 +138,7 @@ def _many(
     return (outs[0] if len(outs) == 1 else torch.cat(outs, 2))[..., :value_length], sums, normaliser
 
 
-@lru_cache(maxsize=64)
+@kept(64)
 def _pairs(mechanism: Any, qk_length: int, device: torch.device) -> Any:
     """A polynomial's features as tables on a device: a mechanism without tensors is a value."""
     from regard.kernels.carried import pairs_of

@@ -1,13 +1,12 @@
 """Where kernels of ours on a GPU serve: what softmax they compute, and intervals of real keys on the device."""
 
-from functools import lru_cache
 from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
 from regard.call import Call
-from regard.eager import symbolic, untouched
+from regard.eager import kept, symbolic, untouched
 from regard.paths import sdpa
 
 LONGEST = 128
@@ -94,15 +93,10 @@ def bounds(call: Call) -> Tensor | None:
     return None if call.structure.rows is None else table(call.structure.rows, call.q.device)
 
 
+@kept(256)
 def table(rows: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
-    """Columns of whole numbers on the device."""
-    if torch.compiler.is_compiling():
-        return torch.tensor(rows, dtype=torch.int32).t().to(device)
-    return _copied(rows, device)
-
-
-@lru_cache(maxsize=256)
-def _copied(rows: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
-    """The same, copied without waiting for the device."""
-    table = torch.tensor(rows, dtype=torch.int32).t().contiguous()
-    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
+    """Columns of whole numbers on the device, copied without waiting for it."""
+    columns = torch.tensor(rows, dtype=torch.int32, device="cpu").t().contiguous()
+    if device.type != "cuda" or torch.compiler.is_compiling():
+        return columns.to(device)
+    return columns.pin_memory().to(device, non_blocking=True)
