@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import regard as rg
+from regard.mechanisms import REGISTRY
 
 B, H, G, T, S, K, V = 2, 4, 2, 5, 7, 3, 6
 COMPUTE = ("mm", "softmax", "scaled_dot_product", "dot", "mv", "einsum", "exp.", "elu")
@@ -122,6 +123,13 @@ KINDS: dict[str, Mistake] = {
     "integer q": (lambda: attend(q=query(dtype=torch.long)), "q", "floating-point", "torch.int64"),
     "integer k": (lambda: attend(k=key(dtype=torch.int32)), "k", "floating-point", "torch.int32"),
     "bool v": (lambda: attend(v=value(dtype=torch.bool)), "v", "floating-point", "torch.bool"),
+    "float8 q": (lambda: attend(q=query().to(torch.float8_e4m3fn)), "q", "bfloat16, float32 or", "float8_e4m3fn"),
+    "float8 all": (
+        lambda: attend(**{n: one().to(torch.float8_e5m2) for n, one in (("q", query), ("k", key), ("v", value))}),
+        "q",
+        "float16",
+        "e5m2",
+    ),
     "complex q": (lambda: attend(q=query(dtype=torch.complex64)), "q", "floating-point", "torch.complex64"),
     "k of another dtype": (lambda: attend(k=key(dtype=torch.float64)), "k", "torch.float32", "torch.float64"),
     "v of another dtype": (lambda: attend(v=value(dtype=torch.float16)), "v", "torch.float32", "torch.float16"),
@@ -257,6 +265,10 @@ STATES: dict[str, Mistake] = {
     "start without kv heads": (lambda: start(rg.Softmax(), num_kv_heads=0), "num_kv_heads", "at least 1", "0"),
     "start with a negative capacity": (lambda: start(rg.Softmax(), capacity=-1), "capacity", "at least 0", "-1"),
     "start with half a row": (lambda: start(rg.Elu(), batch=0.5), "batch", "whole number", "0.5"),
+    "start in float8": (
+        lambda: start(rg.Elu(), dtype=torch.float8_e4m3fn), "dtype", "float32 or float64", "float8_e4m3fn"),
+    "start with a batch of True": (lambda: start(rg.Elu(), batch=True), "batch", "a whole number", "True"),
+    "start with a capacity of True": (lambda: start(rg.Softmax(), capacity=True), "capacity", "a whole number", "True"),
     "start in integers": (lambda: start(rg.Elu(), dtype=torch.int32), "dtype", "floating-point", "torch.int32"),
     "start in a word": (lambda: start(rg.Softmax(), dtype="float32"), "dtype", "floating-point", "float32"),
     "start on a device of no kind": (lambda: start(rg.Softmax(), device="foo"), "device", "PyTorch", "'foo'"),
@@ -351,12 +363,13 @@ def test_the_recorder_sees_compute_where_there_is_some(call: Callable[[], object
     assert computes.seen
 
 
-@pytest.mark.parametrize("mechanism", [rg.Softmax(), rg.Quadratic(), rg.Channel()], ids=repr)
+@pytest.mark.parametrize("mechanism", REGISTRY.values(), ids=REGISTRY)
 def test_explaining_computes_nothing(mechanism: rg.Mechanism) -> None:
     x = torch.ones(B, H, 300, K)
     with Computes() as computes:
         plan = rg.explain(x, x, x, mechanism)
     assert plan.path in str(plan)
+    assert plan.path not in plan.rejected
     assert computes.seen == []
 
 

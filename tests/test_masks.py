@@ -1,5 +1,6 @@
 """Masks against brute-force definitions over positions: pair by pair, in plain Python."""
 
+import copy
 import math
 import pickle
 import sys
@@ -211,6 +212,44 @@ def test_a_pickled_mask_is_the_same_mask(kind: str) -> None:
         assert torch.equal(seen(again, 4, 4), seen(original, 4, 4))
         # Where pickles of earlier versions look for it.
         assert getattr(regard.mask, type(original).__name__) is type(original)
+
+
+class Slotted(Mask):
+    """A user's mask without a `__dict__`."""
+
+    __slots__ = ("step",)
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def __call__(self, batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return (query - key) % self.step == 0
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda mask: pickle.loads(pickle.dumps(mask))])
+def test_a_mask_with_slots_is_copied_without_what_is_remembered_of_it(copied: Callable[[Mask], Mask]) -> None:
+    mask = Slotted(2)
+    structure(mask, 4, 4)
+    again = copied(mask)
+    assert torch.equal(seen(again, 4, 4), seen(mask, 4, 4))
+    assert not any(hasattr(again, name) for name in Mask.__slots__)
+    assert type(copied(Mask())) is Mask
+
+
+@pytest.mark.parametrize("far", [2**62, 2**63 - 1, 2**63, 2**70], ids=["2^62", "2^63 - 1", "2^63", "2^70"])
+@pytest.mark.parametrize("sizes", [(3, 5), (5, 3), (5, 5)], ids=str)
+def test_a_distance_beyond_all_keys_is_no_limit(far: int, sizes: tuple[int, int]) -> None:
+    queries, keys = sizes
+    q, k = torch.randn(1, 1, queries, 16), torch.randn(1, 1, keys, 16)
+    for mask, rule in (
+        (rg.window(after=far), rg.window(after=9)),
+        (rg.window(before=far), rg.window(before=9)),
+        (rg.window(before=far, after=far), None),
+        (rg.global_tokens(far), rg.global_tokens(9)),
+        (rg.window2d((1, keys), far), rg.window2d((1, keys), 9)),
+    ):
+        for path in (None, "reference"):
+            assert torch.equal(rg.attend(q, k, k, mask=mask, path=path), rg.attend(q, k, k, mask=rule, path=path))
 
 
 @SLOWLY

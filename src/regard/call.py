@@ -12,6 +12,9 @@ from regard.structure import Structure, structure
 if TYPE_CHECKING:
     from regard.mechanism import Mechanism
 
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+A_FLOAT = "a floating-point dtype (float16, bfloat16, float32 or float64)"
+
 
 class Call:
     """Queries (B, H, T, K), keys (B, G, S, K) and values (B, G, S, V), with what is to be done with them.
@@ -70,13 +73,13 @@ class Call:
     def check(self) -> None:
         """Raise ValueError for what a user can get wrong, before any compute."""
         kind, device, batch = self.q.dtype, self.q.device, self.batch
-        if not kind.is_floating_point:
-            raise ValueError(f"q: expected a floating-point dtype, got {kind}")
+        if kind not in FLOATS:
+            raise ValueError(f"q: expected {A_FLOAT}, got {kind}")
         if self.qk_length == 0:
             raise ValueError("q: expected a qk_length of at least 1, got 0")
         for name, tensor in (("k", self.k), ("v", self.v)):
             if tensor.dtype != kind:
-                wanted = f"q's dtype {kind}" if tensor.is_floating_point() else "a floating-point dtype"
+                wanted = f"q's dtype {kind}" if tensor.is_floating_point() else A_FLOAT
                 raise ValueError(f"{name}: expected {wanted}, got {tensor.dtype}")
             if tensor.device != device:
                 raise ValueError(f"{name}: expected q's device {device}, got {tensor.device}")

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from regard.call import Call
+from regard.call import A_FLOAT, FLOATS, Call
 from regard.mask import Mask
 from regard.owned import foreign
 from regard.state import State
@@ -29,10 +29,10 @@ def check_start(
     sizes = {"batch": batch, "num_kv_heads": num_kv_heads, "qk_length": qk_length}
     for name, size in {**sizes, "value_length": value_length, "capacity": capacity}.items():
         least = 0 if name in ("batch", "capacity") else 1
-        if not isinstance(size, int) or size < least:
+        if isinstance(size, bool) or not isinstance(size, int) or size < least:
             raise ValueError(f"{name}: expected a whole number of at least {least}, got {size!r}")
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise ValueError(f"dtype: expected a floating-point dtype, got {dtype!r}")
+    if dtype not in FLOATS:
+        raise ValueError(f"dtype: expected {A_FLOAT}, got {dtype!r}")
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, TypeError) as error:

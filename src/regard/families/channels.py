@@ -103,7 +103,7 @@ class ChannelMechanism(Mechanism):
         return f"mechanism: expected one with a token-by-token form, got {name}, which looks at all tokens at once"
 
     def paths(self) -> tuple[Path, ...]:
-        return (Path("reference", reference.cannot, _run),)
+        return (_PATH,)
 
     def cost(self, work: Work) -> Cost:
         known, name = structure(work.rule, work.query_length, work.key_length), type(self).__name__
@@ -129,3 +129,6 @@ def _real(visible: Tensor | None) -> Tensor | None:
 def _run(call: Call) -> Tensor:
     """the plain formula: K×K weights between channels, linear in the tokens."""
     return reference.run(call)
+
+
+_PATH = Path("reference", reference.cannot, _run)

@@ -8,7 +8,7 @@ Positions are absolute. With S keys and T queries, query i stands at position S 
 at the last key: one cached step, a chunked prefill and the whole sequence all mean the same thing.
 """
 
-from regard.mask.arguments import whole_number
+from regard.mask.arguments import FAR, whole_number
 from regard.mask.base import And, Mask, MaskFunction, Not, Or, Part, Span, Terms
 from regard.mask.drawing import Drawing
 from regard.mask.packed import Packed, Segments, segments
@@ -17,7 +17,7 @@ from regard.mask.positions import Band, GlobalTokens, Window2d, causal, global_t
 from regard.mask.unstructured import Dense, Function, as_mask, dense
 
 __all__ = [
-    "Mask", "MaskFunction", "Span", "Terms", "And", "Or", "Not", "Part", "Drawing", "as_mask", "whole_number",
+    "Mask", "MaskFunction", "Span", "Terms", "And", "Or", "Not", "Part", "Drawing", "as_mask", "whole_number", "FAR",
     "Band", "causal", "window", "Window2d", "window2d", "GlobalTokens", "global_tokens",
     "Padding", "padding", "padding_of", "Segments", "segments", "Packed", "Dense", "dense", "Function",
 ]  # fmt: skip

@@ -7,6 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+FAR = 1 << 40
+"""A distance that no key has: what is added to it still fits 64 bits."""
+
 
 def whole_number(value: Any) -> int | None:
     """A Python int from one, or from NumPy's or a tensor's whole number; None for anything else."""
@@ -21,11 +24,11 @@ def whole_number(value: Any) -> int | None:
 
 
 def count(name: str, value: int) -> int:
-    """A whole number of at least 0, or an error that names the argument."""
+    """A whole number of at least 0, at most `FAR`, or an error that names the argument."""
     number = whole_number(value)
     if number is None or number < 0:
         raise ValueError(f"{name}: expected a whole number of at least 0, got {value!r}")
-    return number
+    return min(number, FAR)
 
 
 def from_numpy(name: str, value: Any) -> Any:

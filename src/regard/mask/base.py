@@ -45,7 +45,12 @@ class Mask:
     __slots__ = "_at_any_length", "_at_last"  # what structure.py remembers of it
 
     def __getstate__(self) -> object:
-        return self.__dict__  # a copy or a pickle is the mask alone
+        # A copy or a pickle is the mask alone, without what is remembered of it. A user's class may have slots too.
+        state = super().__getstate__()
+        if not isinstance(state, tuple):
+            return state
+        fields, slots = state
+        return fields, {name: value for name, value in slots.items() if name not in Mask.__slots__}
 
     structured = True
     """Whether the rule is known to us; False for a dense tensor or a user's function, which can only be evaluated."""

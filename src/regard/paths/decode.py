@@ -23,7 +23,7 @@ from regard import cpu
 from regard.call import Call
 from regard.choice import Path, never
 from regard.eager import direct, symbolic, transformed
-from regard.mask import Span
+from regard.mask import FAR, Span
 from regard.paths import probe, sdpa
 
 LONGEST = 256
@@ -32,8 +32,6 @@ MOST_IN_HALF = 64
 """Queries in half precision up to which reading the keys takes longer than arithmetic in matrix units would."""
 LEAST_SHARED = 1 << 19
 """Multiplications from which on a second thread is worth waking."""
-_FAR = 1 << 40
-"""A distance that no key has."""
 _LOG2E = log2(e)
 _NO_SCALES: tuple[int, ...] = (0,) * 6
 _TOLD = Struct("32qd2q")
@@ -161,7 +159,7 @@ def _attention(
     room = torch.empty(size, dtype=torch.uint8, device="cpu") if size > most else None
     told = (
         0, tasks, parts, chunks, chunk, groups, rows, queries, keys - queries,
-        _FAR if before is None else before, _FAR if after is None else after, 0 if spans is None else 2,
+        FAR if before is None else before, FAR if after is None else after, 0 if spans is None else 2,
         q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(),
         0 if tops is None else tops.data_ptr(), 0 if room is None else room.data_ptr(),
         k_batch, k_head, k_token, v_batch, v_head, v_token, *scales,
