@@ -25,6 +25,9 @@ LEAST = 1024
 heads; with gradients it is at any length."""
 
 
+_CUDNN = torch.ops.aten._scaled_dot_product_cudnn_attention.default
+
+
 def cannot(call: Call) -> str | None:
     """Why this path cannot serve a call; None if it can."""
     if (reason := gpu.missing(call)) is not None:
@@ -58,9 +61,7 @@ def run(call: Call) -> Tensor:
 def _forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, mended: bool) -> tuple[Any, ...]:
     from regard.kernels import band_attention
 
-    out, lse, *rest = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        q, k, v, None, True, 0.0, causal, False, scale=scale
-    )
+    out, lse, *rest = _CUDNN(q, k, v, None, True, 0.0, causal, False, scale=scale)
     if mended:
         band_attention.mend(band_attention.work_of(q, k, v, scale, None, 0), q, k, v, out, lse)
     return out, lse, rest
@@ -108,10 +109,20 @@ class _Gradients(torch.autograd.Function):
 
 def again(call: Call) -> Again | None:
     """What runs calls like this one."""
+    from regard.kernels import band_attention
+
     scale, causal = sdpa.scale(call), call.structure.causal
     if scale == 0 or not gpu.dense(call):
         return None
-    return lambda q, k, v: _forward(q, k, v, scale, causal, causal and not finite())[0]
+    work = band_attention.work_of(call.q, call.k, call.v, scale, None, 0)
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out, lse, *_ = _CUDNN(q, k, v, None, True, 0.0, causal, False, scale=scale)
+        if causal and not finite():
+            band_attention.mend(work, q, k, v, out, lse)
+        return out
+
+    return run
 
 
 PATH = Path("cudnn", cannot, run, never, again=again)

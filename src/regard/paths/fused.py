@@ -20,7 +20,7 @@ ALIGNED = 16
 
 FEW = 256
 """Keys of a sequence up to which all are seen by their scores: similarities that nearly vanish for all of few keys lose
-their digits in sums of signed features. With causality, the keys of a query's own chunk are."""
+their digits in sums. Those of `Elu` do not vanish, and with causality the keys of a query's own chunk are scores."""
 
 
 def cannot(call: Call) -> str | None:
@@ -44,7 +44,7 @@ def unfit(call: Call) -> str | None:
     if call.structure.paddings and call.structure.rows is None:
         return "padding with holes"
     form, known = mechanism.fused_form, call.structure
-    if form == "square" and not known.causal:
+    if form != "elu" and not known.causal:
         rows = known.rows or ((0, call.keys),)
         if any(0 < min(high, call.keys) - low <= FEW for low, high in rows):
             return f"sums over {FEW} keys or fewer lose digits that scores keep"
