@@ -220,6 +220,19 @@ def test_a_stream_by_kernels_leaks_nothing_hidden_and_hides_nothing_seen(name, s
     assert out[0, :, 33:].isnan().all()
 
 
+def test_gradients_of_given_features_keep_their_digits_in_half_precision():
+    mechanism, dtype = rg.Kernel(feature_map=torch.relu), torch.bfloat16
+    q, k, v, grad = (torch.randn(1, heads, 40, 8, dtype=dtype) for heads in (2, 1, 1, 2))
+    leaves = [[t.to(kind).requires_grad_() for t in (q, k, v)] for kind in (dtype, torch.float64, dtype)]
+    visible = rg.causal.visible(1, 2, 40, 40)
+    outs = [fused.run(Call(mechanism, *leaves[0], rg.causal))]
+    outs += [mechanism.mix(mechanism.weigh(a, b, visible).to(a.dtype), c).to(a.dtype) for a, b, c in leaves[1:]]
+    within_budget("output", *outs)
+    grads = [torch.autograd.grad(out, some, grad.to(out.dtype)) for out, some in zip(outs, leaves, strict=True)]
+    for letter, *found in zip("qkv", *grads, strict=True):
+        within_budget(f"gradient of {letter}", *found, gradient=True)
+
+
 @pytest.mark.parametrize("name", ["quadratic", "elu"])
 def test_calls_like_one_before_are_not_chosen_again(name, chosen):
     for _ in range(2):

@@ -48,7 +48,7 @@ def tiles(longest: int, bytes_per_number: int, rows: int, before: bool, after: b
     if longest <= 64:  # long tiles where there are enough of them to fill the chip
         forward = Launch(128, 64, 4, 2 if before else 3) if rows >= 1 << 17 else Launch(64, 64, 4, 3)
         if not after:
-            return Tiles(forward, Launch(64, 64, 4, 3), Launch(64, 64, 4, 2))
+            return Tiles(forward, Launch(64, 32, 4, 3), Launch(32, 64, 4, 3))
         return Tiles(forward, Launch(64, 32, 4, 3), Launch(128, 64, 4, 2))
     return Tiles(Launch(64, 64, 4, 2 if rows >= 1 << 15 else 3), Launch(64, 64, 4, 2), Launch(32, 64, 4, 3))
 

@@ -48,8 +48,12 @@ def unfit(call: Call) -> str | None:
         rows = known.rows or ((0, call.keys),)
         if any(0 < min(high, call.keys) - low <= FEW for low, high in rows):
             return f"sums over {FEW} keys or fewer lose digits that scores keep"
-    length = call.qk_length if form != "given" else mechanism.feature_length(call.qk_length)
-    return too_long(form, call.q.dtype, length, call.value_length)
+    length, kind = call.qk_length, call.q.dtype
+    if form == "given":
+        length = mechanism.feature_length(length)
+        derived = gpu.derived(call) or mechanism.learns(call.qk_length)
+        kind = torch.promote_types(kind, torch.float32) if derived else kind
+    return too_long(form, kind, length, call.value_length)
 
 
 def too_long(form: str, dtype: torch.dtype, length: int, value_length: int) -> str | None:
@@ -74,15 +78,17 @@ def run(call: Call) -> Tensor:
     if form == "given":
         wide = torch.float32 if q.dtype.itemsize < 4 else q.dtype
         bad = ~k.isfinite().all(-1, keepdim=True)  # its features are NaN, and its gradient 0 where nobody sees it
-        q, k = (mechanism.summed_features(x.to(wide)).to(v.dtype) for x in (q, k.masked_fill(bad, 0)))
-        k = k.masked_fill(bad, torch.nan)
+        q, k = (mechanism.summed_features(x.to(wide)) for x in (q, k.masked_fill(bad, 0)))
+        if mechanism.fused_form == "given" and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad):
+            v = v.to(wide)  # similarities that are nearly 0 lose digits in half precision, which gradients need
+        q, k = q.to(v.dtype), k.to(v.dtype).masked_fill(bad, torch.nan)
     q, k, v = (aligned(x) for x in (q, k, v))
     if form == "square":
         recorded = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
         coefficients = mechanism.coefficients(call.qk_length)
         out = operators.run(operators.square, q, k, v, limits, *coefficients, call.structure.causal, recorded)[0]
     else:
-        out = operators.run(operators.feature, q, k, v, limits, form, call.structure.causal)[0]
+        out = operators.run(operators.feature, q, k, v, limits, form, call.structure.causal)[0].to(call.q.dtype)
     return out if v.shape[3] == call.value_length else out[..., : call.value_length]
 
 
