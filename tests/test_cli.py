@@ -381,6 +381,9 @@ def test_bench_times_a_mechanism_by_name(
             "--qk-length: expected one that Kernel takes, got 4",
         ),
         (["--mechanism", "mine.py:Cauchy", "--gpu"], "--mechanism: expected none with --gpu, got 'mine.py:Cauchy'"),
+        (["--only", "padded", "--gpu"], "--only: expected none with --gpu, got ['padded']"),
+        (["--quick", "--gpu"], "--quick: expected none with --gpu, got True"),
+        (["--list", "--gpu"], "--list: expected none with --gpu, got True"),
         (["--mechanism", "elu", "--only", "padded"], "--only: expected a benchmark of"),
     ],
 )

@@ -165,6 +165,12 @@ MASKS: dict[str, Mistake] = {
     "a function of scores": (lambda: attend(mask=lambda b, h, q, k: q - k), "mask", "bool", "torch.int64"),
     "a function of another shape": (lambda: attend(mask=lambda b, h, q, k: truth(9)), "mask", "(2, 4, 5, 7)", "(9,)"),
     "a function of no tensor": (lambda: attend(mask=lambda b, h, q, k: True), "mask", "bool", "bool"),
+    "a function with if": (
+        lambda: attend(mask=lambda b, h, q, k: q >= k if q > 2 else k < 1), "mask", "tensors of positions", "<lambda>"),
+    "a function with and": (
+        lambda: attend(mask=lambda b, h, q, k: q >= k and k > 1), "mask", "tensors of positions", "<lambda>"),
+    "a function of numbers": (
+        lambda: attend(mask=lambda b, h, q, k: k < q.item()), "mask", "tensors of positions", "<lambda>"),
     "negative window": (lambda: attend(mask=rg.window(before=-1)), "before", "at least 0", "-1"),
     "negative window after": (lambda: attend(mask=rg.window(after=-2)), "after", "at least 0", "-2"),
     "causal Channel": (lambda: square(rg.Channel(), rg.causal), "mask", "padding", "causal"),

@@ -279,6 +279,16 @@ def test_a_prompt_goes_on_with_its_model_reloaded(name, tmp_path):
         rg.generate(made("gqa"), state=pieces.prompt_so_far(), max_new_tokens=2)
 
 
+@pytest.mark.parametrize("name", ["gqa", "quadratic", "retention"])
+@torch.no_grad()
+def test_layers_whose_states_share_tensors_are_saved(name, tmp_path):
+    model = made(name)
+    prompt = rg.prefill(model, PROMPTS)
+    shared = replace(prompt, state=replace(prompt.state, layers=prompt.state.layers[:1] * 3))
+    loaded = rg.Prompt.load(shared.save(tmp_path / "prompt.safetensors"), model)
+    assert rg.generate(model, state=loaded, max_new_tokens=4) == rg.generate(model, state=shared, max_new_tokens=4)
+
+
 @pytest.mark.parametrize("rows", [[0.0, 1.0], [False, True], ["0", "1"], [[0], [1]]])
 @torch.no_grad()
 def test_a_prompts_file_numbers_its_rows_by_whole_numbers(rows, tmp_path):

@@ -37,8 +37,9 @@ def bench(
 ) -> None:
     """Speed against named peers, as ratios measured in one run; above 1, ours is faster. Exit 1 if a goal is missed."""
     if gpu:
-        if mechanism is not None:
-            raise ValueError(f"mechanism: expected none with --gpu, got {mechanism!r}")
+        for name, value in {"mechanism": mechanism, "only": only, "list": listed, "quick": quick}.items():
+            if value:
+                raise ValueError(f"{name}: expected none with --gpu, got {value!r}")
         _gpu(as_json, out)
         return
     from regard.bench import SUITE, environment, of_mechanism, run, save

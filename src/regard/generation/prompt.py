@@ -71,7 +71,7 @@ class Prompt:
         from safetensors.torch import save_file
 
         tensors, plan = _flatten(self)
-        plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        plain = _unshared({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
         return write(path, lambda beside: save_file(plain, beside, metadata={KEY: json.dumps(plan)}))
 
     @staticmethod
@@ -195,12 +195,11 @@ def _flatten(prompt: Prompt) -> tuple[dict[str, Tensor], dict[str, Any]]:
         layers.append(plan)
         tensors |= {f"layer.{index}.{name}": tensor for name, tensor in parts.items()}
     if state.padding is not None:
-        # Layers share their tables, and a file holds no tensor twice: clones.
-        tensors["padding"] = state.padding.valid(state.length).clone()
+        tensors["padding"] = state.padding.valid(state.length)
     for index, layer in enumerate(state.memory or ()):
         tensors |= {f"memory.{index}.{name}": tensor for name, tensor in zip(PARTS, layer, strict=False)}
     if isinstance(state.memory_mask, Padding) and state.memory:
-        tensors["memory.padding"] = state.memory_mask.valid(state.memory[0][0].shape[2]).clone()
+        tensors["memory.padding"] = state.memory_mask.valid(state.memory[0][0].shape[2])
     plan = {
         "version": VERSION,
         "reader": prompt.reader,
@@ -209,6 +208,17 @@ def _flatten(prompt: Prompt) -> tuple[dict[str, Tensor], dict[str, Any]]:
         "layers": layers,
     }
     return tensors, plan
+
+
+def _unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors as a file takes them, no two in the same memory: layers may share a table, or what a state holds."""
+    memories: set[int] = set()
+    result = {}
+    for name, tensor in tensors.items():
+        memory = tensor.untyped_storage().data_ptr()
+        result[name] = tensor.clone() if memory in memories else tensor
+        memories.add(memory)
+    return result
 
 
 @dataclass(frozen=True, eq=False)

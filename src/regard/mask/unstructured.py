@@ -74,6 +74,10 @@ def dense(table: Tensor) -> Mask:
     return Dense(table if table.ndim == 4 else table[None, None])
 
 
+_OF_MANY = ("Boolean value of Tensor", "a Tensor with")
+"""How PyTorch begins to say that a tensor of many numbers was taken for one."""
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Function(Mask):
     """A user's rule with FlexAttention's signature."""
@@ -86,6 +90,13 @@ class Function(Mask):
             found = self.rule(batch, head, query, key)
         except TypeError as wrong:
             raise ValueError(f"mask: expected a function of (batch, head, query, key), got {self!r}: {wrong}") from None
+        except RuntimeError as wrong:
+            if not str(wrong).startswith(_OF_MANY):
+                raise
+            raise ValueError(
+                "mask: expected a function of tensors of positions (combined by &, |, ~ and torch.where, not by `and`, "
+                f"`or`, `not` and `if`), got {self!r}: {wrong}"
+            ) from None
         if not isinstance(found, Tensor) or found.dtype != torch.bool:
             given = found.dtype if isinstance(found, Tensor) else type(found).__name__
             raise ValueError(f"mask: expected {self!r} to return a bool tensor, got {given}")
