@@ -7,7 +7,7 @@ belong to the machine; ratios travel better.
 
 import torch
 
-from regard.bench import attention, generation, models, training
+from regard.bench import attention, generation, models, overhead, training
 from regard.bench.attention import of_mechanism
 from regard.bench.harness import Bench, Result, environment, interleaved, save
 from regard.bench.rates import LOOKS, ROUNDS, crossing
@@ -15,7 +15,8 @@ from regard.bench.rates import LOOKS, ROUNDS, crossing
 __all__ = ["LOOKS", "ROUNDS", "SUITE", "Bench", "Result", "crossing", "environment", "of_mechanism", "run", "save"]
 
 SUITE: dict[str, Bench] = {
-    bench.name: bench for bench in (*attention.BENCHES, *models.BENCHES, *generation.BENCHES, *training.BENCHES)
+    bench.name: bench
+    for bench in (*attention.BENCHES, *overhead.BENCHES, *models.BENCHES, *generation.BENCHES, *training.BENCHES)
 }
 
 
