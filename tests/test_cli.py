@@ -349,10 +349,21 @@ def test_bench_lists_its_suite(inside: Inside) -> None:
 
 def test_every_benchmark_is_in_the_suite() -> None:
     """Of two with one name, one would be lost."""
-    from regard.bench import SUITE, attention, generation, models, training
+    from regard.bench import SUITE, attention, generation, models, overhead, training
 
-    listed = [bench.name for part in (attention, models, generation, training) for bench in part.BENCHES]
+    listed = [bench.name for part in (attention, overhead, models, generation, training) for bench in part.BENCHES]
     assert listed == list(SUITE)
+
+
+@pytest.mark.parametrize("name", ["call-8", "step-16-padded", "step-elu"])
+def test_overhead_is_what_ours_takes_beyond_its_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from regard.bench import SUITE, overhead, run
+
+    monkeypatch.setattr(overhead, "CALLS", 2)
+    result = run(SUITE[name])
+    beyond = (result.ours_ms - result.peer_ms) * 1e3
+    assert f" {beyond:.0f} beyond; " in result.note
+    assert result.ours_ms > 0 < result.peer_ms
 
 
 @pytest.mark.parametrize("name", ["mine.py:Cauchy", "elu", "channel"])
