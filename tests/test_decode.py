@@ -14,11 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import regard as rg
 from regard import cpu
 from regard.buffer import quantize
+from regard.eager import direct
 from regard.laws.case import HEADS, MASKS, Case, exact_output, plain_output
 from regard.laws.statements import LAWS
 from regard.layers import linear
@@ -393,13 +395,33 @@ class Seen(torch.Tensor):
         return operator(*(x.inner if isinstance(x, cls) else x for x in given), **(named or {}))
 
 
+class Functions(TorchFunctionMode):
+    """The operators of ours that it sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if isinstance(function, torch._ops.OpOverloadPacket):
+            self.names.append(function._qualified_op_name)
+        return function(*args, **(kwargs or {}))
+
+
 @torch.no_grad()
 def test_only_who_has_to_goes_through_the_dispatcher():
     """The operator is for traces, modes and other kinds of tensors; it takes longer than a short call."""
     case, seen = tensors(), []
+    assert direct(*case)
+    plain = rg.attend(*case, mask=rg.padding([50, 7]))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        plain = rg.attend(*case, mask=rg.padding([50, 7]))
-    assert "regard::decode" not in {event.key for event in profile.key_averages()}
+        assert rg.attend(*case, mask=rg.padding([50, 7])).equal(plain)
+    assert "regard::decode" in {event.key for event in profile.key_averages()}
+    with Functions() as functions:
+        assert rg.attend(*case, mask=rg.padding([50, 7])).equal(plain)
+    assert "regard::decode" in functions.names
+    flipped = [torch._neg_view(t) for t in case]
+    assert rg.attend(*flipped, mask=rg.padding([50, 7])).equal(-plain)
     with FlopCounterMode(display=False) as counter:
         counted = rg.attend(*case, mask=rg.padding([50, 7]))
     assert counter.get_total_flops() == 2 * 6 * 57 * (32 + 16)

@@ -97,7 +97,14 @@ def direct(*tensors: Tensor) -> bool:
     ...     direct(torch.zeros(1))
     False
     """
-    return untouched() and torch._C._get_tracing_state() is None and set(map(type, tensors)) <= _PLAIN
+    if not untouched() or torch._C._get_tracing_state() is not None:
+        return False
+    if torch.autograd._profiler_enabled() or torch._C._len_torch_function_stack() > 0:
+        return False
+    for tensor in tensors:  # noqa: SIM110 - a loop takes half the time, and this is asked at every step
+        if type(tensor) not in _PLAIN or tensor.is_neg():  # a negative view: its memory holds -x
+            return False
+    return True
 
 
 def symbolic(*sizes: int) -> bool:
