@@ -20,6 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import regard as rg
 from regard import cpu
 from regard.buffer import quantize
+from regard.call import Call
 from regard.eager import direct
 from regard.laws.case import HEADS, MASKS, Case, exact_output, plain_output
 from regard.laws.statements import LAWS
@@ -53,6 +54,22 @@ def near(found: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: rg.Mask | None, m
 
 def agree(q: Tensor, k: Tensor, v: Tensor, mask: rg.Mask | None = None, mechanism: rg.Mechanism = SOFTMAX) -> None:
     near(rg.attend(q, k, v, mechanism, mask, path="decode"), q, k, v, mask, mechanism)
+
+
+@pytest.mark.parametrize("mechanism", [rg.Softmax(), rg.Retention()], ids=repr)
+def test_a_call_over_other_keys_is_the_same_call(mechanism):
+    q, *wide = tensors()
+    k, v, *scales = int8(*wide)
+    call = Call(mechanism, q, k, v, rg.padding([50, 7]), scales=tuple(scales))
+    again = call.with_keys(k + 0, v + 0)
+    kept = set(Call.__slots__) - {"k", "v"}
+    assert all(getattr(again, name) is getattr(call, name) for name in kept)
+    assert again.k.equal(k)
+    assert again.v.equal(v)
+    wider = call.widened()
+    assert wider.scales is None
+    assert wider.structure is call.structure
+    assert wider.k.dtype == q.dtype
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
@@ -687,7 +704,7 @@ def test_where_our_tests_do_not_run_a_probe_must_come_out_right(monkeypatch):
         monkeypatch.setattr(machine_code, "_POWERS", powers)
         for cached in (compiler._compiled, decode._program, probe.off):
             cached.cache_clear()
-        assert (probe.missing() is None) if reason is None else reason in rg.explain(*tensors()).rejected["decode"]
+        assert (decode.missing() is None) if reason is None else reason in rg.explain(*tensors()).rejected["decode"]
     for cached in (compiler._compiled, decode._program, probe.off):
         cached.cache_clear()
 

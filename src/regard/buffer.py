@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from regard.eager import transformed
+from regard import eager
 
 LEAST_ROOM = 64
 """Positions that a copy has at least, as far as its capacity allows."""
@@ -19,7 +19,7 @@ _claiming = threading.Lock()
 """Held while positions are claimed, for some hundred nanoseconds: one lock serves all buffers."""
 
 
-def quantize(x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     """int8 numbers and a scale for each row (…, 1), float32 or better: x rounded to 127 parts of its row's largest.
 
     >>> import torch
@@ -28,8 +28,7 @@ def quantize(x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
     >>> numbers.tolist(), round(scale.item() * 127, 6)
     ([[64, -127, 32]], 2.0)
     """
-    if scale is None:
-        scale = x.abs().amax(-1, keepdim=True).to(torch.promote_types(x.dtype, torch.float32)).div_(127)
+    scale = x.abs().amax(-1, keepdim=True).to(torch.promote_types(x.dtype, torch.float32)).div_(127)
     # A row of zeros has scale 0: any divisor will do. Where a scale is nearly too small for its dtype, it is inexact.
     numbers = (x / scale.masked_fill(scale == 0, 1)).round_().clamp_(-127, 127)
     return numbers.to(torch.int8), scale
@@ -127,8 +126,8 @@ class Buffer:
         `recorded` says that autograd will hold views for gradients of something else.
         """
         end = start + k.shape[2]
-        derived = torch.is_grad_enabled() and (recorded or any(t.requires_grad for t in (k, v, self.keys, self.values)))
-        if derived or transformed():
+        derived = eager.recorded(k, v, self.keys, self.values) or (recorded and torch.is_grad_enabled())
+        if derived or eager.transformed():
             # A transform cannot write into what was made outside of it.
             if self.scales is not None:
                 raise ValueError("state: expected no gradients, int8 states round, got some; use torch.no_grad()")

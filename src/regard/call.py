@@ -60,15 +60,21 @@ class Call:
         return self.batch * self.heads * self.queries * self.keys * self.value_length == 0
 
     def with_keys(self, k: Tensor, v: Tensor) -> "Call":
-        """The same call over other keys and values of the same sizes."""
-        return Call(self.mechanism, self.q, k, v, self.mask, self.bias)
+        """The same call over other keys and values of the same sizes and kind."""
+        call = object.__new__(Call)  # not checked again; and a trace does not know copy.copy
+        for name in Call.__slots__:
+            setattr(call, name, getattr(self, name))
+        call.k, call.v = k, v
+        return call
 
     def widened(self) -> "Call":
         """The same call over keys and values of the queries' dtype, if they are int8."""
         if self.scales is None:
             return self
         k, v = ((x * scale).to(self.q.dtype) for x, scale in zip((self.k, self.v), self.scales, strict=True))
-        return self.with_keys(k, v)
+        call = self.with_keys(k, v)
+        call.scales = None
+        return call
 
     def check(self) -> None:
         """Raise ValueError for what a user can get wrong, before any compute."""

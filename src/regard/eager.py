@@ -41,6 +41,24 @@ def readable(*tensors: Tensor) -> bool:
     return True
 
 
+def recorded(*tensors: Tensor) -> bool:
+    """Whether autograd records what is computed from these tensors.
+
+    >>> import torch
+    >>> leaf = torch.zeros(1, requires_grad=True)
+    >>> with torch.no_grad():
+    ...     recorded(leaf)
+    False
+    >>> recorded(leaf, torch.zeros(1)), recorded(torch.zeros(1))
+    (True, False)
+    """
+    if torch.is_grad_enabled():
+        for tensor in tensors:  # a loop: this is asked at every step
+            if tensor.requires_grad:
+                return True
+    return False
+
+
 def untouched() -> bool:
     """Whether tensors made here are plain ones, which may be kept for later: no trace, transform or mode is at work."""
     return not torch.compiler.is_compiling() and not transformed() and torch._C._len_torch_dispatch_stack() == 0
@@ -99,7 +117,7 @@ def direct(*tensors: Tensor) -> bool:
     """
     if not untouched() or torch._C._get_tracing_state() is not None:
         return False
-    if torch.autograd._profiler_enabled() or torch._C._len_torch_function_stack() > 0:
+    if torch._C._autograd._profiler_enabled() or torch._C._len_torch_function_stack() > 0:
         return False
     for tensor in tensors:  # noqa: SIM110 - a loop takes half the time, and this is asked at every step
         if type(tensor) not in _PLAIN or tensor.is_neg():  # a negative view: its memory holds -x

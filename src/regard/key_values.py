@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from regard.buffer import Buffer, roomy
+from regard.eager import recorded
 from regard.mask import Padding, Span
 from regard.padded import join_padding, reorder_padding
 from regard.state import Sizes, State, Stored, check_tokens, row_index
@@ -38,7 +39,7 @@ class Prefix:
     @property
     def derived(self) -> bool:
         """Whether autograd records what it holds."""
-        return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.buffer.tensors)
+        return recorded(*self.buffer.tensors)
 
     def of(self, chosen: list[int]) -> "Prefix":
         """The prefix of other rows of the run, without histories that none of them has."""
@@ -139,7 +140,7 @@ class Run:
     @property
     def derived(self) -> bool:
         """Whether autograd records what it holds."""
-        return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.buffer.tensors)
+        return recorded(*self.buffer.tensors)
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from regard.call import Call
 from regard.choice import Again, Path
-from regard.eager import untouched
+from regard.eager import recorded, untouched
 from regard.mask.positions import Band
 
 MOST = 1024
@@ -28,7 +28,7 @@ def key_of(q: Any, k: Any, v: Any, mechanism: Any, mask: Any) -> tuple[Any, ...]
         return None
     if mask is not None and type(mask) is not Band:  # others are mostly made for one call
         return None
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+    if recorded(q, k, v):
         return None
     if not untouched() or torch.is_autocast_enabled("cuda"):
         return None

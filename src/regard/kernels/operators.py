@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from regard.eager import untouched
+from regard.eager import recorded, untouched
 from regard.kernels import feature_attention, square_attention
 
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {}
@@ -32,8 +32,7 @@ def run(operator: Any, *arguments: Any) -> Any:
     plain = untouched()
     for argument in arguments:
         if isinstance(argument, Tensor):
-            derived = argument.requires_grad and torch.is_grad_enabled()
-            plain = plain and not derived and not isinstance(argument, FakeTensor)
+            plain = plain and not recorded(argument) and not isinstance(argument, FakeTensor)
     return _FUNCTIONS[operator](*arguments) if plain else operator(*arguments)
 
 

@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from regard.buffer import quantize
-from regard.eager import transformed
+from regard.eager import recorded, transformed
 from regard.layers.linear import Linear, linear
 
 
@@ -104,5 +104,5 @@ def _check(x: Tensor, module: Int8Linear | Int8Embedding) -> None:
     if x.dtype != torch.float32 or x.device.type != "cpu" or module.weight.device.type != "cpu":
         given = f"{x.dtype} on {x.device}, weights on {module.weight.device}"
         raise ValueError(f"model: expected float32 on the CPU, for int8 weights, got {given}")
-    if x.requires_grad and torch.is_grad_enabled():
+    if recorded(x):
         raise ValueError("x: expected no gradients, int8 weights have none, got some; use torch.no_grad()")

@@ -20,7 +20,7 @@ from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from regard import cpu
 from regard.eager import readable
-from regard.paths import probe
+from regard.paths import decode
 
 LEAST_WEIGHTS, LEAST_WEIGHTS_BY_ONEDNN = 100_000, 4_000_000
 """Smaller weights are BLAS's: it starts sooner."""
@@ -61,7 +61,7 @@ def by_machine_code(x: Tensor, weight: Tensor) -> bool:
         and width % MULTIPLE == 0
         and weight.is_contiguous()
         and _plainly(x, weight)
-        and probe.missing() is None
+        and decode.missing() is None
     )
 
 
@@ -171,7 +171,7 @@ _LIBRARY.define("linear(Tensor x, Tensor weight, Tensor? scale) -> Tensor")
 
 def _multiply(x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
     """x (…, D) in float32 with weights (E, D) in float32, or in int8 with a float32 scale for each row."""
-    if (reason := probe.missing()) is not None:
+    if (reason := decode.missing()) is not None:
         raise ValueError(f"linear: expected a machine that can run it, got one that cannot: {reason}")
     (rows, width), kind, threads = weight.shape, "float32" if scale is None else "int8", torch.get_num_threads()
     if x.shape[-1] != width or width % MULTIPLE or x.dtype is not torch.float32 or weight.dtype is not _KINDS[kind]:

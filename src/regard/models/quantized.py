@@ -11,7 +11,7 @@ from regard.layers.linear import MULTIPLE
 from regard.models.base import Model
 from regard.models.decoder import Decoder
 from regard.models.transformer import Transformer
-from regard.paths import probe
+from regard.paths import decode
 
 LEAST_WEIGHTS = 1 << 16
 """Below this a projection is not bound by reading its weights, and rounding them gains nothing."""
@@ -69,7 +69,7 @@ def _check(model: Model, least: int) -> None:
         raise ValueError(f"model: expected one of ours, got {type(model).__name__}")
     if model.quantized:
         raise ValueError("model: expected one with float32 weights, got a quantized one")
-    if (reason := probe.missing()) is not None:
+    if (reason := decode.missing()) is not None:
         raise ValueError(f"model: expected a machine on which int8 weights are fast, got one without: {reason}")
     if type(least) is not int or least < 0:
         raise ValueError(f"least: expected a number of weights, got {least!r}")

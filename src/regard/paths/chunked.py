@@ -12,7 +12,7 @@ from torch import Tensor
 
 from regard.call import Call, in_own_dtype, nothing
 from regard.choice import Path, between_queries
-from regard.eager import readable, symbolic, transformed
+from regard.eager import readable, recorded, symbolic, transformed
 from regard.paths.rows import by_interval
 from regard.paths.sums import Step, alone, compare, diagonal_of, fold, meet, no_sums, steps, sweep, tiled, untiled
 from regard.structure import Structure, reached
@@ -70,9 +70,8 @@ def _whole(mechanism: Any, q: Tensor, k: Tensor, v: Tensor, offset: int | None, 
     rows, keys, values, real = tiled(q, k, v, valid)
     plan = steps(q.shape[2], k.shape[2], offset)
     learned = mechanism.parameters()
-    needed = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, *learned))
     traced = torch.compiler.is_compiling() or transformed()
-    if needed and not traced and not mechanism.captured(q.shape[3]):
+    if recorded(q, k, v, *learned) and not traced and not mechanism.captured(q.shape[3]):
         out = _Sweep.apply(  # type: ignore[no-untyped-call]
             mechanism, plan, offset, real, rows, keys, values, *learned
         )
@@ -146,11 +145,11 @@ class _Gradients(torch.autograd.Function):
         with torch.enable_grad(), in_own_dtype(q):
             out = sweep(mechanism, plan, offset, valid, q, k, v, *no_sums(mechanism, k, v))[0]
             first = torch.autograd.grad(out, inputs, grad, create_graph=True, allow_unused=True, materialize_grads=True)
-            recorded = [pair for pair in zip(first, directions, strict=True) if pair[0].requires_grad]
+            pairs = [pair for pair in zip(first, directions, strict=True) if pair[0].requires_grad]
             second = torch.autograd.grad(
-                [one for one, _ in recorded],
+                [one for one, _ in pairs],
                 [grad, *inputs],
-                [direction for _, direction in recorded],
+                [direction for _, direction in pairs],
                 allow_unused=True,
             )
         return (None, None, None, None, *second)

@@ -14,12 +14,11 @@ from torch import Tensor
 
 from regard.call import Call
 from regard.choice import Again, Path, never
-from regard.eager import untouched
+from regard.eager import recorded, untouched
 from regard.guard import finite
 from regard.paths import gpu, sdpa
+from regard.paths.torch_softmax import PLANNED
 
-ROUND = 128
-"""Lengths of which multiples are worth a plan of cuDNN's."""
 LEAST = 1024
 """Causal lengths from which cuDNN, with the second kernel, is faster than one of ours alone, twice that for short
 heads; with gradients it is at any length."""
@@ -38,11 +37,12 @@ def cannot(call: Call) -> str | None:
         return "made for half precision"
     if call.structure.windowed or call.structure.paddings:
         return "windows and padding are left to a kernel of ours"
-    if call.queries % ROUND or call.keys % ROUND or call.qk_length % 8 or call.qk_length != call.value_length:
-        return f"made for lengths that are multiples of {ROUND}: each has a plan; and for equal heads, multiples of 8"
+    if call.queries % PLANNED or call.keys % PLANNED or call.qk_length % 8 or call.qk_length != call.value_length:
+        return f"made for lengths that are multiples of {PLANNED}: each has a plan; and for equal heads, multiples of 8"
     if call.structure.causal and not call.square:
         return "cuDNN aligns causality to the first key, not the last, when T and S differ"
-    if call.structure.causal and call.queries < (LEAST if call.qk_length > 64 else 2 * LEAST) and not gpu.derived(call):
+    short = call.queries < (LEAST if call.qk_length > 64 else 2 * LEAST)
+    if call.structure.causal and short and not recorded(call.q, call.k, call.v):
         return "a short sequence: a kernel of ours is faster"
     return gpu.unfit(call)
 
@@ -53,7 +53,7 @@ def run(call: Call) -> Tensor:
     q, k, v = gpu.unit_strides(q, call.k, call.v)
     causal = call.structure.causal
     mended = causal and not finite()  # nothing is hidden without a mask
-    if gpu.derived(call):
+    if recorded(call.q, call.k, call.v):
         return _Attention.apply(q, k, v, scale, causal, mended)  # type: ignore[no-untyped-call]
     return _forward(q, k, v, scale, causal, mended)[0]
 

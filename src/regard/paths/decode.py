@@ -22,7 +22,7 @@ from torch.utils.flop_counter import register_flop_formula
 from regard import cpu
 from regard.call import Call
 from regard.choice import Path, never
-from regard.eager import direct, symbolic, transformed
+from regard.eager import direct, recorded, symbolic, transformed
 from regard.mask import FAR, Span
 from regard.paths import probe, sdpa
 
@@ -50,7 +50,7 @@ def cannot(call: Call) -> str | None:
         return "made for the CPU"
     if call.structure.rest is not None or (call.structure.paddings and call.structure.rows is None):
         return "the keys that the mask shows are no interval"
-    if (reason := probe.missing()) is not None:
+    if (reason := missing()) is not None:
         return reason
     if call.q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return "made for float32, bfloat16 and float16"
@@ -61,13 +61,26 @@ def cannot(call: Call) -> str | None:
     return _derived(call)
 
 
+def missing() -> str | None:
+    """Why machine code cannot be used on this machine; None if it can.
+
+    >>> from regard.paths import decode
+    >>> reason = decode.missing()
+    >>> reason is None or isinstance(reason, str)
+    True
+    """
+    if (reason := cpu.missing()) is not None:
+        return reason
+    return probe.off(torch.ops.regard.decode) if cpu.LANES == 4 else None
+
+
 def _derived(call: Call) -> str | None:
     """Why PyTorch would have to look inside, to derive or to transform; None if it need not."""
     if torch.compiler.is_exporting():
         return "an exported program holds PyTorch's operators alone"
     if torch.compiler.is_compiling():
         return "a trace with gradients enabled may have to derive it" if torch.is_grad_enabled() else None
-    if torch.is_grad_enabled() and (call.q.requires_grad or call.k.requires_grad or call.v.requires_grad):
+    if recorded(call.q, call.k, call.v):
         return "gradients are recorded"
     return "a transform of torch.func, or forward derivatives, would have to reach inside" if transformed() else None
 
@@ -239,9 +252,7 @@ def _underived(operator: Any) -> Any:
 
     def run(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
         tangents = (forward_ad.unpack_dual(t).tangent for t in (q, k, v)) if forward_ad._current_level >= 0 else ()
-        if (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)) or any(
-            tangent is not None for tangent in tangents
-        ):
+        if recorded(q, k, v) or any(tangent is not None for tangent in tangents):
             raise NotImplementedError(f"{operator.name()} has no derivative; compute with path='reference'")
         with torch._C._AutoDispatchBelowAutograd():
             return operator(q, k, v, *rest)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from regard.call import Call
 from regard.choice import Again, Path, never
+from regard.eager import recorded
 from regard.paths import chunked, gpu
 
 LONGEST = 128
@@ -27,11 +28,7 @@ def cannot(call: Call) -> str | None:
     """Why this path cannot serve a call; None if it can."""
     if (reason := gpu.missing(call)) is not None:
         return reason
-    if (
-        call.q.dtype == torch.float32
-        and torch.is_grad_enabled()
-        and any(x.requires_grad for x in (call.q, call.k, call.v))
-    ):
+    if call.q.dtype == torch.float32 and recorded(call.q, call.k, call.v):
         return "its float32 gradients lose digits where few keys are seen"
     return unfit(call)
 
@@ -51,7 +48,7 @@ def unfit(call: Call) -> str | None:
     length, kind = call.qk_length, call.q.dtype
     if form == "given":
         length = mechanism.feature_length(length)
-        derived = gpu.derived(call) or mechanism.learns(call.qk_length)
+        derived = recorded(call.q, call.k, call.v) or mechanism.learns(call.qk_length)
         kind = torch.promote_types(kind, torch.float32) if derived else kind
     return too_long(form, kind, length, call.value_length)
 
@@ -79,14 +76,13 @@ def run(call: Call) -> Tensor:
         wide = torch.float32 if q.dtype.itemsize < 4 else q.dtype
         bad = ~k.isfinite().all(-1, keepdim=True)  # its features are NaN, and its gradient 0 where nobody sees it
         q, k = (mechanism.summed_features(x.to(wide)) for x in (q, k.masked_fill(bad, 0)))
-        if mechanism.fused_form == "given" and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad):
+        if mechanism.fused_form == "given" and recorded(q, k):
             v = v.to(wide)  # similarities that are nearly 0 lose digits in half precision, which gradients need
         q, k = q.to(v.dtype), k.to(v.dtype).masked_fill(bad, torch.nan)
     q, k, v = (aligned(x) for x in (q, k, v))
     if form == "square":
-        recorded = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-        coefficients = mechanism.coefficients(call.qk_length)
-        out = operators.run(operators.square, q, k, v, limits, *coefficients, call.structure.causal, recorded)[0]
+        numbers = *mechanism.coefficients(call.qk_length), call.structure.causal, recorded(q, k, v)
+        out = operators.run(operators.square, q, k, v, limits, *numbers)[0]
     else:
         out = operators.run(operators.feature, q, k, v, limits, form, call.structure.causal)[0].to(call.q.dtype)
     return out if v.shape[3] == call.value_length else out[..., : call.value_length]

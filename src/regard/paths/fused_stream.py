@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.eager import kept, untouched
+from regard.eager import kept, recorded, untouched
 from regard.mask import Padding, Span
 from regard.paths import fused, gpu
 
@@ -32,8 +32,7 @@ def cannot(
         return "Triton is not installed"
     if not untouched():
         return "a trace or transform reaches into plain operators alone"
-    derived = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sums))
-    if derived or mechanism.learns(k.shape[3]):
+    if recorded(q, k, v, *(() if sums is None else (sums,))) or mechanism.learns(k.shape[3]):
         return "gradients are recorded, which it does not have"
     return unfit(mechanism, q, v, sums, causal, holes)
 

@@ -57,11 +57,6 @@ def missing(call: Call) -> str | None:
     return None if TRITON else "Triton is not installed"
 
 
-def derived(call: Call) -> bool:
-    """Whether a gradient is recorded."""
-    return torch.is_grad_enabled() and (call.q.requires_grad or call.k.requires_grad or call.v.requires_grad)
-
-
 def scaled(call: Call) -> tuple[Tensor, float]:
     """Queries and a scale above 0: a key that is hidden by -inf times 0 would be NaN."""
     scale = sdpa.scale(call)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from regard.call import Call
 from regard.choice import Path
+from regard.eager import recorded
 from regard.paths import sdpa, torch_softmax
 from regard.paths.rows import by_interval
 
@@ -64,7 +65,7 @@ def _merged(q: Tensor, k: Tensor, v: Tensor, scale: float, old: int) -> Tensor:
         return torch_softmax.plain(q, k, v, scale=scale, is_causal=True)
     size, kind = v.shape[-1], q.dtype
     q, k, v, scale = torch_softmax.fitted(q, k, v, scale, max(size, q.shape[-1]))
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+    if recorded(q, k, v):
         out = _Merged.apply(q, k, v, scale, old)  # type: ignore[no-untyped-call]
     else:
         out, _ = merge(*over_old(q, k[:, :, :old], v[:, :, :old], scale), *over_new(q, k, v, scale, old))

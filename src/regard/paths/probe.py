@@ -1,32 +1,17 @@
-"""Whether machine code may be used here: what the machine lacks, and whether a few numbers come out right on a
-processor that our tests do not run on.
-"""
+"""Whether a few numbers of machine code come out right, for a processor that our tests do not run on."""
 
+from collections.abc import Callable
 from functools import cache
 
 import torch
 from torch import Tensor
 
-from regard import cpu
 from regard.buffer import quantize
 
 
-def missing() -> str | None:
-    """Why machine code cannot be used on this machine; None if it can.
-
-    >>> from regard.paths import probe
-    >>> reason = probe.missing()
-    >>> reason is None or isinstance(reason, str)
-    True
-    """
-    if (reason := cpu.missing()) is not None:
-        return reason
-    return off() if cpu.LANES == 4 else None
-
-
 @cache
-def off() -> str | None:
-    """How far a small call is off, in each dtype and over int8, for one row and several; None if all are right."""
+def off(decode: Callable[..., Tensor]) -> str | None:
+    """How far small calls are off, in each dtype and over int8, for one row and several; None if all are right."""
     generator = torch.Generator(device="cpu").manual_seed(0)
     for kind in (torch.float32, torch.bfloat16, torch.float16):
         for queries in (1, 5):
@@ -35,16 +20,16 @@ def off() -> str | None:
             q, k, v = q.to(kind), k.to(kind), v.to(kind)
             (small_k, k_scales), (small_v, v_scales) = quantize(k), quantize(v)
             error = max(
-                _error(q, k, v, k, v),
-                _error(q, small_k * k_scales, small_v * v_scales, small_k, small_v, k_scales, v_scales),
+                _error(decode, q, k, v, k, v),
+                _error(decode, q, small_k * k_scales, small_v * v_scales, small_k, small_v, k_scales, v_scales),
             )
             if not error <= 4 * torch.finfo(kind).eps:
                 return f"a probe of machine code on this processor was off by {error:.1g} in {kind}"
     return None
 
 
-def _error(q: Tensor, k: Tensor, v: Tensor, *stored: Tensor) -> float:
+def _error(decode: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, *stored: Tensor) -> float:
     """How far attention to keys and values as they are stored (numbers, then scales) is from attention to k and v."""
-    out = torch.ops.regard.decode(q, *stored[:2], 0.25, None, None, None, *stored[2:]).double()
+    out = decode(q, *stored[:2], 0.25, None, None, None, *stored[2:]).double()
     exact = torch.softmax(0.25 * q.double() @ k.double().mT, -1) @ v.double()
     return float((out - exact).abs().max().item())

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from regard.call import Call
 from regard.choice import Again, Path, never
-from regard.eager import untouched
+from regard.eager import recorded, untouched
 from regard.paths import gpu, sdpa, torch_softmax
 
 
@@ -15,7 +15,7 @@ def cannot(call: Call) -> str | None:
     """Why this path cannot serve a call; None if it can."""
     if (reason := gpu.missing(call) or unfit(call)) is not None:
         return reason
-    if gpu.derived(call):
+    if recorded(call.q, call.k, call.v):
         return "it has no derivative"
     return "a trace with gradients enabled may have to derive it" if _traced() else None
 

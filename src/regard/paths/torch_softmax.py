@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-from regard.eager import symbolic
+from regard.eager import recorded, symbolic
 
-ROUND = 128
+PLANNED = 128
 """On a GPU, lengths of which multiples are worth a plan of cuDNN's."""
 MOST_ROWS = 64
 """Query rows of a key/value head that are one tile on a CPU, so that each key is read once for all of them."""
@@ -43,7 +43,7 @@ def plain(q: Tensor, k: Tensor, v: Tensor, *, scale: float, **options: Any) -> T
     if q.shape[1] != k.shape[1] and few(q, k) and not options.get("is_causal") and _flat(mask):
         tile = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])  # len(q) would fix a batch that a trace holds open
         return plain(tile, k, v, scale=scale, **options).reshape(*q.shape[:3], size)
-    fresh = q.is_cuda and q.dtype.itemsize == 2 and (q.shape[2] % ROUND > 0 or k.shape[2] % ROUND > 0)
+    fresh = q.is_cuda and q.dtype.itemsize == 2 and (q.shape[2] % PLANNED > 0 or k.shape[2] % PLANNED > 0)
     longest = max(size, q.shape[-1])
     longest += -longest % 8 if fresh else 0
     q, k, v, scale = fitted(q, k, v, scale, longest)
@@ -125,11 +125,10 @@ def unplanned(
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, scale=scale)[0]
     if enable_gqa or not can_use_efficient_attention(params):
         return None
-    recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
     bias = None if attn_mask is None else _aligned_bias(attn_mask, q, k.shape[2])
-    return torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, bias, recorded, 0.0, is_causal, scale=scale)[
-        0
-    ]
+    return torch.ops.aten._scaled_dot_product_efficient_attention(
+        q, k, v, bias, recorded(q, k, v), 0.0, is_causal, scale=scale
+    )[0]
 
 
 def _aligned_bias(visible: Tensor, q: Tensor, keys: int) -> Tensor:
