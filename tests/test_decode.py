@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 
@@ -242,6 +243,23 @@ def test_a_forked_worker_can_use_it():
     rg.attend(*case, path="decode")
     with multiprocessing.get_context("fork").Pool(1) as pool:
         assert pool.apply_async(_in_a_fork, (case,)).get(60)
+
+
+def _in_a_thread_of_little_stack(case):
+    threading.stack_size(1 << 18)
+    thread = threading.Thread(target=rg.attend, args=case, kwargs={"path": "decode"})
+    thread.start()
+    thread.join()
+
+
+def test_a_thread_of_little_stack_can_attend_with_the_longest_heads():
+    """The stack of a thread that overflows ends its process: hence one of its own."""
+    case = tensors(torch.float16, batch=1, groups=1, repeats=64, keys=BLOCK + 5, K=256, V=256)
+    agree(*case)  # compiled here, where there is room for that
+    process = multiprocessing.get_context("fork").Process(target=_in_a_thread_of_little_stack, args=(case,))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
 
 
 def test_a_cache_of_any_strides():

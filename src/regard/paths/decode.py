@@ -221,13 +221,14 @@ def _program(
         raise ValueError(f"decode: expected head lengths that are multiples of {lanes}, got {qk_length, value_length}")
     # llvmlite is imported only when a pass needs it.
     from regard.paths.compiler import compiled
-    from regard.paths.decode_code import BLOCK, CHUNK, ROOM, source, tiles
+    from regard.paths.decode_code import CHUNK, ROOM, block, source, tiles
 
     tile, width = tiles(rows, lanes)
     chunk = -(-rows // (-(-rows // CHUNK) * tile)) * tile
-    names = (str(dtype).removeprefix("torch.") for dtype in (kind, stored, result))
+    names = [str(dtype).removeprefix("torch.") for dtype in (kind, stored, result)]
     code = compiled(source, qk_length, value_length, tile, *names, width)
-    return ctypes.CFUNCTYPE(None, ctypes.c_char_p)(code), -(-rows // chunk), chunk, BLOCK, ROOM
+    size = block(qk_length, value_length, tile, names[1], width)
+    return ctypes.CFUNCTYPE(None, ctypes.c_char_p)(code), -(-rows // chunk), chunk, size, ROOM
 
 
 def _spans(batch: int, spans: Tensor | None) -> list[Span] | None:

@@ -15,6 +15,9 @@ where a value is not finite, 0 times which is no 0, each row adds up the values 
 
 Keys and values may be int8, with a float32 scale for each token and head, as a KV cache stores them. They become
 float32 in registers; up to 4 rows the scales multiply scores and weights, which are fewer than keys and values.
+
+As in PyTorch's SDPA, values are summed before the sum is divided: five values of 3e38 give inf, where the reference,
+which divides the weights, gives 3e38.
 """
 
 import math
@@ -28,6 +31,8 @@ from regard.paths.machine_code import F32, F64, I32, I64, POINTER, STORED, Code
 
 BLOCK = 96
 """Tokens whose scores are kept at a time: a multiple of all numbers of keys that are scored together."""
+WIDENED = 1 << 16
+"""Bytes of a block's keys and values in float32: they lie on the stack, and a thread may have little of it."""
 CHUNK = 64
 """Query rows of a task at most: their queries and sums stay in the core's own cache."""
 FEW = (1, 2, 4)
@@ -85,11 +90,23 @@ def tiles(rows: int, lanes: int) -> tuple[int, int]:
     return max(choice for choice, size in zip(choices, padded, strict=True) if 8 * size <= 9 * min(padded))
 
 
+def block(qk_length: int, value_length: int, tile: int, stored: str, lanes: int) -> int:
+    """Tokens whose scores are kept at a time: fewer where their keys and values become float32 and are long.
+
+    >>> block(64, 64, 16, "float16", 16), block(256, 256, 16, "float16", 16), block(256, 256, 16, "float32", 16)
+    (96, 24, 96)
+    """
+    if stored == "float32" or tile < lanes:
+        return BLOCK
+    return next(size for size in (BLOCK, BLOCK // 2, BLOCK // 4) if 4 * size * (qk_length + value_length) <= WIDENED)
+
+
 def source(qk_length: int, value_length: int, tile: int, dtype: str, stored: str, result: str, lanes: int) -> str:
     """The code in LLVM's language, for query rows `tile` at a time, in `dtype`, over keys and values as they are
     `stored`. It leaves `out` (heads, rows, value_length) in the dtype `result`."""
     code = Code(lanes, stored, "work")
     b, field, few = code.b, code.fields(FIELDS), tile < lanes
+    size = block(qk_length, value_length, tile, stored, lanes)
     address = {
         name: b.inttoptr(field[name], POINTER) for name in ("q", "k", "v", "out", "tops", "k_scales", "v_scales")
     }
@@ -100,10 +117,10 @@ def source(qk_length: int, value_length: int, tile: int, dtype: str, stored: str
     address["totals"] = code.at(address["best"], numbers)
     scale = b.fptrunc(b.bitcast(field["scale"], F64), F32)
     queries = b.alloca(F32, I64((tile if few else CHUNK) * qk_length))
-    weights, fading = b.alloca(F32, I64(BLOCK * tile)), b.alloca(F32, I64(tile))
+    weights, fading = b.alloca(F32, I64(size * tile)), b.alloca(F32, I64(tile))
     widened = {}
     if stored != "float32" and not few:
-        widened = {"k": b.alloca(F32, I64(BLOCK * qk_length)), "v": b.alloca(F32, I64(BLOCK * value_length))}
+        widened = {"k": b.alloca(F32, I64(size * qk_length)), "v": b.alloca(F32, I64(size * value_length))}
 
     with code.tasks(field["tasks"]) as number:
         unit, part = b.sdiv(number, field["parts"]), b.srem(number, field["parts"])
@@ -145,8 +162,8 @@ def source(qk_length: int, value_length: int, tile: int, dtype: str, stored: str
             code.write(F32(_LOWEST), tops, i)
             code.write(F32(0), totals, i)
 
-        with code.loop(begin, end, BLOCK) as start:
-            tokens = code.least(b.sub(end, start), I64(BLOCK))
+        with code.loop(begin, end, size) as start:
+            tokens = code.least(b.sub(end, start), I64(size))
             keys, values = (code.at(t, b.mul(start, field[f"{n}_token"]), code.stored) for n, t in (("k", k), ("v", v)))
             key_stride, value_stride, kind = field["k_token"], field["v_token"], code.stored
             scale_of = {name: code.at(place, start) for name, place in scales.items()}
