@@ -13,7 +13,7 @@ The weights are stated in `weigh`. The stream keeps (S, z) instead of keys and v
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -80,12 +80,6 @@ class Forgetful(rg.Mechanism):
             size = query @ total[..., None]
             out.append((query @ sums / size.masked_fill(size == 0, 1)).flatten(1, 2)[:, :, None])
         return new.attended(torch.cat(out, 2).to(q.dtype), sums=sums, total=total)
-
-    def cost(self, work: rg.Work) -> rg.Cost:
-        """The weights' formula is counted as it is; of the state the base class cannot know."""
-        numbers = work.batch * work.num_kv_heads * work.qk_length * (work.value_length + 1)
-        kind = torch.promote_types(work.dtype, torch.float32)
-        return replace(super().cost(work), state_bytes=numbers * kind.itemsize)
 
 
 def phi(x: Tensor) -> Tensor:

@@ -13,8 +13,10 @@ import regard as rg
 from memory import Allocations, Traffic, saved_bytes
 from regard.cost import COUNTED, _WithoutNumbers
 from regard.families.features import RECENT
+from regard.mechanisms import REGISTRY
 from regard.paths import sums_cost
 from regard.paths.sums import steps
+from regard.state import FixedState
 
 GROUPS = {"MHA": 4, "GQA": 2, "MQA": 1}
 LINEAR = [rg.Quadratic(), rg.Polynomial(degree=4), rg.Elu(), rg.Taylor(), rg.RandomFeatures(n=16)]
@@ -287,10 +289,10 @@ def test_beyond_the_crossover_there_is_no_way_back(size, groups):
 W = torch.randn(8, 8)
 
 
-def formula(similarity, **fields):
+def formula(similarity, methods=None, **fields):
     """A mechanism with this similarity."""
     names = {name: torch.nn.Parameter for name in fields}
-    kind = type("Mine", (rg.Mechanism,), {"similarity": similarity, "__annotations__": names})
+    kind = type("Mine", (rg.Mechanism,), {"similarity": similarity, "__annotations__": names, **(methods or {})})
     return dataclass(frozen=True, kw_only=True)(kind)(**fields)
 
 
@@ -330,6 +332,24 @@ FORMULAS = {
 }
 
 
+def seen(mechanism, work, flops):
+    """Of the FLOPs of all pairs those that the mechanism sees: one with an order is causal by itself."""
+    return flops * replace(work, mask=rg.causal).pairs // work.pairs if mechanism.ordered else flops
+
+
+ORDERED = {name: mechanism for name, mechanism in REGISTRY.items() if mechanism.ordered}
+
+
+@pytest.mark.parametrize("lengths", [(1, 70), (40, 70), (70, 70)], ids=str)
+@pytest.mark.parametrize("name", [*ORDERED, "weights of an order"])
+def test_a_mechanism_with_an_order_costs_what_it_costs_under_a_causal_mask(name, lengths):
+    mechanism = ORDERED[name] if name in ORDERED else FORMULAS[name]()
+    work = rg.Work(query_length=lengths[0], key_length=lengths[1], num_heads=4, num_kv_heads=2, qk_length=8)
+    valid = rg.padding([60])
+    assert rg.cost(mechanism, work) == rg.cost(mechanism, replace(work, mask=rg.causal))
+    assert rg.cost(mechanism, replace(work, mask=valid)) == rg.cost(mechanism, replace(work, mask=rg.causal & valid))
+
+
 @pytest.mark.parametrize("lengths", [(1, 70), (40, 70), (70, 70)], ids=str)
 @pytest.mark.parametrize("name", FORMULAS)
 def test_a_formulas_flops_are_counted_whatever_it_contains(name, lengths):
@@ -337,7 +357,7 @@ def test_a_formulas_flops_are_counted_whatever_it_contains(name, lengths):
     q, k, v = make(lengths[0], 2, keys=lengths[1])
     stated = rg.cost(mechanism, work_of(q, k, v))
     run = counted(lambda: rg.attend(q, k, v, mechanism, path="reference"))
-    assert (stated.flops, stated.note) == (run, "")
+    assert (stated.flops, stated.note) == (seen(mechanism, work_of(q, k, v), run), "")
     assert rg.cost(mechanism, work_of(q, k, v, rg.causal)).flops < run or lengths[0] == 1
 
 
@@ -345,13 +365,14 @@ def test_a_formulas_flops_are_counted_whatever_it_contains(name, lengths):
 @pytest.mark.parametrize("name", FORMULAS)
 def test_a_formulas_flops_at_any_length_are_those_of_meta_tensors_of_that_length(name, lengths):
     mechanism, size = FORMULAS[name](), {"qk_length": 8, "value_length": 8, "num_heads": 4, "num_kv_heads": 2}
-    stated = rg.cost(mechanism, rg.Work(batch=3, query_length=lengths[0], key_length=lengths[1], **size)).flops
+    work = rg.Work(batch=3, query_length=lengths[0], key_length=lengths[1], **size)
     q, k, v = (
         torch.empty(3, heads, length, 8, device="meta")
         for heads, length in zip((4, 2, 2), (*lengths, lengths[1]), strict=True)
     )
     with _WithoutNumbers():
-        assert stated == counted(lambda: mechanism.mix(mechanism.compare_heads(q, k).reshape(3, 4, *lengths), v))
+        run = counted(lambda: mechanism.mix(mechanism.compare_heads(q, k), v))
+    assert rg.cost(mechanism, work).flops == seen(mechanism, work, run)
 
 
 def test_a_formula_is_counted_on_meta_tensors_and_nothing_of_it_is_changed():
@@ -369,6 +390,25 @@ def test_a_formula_is_counted_on_meta_tensors_and_nothing_of_it_is_changed():
     assert max(lengths) <= 4 * 3 * COUNTED  # it may walk over the rows of a group in Python
     assert mechanism.P.device.type == "cpu"
     assert not mechanism.P.any()
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Sums(FixedState):
+    sums: torch.Tensor
+
+
+@pytest.mark.parametrize("needs_numbers", [False, True])
+def test_a_state_of_a_users_is_counted_as_it_starts_and_the_cost_says_so(needs_numbers):
+    def empty_state(self, sizes, capacity, storage=None):
+        sums = sizes.zeros(sizes.qk_length, 3)
+        return Sums(mechanism=self, sizes=sizes, sums=sums + float(sums.sum()) if needs_numbers else sums)
+
+    methods = {"empty_state": empty_state, "state_type": lambda self, qk_length: Sums}
+    mechanism = formula(lambda self, q, k: torch.sigmoid(q @ k.mT), methods)
+    sizes = {"batch": 3, "num_kv_heads": 2, "qk_length": 8, "value_length": 8, "dtype": torch.bfloat16}
+    stated = rg.cost(mechanism, rg.Work(key_length=1 << 40, num_heads=4, **sizes))
+    assert stated.state_bytes == mechanism.start(**sizes).nbytes
+    assert "its state is counted as an empty Sums" in stated.note
 
 
 def reads(x):

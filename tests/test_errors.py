@@ -1,6 +1,7 @@
 """Bad input is a ValueError before any compute: it names the argument, what was expected and what was given."""
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -447,6 +448,31 @@ def test_a_formula_that_writes_in_place_is_refused_before_anything_is_lost(name:
     assert all(torch.equal(one, other) for one, other in zip(tensors, before, strict=True))
 
 
+@pytest.mark.parametrize("verb", ["attend", "weights", "extend"])
+@pytest.mark.parametrize("argument", ["q", "k"])
+def test_a_formula_that_writes_at_some_sizes_changes_nothing_at_any(argument: str, verb: str) -> None:
+    def similarity(self: Any, q: Tensor, k: Tensor) -> Tensor:
+        x = {"q": q, "k": k}[argument]
+        return ((x.mul_(2) if x.shape[-2] > 20 else x) * 0).sum() + (q @ k.mT).exp()
+
+    mechanism = stating(rg.Mechanism, similarity=similarity)
+    state = mechanism.start(batch=1, num_kv_heads=1, qk_length=4, value_length=4)
+    for tokens in (3, 20, 21):
+        q, k, v = (torch.randn(1, 1, tokens, 4) for _ in "qkv")
+        before = [x.clone() for x in (q, k, v)]
+        run = {
+            "attend": lambda: rg.attend(q, k, v, mechanism),  # noqa: B023 - called before the next tokens
+            "weights": lambda: rg.weights(q, k, mechanism),  # noqa: B023
+            "extend": lambda: mechanism.extend(q, k, v, state),  # noqa: B023
+        }[verb]
+        if tokens > 20:
+            with pytest.raises(ValueError, match=r"^similarity: expected a formula that leaves .*, got Mine\(\), "):
+                run()
+        else:
+            run()
+        assert all(torch.equal(one, other) for one, other in zip((q, k, v), before, strict=True))
+
+
 def test_a_formula_that_writes_later_on_is_refused_when_it_does() -> None:
     mechanism = stating(rg.Mechanism, similarity=lambda self, q, k: ((q.mul_(2) if q.sum() > 0 else q) @ k.mT).exp())
     q = -torch.ones(1, 1, 3, 4)
@@ -458,6 +484,8 @@ def test_a_formula_that_writes_later_on_is_refused_when_it_does() -> None:
 RETURNS: dict[str, Any] = {
     "array": (stating(rg.Mechanism, similarity=lambda self, q, k: (q @ k.mT).exp().numpy()), "similarity", "ndarray"),
     "array of scores": (stating(rg.ScoreMechanism, score=lambda self, q, k: (q @ k.mT).numpy()), "score", "ndarray"),
+    "nothing": (stating(rg.Mechanism, similarity=lambda self, q, k: None), "similarity", "NoneType"),
+    "keys first": (stating(rg.Mechanism, similarity=lambda self, q, k: (k @ q.mT).exp()), "similarity", "2, 2, 7, 1"),
     "other lengths": (stating(rg.Mechanism, similarity=lambda self, q, k: (k @ k.mT).exp()), "similarity", "7, 7"),
     "more features": (
         stating(rg.FeatureMechanism, features=lambda self, x: x.exp().repeat_interleave(2, -1),
@@ -474,15 +502,49 @@ RETURNS: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("verb", ["attend", "weights", "extend"])
+def verbs(mechanism: Any) -> dict[str, Callable[[], object]]:
+    def extend() -> object:
+        state = mechanism.start(batch=B, num_kv_heads=G, qk_length=K, value_length=V)
+        return mechanism.extend(query(B, H, S, K), key(), value(), state)
+
+    shape = {"num_heads": H, "num_kv_heads": G, "qk_length": K, "value_length": V}
+    return {
+        "attend": lambda: attend(mechanism),
+        "weights": lambda: rg.weights(query(), key(), mechanism),
+        "extend": extend,
+        "cost": lambda: rg.cost(mechanism, rg.Work(query_length=T, key_length=S, **shape)),
+        "cost of equal heads": lambda: rg.cost(mechanism, rg.Work(**{**shape, "num_kv_heads": H})),
+        "check": lambda: rg.check(mechanism, qk_length=K),
+    }
+
+
+@pytest.mark.parametrize("verb", [verb for verb in verbs(None) if verb != "check"])
 @pytest.mark.parametrize("name", RETURNS)
 def test_what_a_formula_gives_is_checked_alike_everywhere(name: str, verb: str) -> None:
     mechanism, method, said = RETURNS[name]
-    state = mechanism.start(batch=B, num_kv_heads=G, qk_length=K, value_length=V)
-    run = {
-        "attend": lambda: attend(mechanism),
-        "weights": lambda: rg.weights(query(), key(), mechanism),
-        "extend": lambda: mechanism.extend(query(B, H, S, K), key(), value(), state),
-    }[verb]
-    with pytest.raises(ValueError, match=rf"^{method}: expected .*{said}.* from Mine"):
-        run()
+    with pytest.raises(ValueError, match=rf"^{method}: expected .*{'got' if 'cost' in verb else said}.* from Mine"):
+        verbs(mechanism)[verb]()
+
+
+@pytest.mark.parametrize("name", WRITING)
+def test_a_formula_that_writes_in_place_has_no_cost(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"^{name.strip()}: expected a formula that leaves .*, got \w+\(.*\), "):
+        verbs(WRITING[name]())["cost"]()
+
+
+UNSTATED = {
+    "similarity(q, k)": stating(rg.Mechanism),
+    "similarity(q, k) ": stating(rg.UnnormalisedMechanism),
+    "score(q, k)": stating(rg.ScoreMechanism),
+    "features(x)": stating(rg.FeatureMechanism, feature_length=lambda self, qk_length: qk_length),
+}
+
+
+@pytest.mark.parametrize("verb", verbs(None))
+@pytest.mark.parametrize("signature", UNSTATED)
+def test_a_formula_that_is_not_stated_is_named_everywhere(signature: str, verb: str) -> None:
+    name = signature.partition("(")[0]
+    with pytest.raises(
+        ValueError, match=rf"^{name}: expected {re.escape(signature.strip())} to be stated by Mine, got none$"
+    ):
+        verbs(UNSTATED[signature])[verb]()

@@ -6,6 +6,7 @@ counted.
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import product
@@ -18,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from regard.call import ordered
 from regard.mask import Mask, MaskFunction, as_mask
 from regard.owned import made_on, probe
 from regard.structure import count_keys, count_pairs
@@ -169,7 +171,7 @@ def cost(mechanism: "Mechanism", work: Work) -> Cost:
         raise ValueError(f"mechanism: expected a mechanism like rg.Softmax(), got {mechanism!r}")
     parameters = sum(tensor.numel() for tensor in mechanism.parameters())
     try:
-        result = mechanism.cost(_checked(work))
+        result = mechanism.cost(replace(_checked(work), mask=ordered(mechanism, work.rule)))
     except (RuntimeError, IndexError, TypeError) as error:  # a user's formula, which is run to be counted
         raise ValueError(
             f"qk_length: expected one that {type(mechanism).__name__} takes, got {work.qk_length}, with which it "
@@ -268,6 +270,9 @@ def similarity_flops(mechanism: "Mechanism", work: Work) -> int:
         return count_formula(mechanism, mechanism.compare_heads, *shapes)
 
     count(1, 1)
+    # What it gives for other numbers of queries than keys is checked, if it takes them.
+    with suppress(RuntimeError, IndexError, TypeError):
+        count(2, 3)
     step = FEW if _takes_numbers(mechanism) else COUNTED
 
     def at(queries: int, keys: int) -> Fraction:

@@ -16,7 +16,7 @@ registers them as its own.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 import torch
@@ -31,7 +31,21 @@ from regard.cost import Cost, Work, accumulator, score_cost, similarity_flops
 from regard.eager import symbolic
 from regard.key_values import KeyValueState
 from regard.mask import Mask, MaskFunction, as_mask
-from regard.owned import brief, check_class, flat, foreign, leaves, made_on, own_dtype, probe, read_only, same
+from regard.owned import (
+    brief,
+    check_class,
+    flat,
+    foreign,
+    leaves,
+    made_on,
+    own_dtype,
+    probe,
+    read_only,
+    same,
+    theirs,
+    unstated,
+    weigh,
+)
 from regard.paths import blocks, exact, reference
 from regard.paths.runs import over_runs, settled, with_space
 from regard.slots import CacheSlot, Clock, Slot
@@ -140,7 +154,7 @@ class Mechanism:
 
     def similarity(self, q: Float[Tensor, "*b T K"], k: Float[Tensor, "*b S K"]) -> Float[Tensor, "*b T S"]:
         """How alike each query and key are: at least 0, in whatever scale. The one method a new mechanism writes."""
-        raise NotImplementedError(f"{type(self).__name__} states no similarity(q, k)")
+        raise unstated(self, "similarity(q, k)")
 
     def compare(self, q: Float[Tensor, "*b T K"], k: Float[Tensor, "*b S K"]) -> Float[Tensor, "..."]:
         """What is computed for each query and key: the similarity, or the weights where `weigh` alone is stated."""
@@ -148,10 +162,9 @@ class Mechanism:
         return self.similarity(q, k) if stated else self.weigh(q, k, None)
 
     def compare_heads(self, q: Float[Tensor, "B H T K"], k: Float[Tensor, "B G S K"]) -> Float[Tensor, "..."]:
-        """The same for H query heads over G key heads, as `attend` runs it."""
-        if type(self).compare is Mechanism.compare and type(self).similarity is Mechanism.similarity:
-            return self.weigh(q, k, None)
-        return self.compare(rearrange(q, "b (g r) t k -> b g (r t) k", g=k.shape[1]), k)
+        """The same for H query heads over G key heads, as `attend` runs and checks it."""
+        stated = type(self).similarity is not Mechanism.similarity
+        return self._grouped(self.similarity, q, k) if stated else weigh(self, q, k, None, None)
 
     def normalise(self, similar: Float[Tensor, "*b T S"]) -> Float[Tensor, "*b T S"]:
         """Weights from the similarities of the visible keys: each over their sum, 0 where there is none to sum."""
@@ -204,19 +217,27 @@ class Mechanism:
 
     def grouped(self, compare: Callable[[Tensor, Tensor], Tensor], q: Tensor, k: Tensor) -> Tensor:
         """`compare` for H query heads over G key heads, the queries of a group as rows of one comparison."""
-        groups, kind, name = k.shape[1], self.precision(q.dtype), compare.__name__
-        tiled = rearrange(q, "b (g r) t k -> b g (r t) k", g=groups)
-        own = self.formula_dtype(kind)
+        groups = k.shape[1]
         try:
-            similar = read_only(self, name, compare, tiled.to(own), k.to(own))
+            return self._grouped(compare, q, k)
         except RuntimeError as error:
             if groups == q.shape[1] or isinstance(error, torch.OutOfMemoryError | NotImplementedError):
                 raise
+            rows = q.shape[1] // groups
             raise ValueError(
-                f"{name}: expected a formula for queries (B, G, H / G · T, K) = {tuple(tiled.shape)} and keys "
-                f"(B, G, S, K) = {tuple(k.shape)}, the {q.shape[1] // groups} query heads of a key/value head as rows "
-                f"of one, got {type(self).__name__}, which raises {str(error).splitlines()[0]}"
+                f"{compare.__name__}: expected a formula for queries (B, G, H / G · T, K) = "
+                f"{(q.shape[0], groups, rows * q.shape[2], q.shape[3])} and keys (B, G, S, K) = {tuple(k.shape)}, the "
+                f"{rows} query heads of a key/value head as rows of one, got {type(self).__name__}, which raises "
+                f"{str(error).splitlines()[0]}"
             ) from error
+
+    def _grouped(self, compare: Callable[[Tensor, Tensor], Tensor], q: Tensor, k: Tensor) -> Tensor:
+        groups, kind, name = k.shape[1], self.precision(q.dtype), compare.__name__
+        tiled = rearrange(q, "b (g r) t k -> b g (r t) k", g=groups)
+        own = self.formula_dtype(kind)
+        tensors = tiled.to(own), k.to(own)
+        # Our own formulas write to nothing, and hand a user's phi on to `read_only`.
+        similar = read_only(self, name, compare, *tensors) if theirs(compare) else compare(*tensors)
         expected = (*tiled.shape[:3], k.shape[2])
         if not isinstance(similar, Tensor) or similar.shape != expected:
             shape = tuple(similar.shape) if isinstance(similar, Tensor) else type(similar).__name__
@@ -355,7 +376,18 @@ class Mechanism:
 
     def cost(self, work: Work) -> Cost:
         """What this mechanism costs on some work, its similarity counted as it runs; see `regard.cost`."""
-        return score_cost(work, self.precision(work.dtype), similarity_flops(self, work))
+        counted = score_cost(work, self.precision(work.dtype), similarity_flops(self, work))
+        kind = self.state_type(work.qk_length)
+        if kind is KeyValueState:
+            return counted
+        sizes = Sizes(1, work.num_kv_heads, work.qk_length, work.value_length, work.dtype, "meta")
+        try:
+            state = self.empty_state(sizes, work.key_length)
+        except Exception:  # of a user's code, which may need numbers
+            state = self.empty_state(replace(sizes, device="cpu"), work.key_length)
+        note = f"its state is counted as an empty {kind.__name__}, its FLOPs and bytes as those of its formula"
+        notes = [counted.note, note] if counted.note else [note]
+        return replace(counted, state_bytes=work.batch * state.nbytes, note="; ".join(notes))
 
 
 @dataclass(frozen=True, kw_only=True)

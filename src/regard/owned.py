@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from regard.eager import untouched
+from regard.eager import transformed, untouched
 
 if TYPE_CHECKING:
     from regard.mechanism import Mechanism
@@ -177,19 +177,40 @@ def foreign(mechanism: "Mechanism") -> bool:
     return not mechanism.shipped or any(callable(value) for value in vars(mechanism).values())
 
 
+def theirs(function: Callable[..., Any]) -> bool:
+    """Whether a method or function is a user's, and not of this package."""
+    return not (function.__module__ or "").startswith("regard.")
+
+
+def unstated(mechanism: "Mechanism", signature: str) -> ValueError:
+    """The error of a mechanism without a formula that its family asks for.
+
+    >>> import regard as rg
+    >>> from regard.owned import unstated
+    >>> unstated(rg.Mechanism(), "similarity(q, k)")
+    ValueError('similarity: expected similarity(q, k) to be stated by Mechanism, got none')
+    """
+    name = signature.partition("(")[0]
+    return ValueError(f"{name}: expected {signature} to be stated by {type(mechanism).__name__}, got none")
+
+
 _watched: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Of each mechanism the formulas that were seen to leave their tensors as they are."""
+"""Of each mechanism the formulas, and shapes of tensors, that were seen to leave those tensors as they are."""
 
 
 def read_only(mechanism: "Mechanism", name: str, formula: Callable[..., Any], *tensors: Tensor) -> Any:
     """`formula(*tensors)`; ValueError for a user's formula that writes to its tensors, which are the caller's or a KV
-    cache's. The first time it gets copies, so that nothing is lost, and later the tensors themselves: a version counter
-    tells of a write that depends on numbers. Tensors made in inference mode have none, but copies made outside do."""
-    if not foreign(mechanism) or not untouched():
+    cache's. Tensors of new shapes are copied for it, so that nothing is lost, and later ones given as they are: a
+    version counter tells of a write that depends on numbers, after it. Tensors made in inference mode have none, but
+    copies made outside do. A write to `x.data` counts nowhere."""
+    if not foreign(mechanism) or torch.compiler.is_compiling() or transformed():
         return formula(*tensors)
-    names: set[str] = _watched.setdefault(mechanism, set())
-    if name not in names:
-        tensors = tuple(_counting_copy(tensor) for tensor in tensors)
+    plain = untouched()  # a mode that counts operators or memory sees no copies
+    if plain:
+        safe: set[Any] = _watched.setdefault(mechanism, set())
+        key = name, *(tensor.shape for tensor in tensors)
+        if key not in safe:
+            tensors = tuple(_counting_copy(tensor) for tensor in tensors)
     versions = _versions(tensors)
     result = formula(*tensors)
     if _versions(tensors) != versions:
@@ -197,7 +218,8 @@ def read_only(mechanism: "Mechanism", name: str, formula: Callable[..., Any], *t
             f"{name}: expected a formula that leaves the tensors it is given as they are, got {mechanism!r}, which "
             "writes to them in place (x.mul_(2) or x[…] = 2 instead of x * 2)"
         )
-    names.add(name)
+    if plain:
+        safe.add(key)
     return result
 
 
@@ -215,6 +237,8 @@ def _versions(tensors: tuple[Tensor, ...]) -> list[int]:
 
 def weigh(mechanism: "Mechanism", q: Tensor, k: Tensor, visible: Tensor | None, bias: Tensor | None) -> Tensor:
     """The mechanism's exact weights, in whatever way it states them."""
+    if not theirs(mechanism.weigh):
+        return mechanism.weigh(q, k, visible, bias)
     return read_only(mechanism, "weigh", lambda q, k: mechanism.weigh(q, k, visible, bias), q, k)
 
 

@@ -18,6 +18,7 @@ from regard.choice import Path
 from regard.cost import Cost, Work, accumulator
 from regard.guard import cleaned, taint
 from regard.mechanism import Mechanism
+from regard.owned import unstated
 from regard.paths import reference
 from regard.structure import EVERYTHING, Structure, structure
 
@@ -28,7 +29,7 @@ class ChannelMechanism(Mechanism):
 
     def size(self, tokens: Tensor, channels: int) -> Tensor:
         """By whose square root the products are divided, given how many tokens (B or 1, 1, 1, 1) are real."""
-        raise NotImplementedError(f"{type(self).__name__} states no size(tokens, channels)")
+        raise unstated(self, "size(tokens, channels)")
 
     def weigh(
         self,

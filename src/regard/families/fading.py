@@ -22,7 +22,7 @@ from torch import Tensor
 
 from regard.cost import COUNTED, Work, accumulator, count_formula
 from regard.families.recurrent import RecurrentMechanism, chunk_size, filled, seen_keys
-from regard.owned import made_on, own_dtype, probe, read_only
+from regard.owned import made_on, own_dtype, probe, read_only, unstated
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class FadingMechanism(RecurrentMechanism):
 
         `real` (B, 1, S, 1) says which keys padding does not hide; None if it hides none.
         """
-        raise NotImplementedError(f"{type(self).__name__} states no log_gates(k, real)")
+        raise unstated(self, "log_gates(k, real)")
 
     def gates(self, k: Tensor, real: Tensor | None) -> Tensor:
         """`log_gates` in float32 or better, computed in the dtype of the mechanism's tensors; ValueError unless it is

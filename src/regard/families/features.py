@@ -24,7 +24,7 @@ from regard.kernel_state import KernelState
 from regard.key_values import KeyValueState
 from regard.mask import Mask
 from regard.mechanism import Mechanism
-from regard.owned import foreign, own_dtype, read_only
+from regard.owned import foreign, own_dtype, read_only, unstated
 from regard.paths import blocks, chunked, fused, fused_stream, reference, stream, sums_cost
 from regard.slots import Clock, Slot, SumSlot
 from regard.state import Sizes, State
@@ -72,11 +72,11 @@ class FeatureMechanism(Mechanism):
 
     def features(self, x: Float[Tensor, "*b T K"]) -> Float[Tensor, "*b T C"]:
         """phi(x), for queries and keys alike."""
-        raise NotImplementedError(f"{type(self).__name__} states no features(x)")
+        raise unstated(self, "features(x)")
 
     def feature_length(self, qk_length: int) -> int:
         """C, how many features phi has."""
-        raise NotImplementedError(f"{type(self).__name__} states no feature_length(qk_length)")
+        raise unstated(self, "feature_length(qk_length)")
 
     def summed_features(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """phi(x) as the running sums use it: `features`, or a layout with the same product that computes faster."""

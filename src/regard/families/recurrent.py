@@ -24,6 +24,7 @@ from regard.eager import symbolic
 from regard.guard import cleaned, taint
 from regard.mask import Mask
 from regard.mechanism import UnnormalisedMechanism
+from regard.owned import unstated
 from regard.paths import reference
 from regard.paths.exact import choose_scores
 from regard.state import FixedState, Sizes, State
@@ -59,22 +60,22 @@ class RecurrentMechanism(UnnormalisedMechanism):
         `real` (B, 1, S, 1) says which keys padding does not hide; `groups` is the key head of each query head, where
         heads are chosen.
         """
-        raise NotImplementedError(f"{type(self).__name__} states no table(q, k, places, real, groups)")
+        raise unstated(self, "table(q, k, places, real, groups)")
 
     def walk(
         self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, sums: Tensor | None, keep: bool
     ) -> tuple[Tensor, Tensor | None]:
         """The output of the queries of the last tokens, given the sums before all of them; and, to `keep`, the sums
         after them. Hidden keys are 0."""
-        raise NotImplementedError(f"{type(self).__name__} states no walk(q, k, v, real, sums, keep)")
+        raise unstated(self, "walk(q, k, v, real, sums, keep)")
 
     def walk_flops(self, work: Work, queries: int, keys: int, history: bool, keep: bool) -> int:
         """FLOPs of `walk` for each key head."""
-        raise NotImplementedError(f"{type(self).__name__} states no walk_flops(work, queries, keys, history, keep)")
+        raise unstated(self, "walk_flops(work, queries, keys, history, keep)")
 
     def walk_size(self, work: Work, tokens: int) -> int:
         """Numbers that `walk` holds at once, for each key head."""
-        raise NotImplementedError(f"{type(self).__name__} states no walk_size(work, tokens)")
+        raise unstated(self, "walk_size(work, tokens)")
 
     def weigh(
         self,

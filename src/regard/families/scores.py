@@ -16,6 +16,7 @@ from torch import Tensor
 
 from regard.call import Call
 from regard.mechanism import Mechanism
+from regard.owned import unstated
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +38,7 @@ class ScoreMechanism(Mechanism):
 
     def score(self, q: Float[Tensor, "*b T K"], k: Float[Tensor, "*b S K"]) -> Float[Tensor, "*b T S"]:
         """The score of each query and key, of any size and sign."""
-        raise NotImplementedError(f"{type(self).__name__} states no score(q, k)")
+        raise unstated(self, "score(q, k)")
 
     def scale(self, qk_length: int) -> float:
         """What scores are multiplied by; infinity chooses the best, ties sharing equally."""
@@ -45,6 +46,9 @@ class ScoreMechanism(Mechanism):
 
     def compare(self, q: Float[Tensor, "*b T K"], k: Float[Tensor, "*b S K"]) -> Float[Tensor, "*b T S"]:
         return self.score(q, k)
+
+    def compare_heads(self, q: Float[Tensor, "B H T K"], k: Float[Tensor, "B G S K"]) -> Float[Tensor, "B H T S"]:
+        return self._grouped(self.score, q, k)
 
     def weigh(
         self,

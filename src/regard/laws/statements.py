@@ -546,7 +546,7 @@ def _count_flops(mechanism: Mechanism, case: Case, tensors: Triple, rule: Mask |
     if form == "linear":
         return count_flops(lambda: attend(q, k, v, mechanism, rule))
     whole = count_flops(lambda: reference.run(Call(mechanism, q, k, v, None)))
-    none = q[:, :, :0], k[:, :, :0]
+    none, rule = (q[:, :, :0], k[:, :, :0]), ordered(mechanism, rule)
     tokens = count_flops(lambda: mechanism.compare_heads(q, none[1]))
     tokens += count_flops(lambda: mechanism.compare_heads(none[0], k))
     tokens -= count_flops(lambda: mechanism.compare_heads(*none))
