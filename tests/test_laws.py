@@ -1,5 +1,6 @@
 """Every law for every mechanism of the registry, and a broken mechanism that each law catches."""
 
+import io
 import os
 import sys
 from dataclasses import dataclass
@@ -131,6 +132,27 @@ def test_a_terminal_shows_a_bar_and_what_is_broken(monkeypatch):
     os.close(ours)
     assert "0/3" in shown
     assert "BROKEN: weights" in shown.replace("\r\n", "")
+
+
+class NotebookStream(io.StringIO):
+    """Standard error as a notebook's kernel gives it; Jupyter itself is no part of the tests."""
+
+    __module__ = "ipykernel.iostream"
+
+
+@pytest.mark.parametrize(("kind", "shows"), [(NotebookStream, True), (io.StringIO, False)])
+def test_a_notebook_shows_a_line_and_a_pipe_nothing(monkeypatch, kind, shows):
+    stream = kind()
+    monkeypatch.setattr(sys, "stderr", stream)
+    rg.check(BROKEN["weights"], laws=["weights"], masks=["none"], dtypes=["float64"], examples=1)
+    shown = stream.getvalue()
+    assert bool(shown) == shows
+    if shows:
+        lines = shown.split("\r")
+        assert lines[1].startswith("0/3 nothing broken  (weights, none, ")
+        assert any("/3 BROKEN: weights, " in line for line in lines)
+        assert "\n" not in shown
+        assert not "".join(lines[-2:]).strip()  # it takes itself away
 
 
 def test_every_law_has_a_broken_mechanism():

@@ -39,7 +39,8 @@ def check(
     `qk_length` is for a mechanism that takes heads of one length alone, such as a learned feature map; its tensors are
     converted to each of the dtypes. `device` is where the laws are run: on a GPU other paths serve. `progress` is
     called with the name of each cell before it runs; without one there is a progress bar where standard error is a
-    terminal. Every law runs once before any runs a second time, so that what is broken shows within seconds.
+    terminal, and a line that counts in a notebook. Every law runs once before any runs a second time, so that what is
+    broken shows within seconds.
 
     >>> import regard as rg
     >>> print(rg.check(rg.Elu(), laws=["groups"], masks=["causal"], dtypes=["float64"]))
@@ -108,7 +109,20 @@ def _given(progress: Progress) -> Iterator[Progress]:
 
 @contextmanager
 def _shown(total: int, cells: dict[tuple[str, ...], Cell]) -> Iterator[Progress]:
-    """A bar on standard error, where that is a terminal, with the outcomes so far."""
+    """A bar on standard error, where that is a terminal, or a line in a notebook, with the outcomes so far."""
+
+    def outcomes(name: str) -> str:
+        broken = [cell for cell in cells.values() if cell.outcome == "broken"]
+        first = f"BROKEN: {broken[0].law}, {broken[0].reason}" if broken else "nothing broken"
+        return f"{first}  ({name})"
+
+    if type(sys.stderr).__module__.startswith("ipykernel."):
+        # A notebook knows a carriage return, but not how to go up a line, as the bar does when it ends.
+        yield lambda name: print(
+            f"\r{len(cells)}/{total} {outcomes(name):<100.100}", end="", file=sys.stderr, flush=True
+        )
+        print(f"\r{'':<120}\r", end="", file=sys.stderr, flush=True)
+        return
     if not sys.stderr.isatty():
         yield lambda name: None
         return
@@ -119,12 +133,7 @@ def _shown(total: int, cells: dict[tuple[str, ...], Cell]) -> Iterator[Progress]
     with Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=False) as bar:
         task = bar.add_task("", total=total)
 
-        def begin(name: str) -> None:
-            broken = [cell for cell in cells.values() if cell.outcome == "broken"]
-            first = f"BROKEN: {broken[0].law}, {broken[0].reason}" if broken else "nothing broken"
-            bar.update(task, completed=len(cells), description=f"{first}  ({name})")
-
-        yield begin
+        yield lambda name: bar.update(task, completed=len(cells), description=outcomes(name))
 
 
 __all__ = ["LAWS", "Cell", "Report", "check", "count_cells"]
