@@ -2,14 +2,17 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import jaxtyping
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 
 import regard as rg
 from regard.choice import refusal
+from regard.mechanisms import REGISTRY
 
 B, H, G, T, K = 2, 4, 2, 9, 5
 MECHANISMS = {
@@ -103,6 +106,81 @@ def test_a_streams_step_is_one_graph(name: str) -> None:
         found.append(out)
     expected = rg.attend(q, k, v, mechanism, rg.causal, path="reference")
     assert (torch.cat(found, 2) - expected).abs().max() <= 1e-12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sigmoid(rg.Mechanism):
+    """A user's own."""
+
+    def similarity(self, q: Tensor, k: Tensor) -> Tensor:
+        return (q @ k.transpose(-1, -2)).sigmoid()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tanh(rg.ScoreMechanism):
+    """A user's own, by its scores."""
+
+    def score(self, q: Tensor, k: Tensor) -> Tensor:
+        return (q @ k.transpose(-1, -2)).tanh()
+
+
+STREAMING = [*(mechanism for mechanism in REGISTRY.values() if mechanism.streams(K) is None), Sigmoid(), Tanh()]
+PADDED = {"no": (0, 0), "left": (2, 0), "alike": (2, 2)}
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "padded"),
+    [(mechanism, "left") for mechanism in STREAMING]
+    + [(rg.Softmax(softcap=30.0), "no"), (Sigmoid(), "no"), (rg.Softmax(), "alike")],
+    ids=str,
+)
+@torch.no_grad()
+def test_steps_of_a_stream_share_two_graphs(mechanism: rg.Mechanism, padded: str) -> None:
+    """One for the first step, one for all lengths of history, also where padding grows with it."""
+    q, k, v = inputs()
+    mask = rg.causal & rg.padding(valid=torch.arange(T) >= torch.tensor(PADDED[padded])[:, None])
+    state = mechanism.start(batch=B, num_kv_heads=G, qk_length=K, value_length=K, capacity=64, dtype=torch.float64)
+    start = rg.causal & rg.padding(valid=torch.arange(4) >= torch.tensor(PADDED[padded])[:, None])
+    _, state = mechanism.extend(q[:, :, :4], k[:, :, :4], v[:, :, :4], state, mask=start)
+
+    def step(q: Tensor, k: Tensor, v: Tensor, state: object) -> tuple[Tensor, object]:
+        return mechanism.extend(q, k, v, state, mask=rg.causal)
+
+    graphs, found = CompileCounter(), []
+    traced = torch.compile(step, backend=graphs, fullgraph=True)
+    for place in range(4, T):
+        here = slice(place, place + 1)
+        out, state = traced(q[:, :, here], k[:, :, here], v[:, :, here], state)
+        found.append(out)
+    assert graphs.frame_count <= 2
+    expected = rg.attend(q, k, v, mechanism, mask, path="reference")[:, :, 4:]
+    assert (torch.cat(found, 2) - expected).abs().max() <= 1e-12
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_random_features_are_a_constant_of_one_graph(dynamic: bool | None) -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return rg.attend(q, k, v, rg.RandomFeatures(n=16), rg.causal)
+
+    graphs = CompileCounter()
+    traced, tensors = torch.compile(attend, backend=graphs, fullgraph=True, dynamic=dynamic), inputs()
+    agree(run(traced, tensors), run(attend, tensors))
+    assert graphs.frame_count == 1
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize(
+    "rule", [rg.causal & rg.window(before=5), rg.causal & (rg.window(before=2) | rg.global_tokens(2))], ids=repr
+)
+@torch.no_grad()
+def test_a_compiled_call_at_another_length(rule: rg.Mask, dynamic: bool | None) -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return rg.attend(q, k, v, rg.Softmax(), rule)
+
+    traced = torch.compile(attend, backend="eager", fullgraph=True, dynamic=dynamic)
+    for length in (T, T + 3):
+        tensors = inputs(length)
+        assert (traced(*tensors) - eager(rg.Softmax(), rule)(*tensors)).abs().max() <= 1e-12
 
 
 @pytest.mark.parametrize("name", ["softmax", "quadratic"])

@@ -24,7 +24,8 @@ def join_padding(
     old_rows = ((0, length),) * batch if old is None else old.rows
     new_rows = ((0, count),) * batch if new is None else new.rows
     if old_rows is not None and new_rows is not None:
-        joined = _join_spans(old_rows, length, new_rows, count)
+        join = _join_spans if torch.compiler.is_compiling() else _join_spans_once  # a trace sees through no cache
+        joined = join(old_rows, length, new_rows, count)
         if joined is not None:
             return joined
     parts = [
@@ -56,12 +57,8 @@ def _hidden_again(real: Padding, length: int, later: Padding) -> int | None:
     return int(hides.nonzero()[0]) if bool(hides.any()) else None
 
 
-@lru_cache(maxsize=64)
 def _join_spans(old: tuple[Span, ...], length: int, new: tuple[Span, ...], count: int) -> Padding | None:
-    """The padding of [old | new] where each row stays one interval, without touching a tensor; None otherwise.
-
-    Every layer of a model asks the same at a step, and gets the same answer.
-    """
+    """The padding of [old | new] where each row stays one interval, without touching a tensor; None otherwise."""
     spans: list[Span] = []
     for (a, b), (c, d) in zip(old, new, strict=True):
         b, d = min(b, length), min(d, count)
@@ -74,3 +71,7 @@ def _join_spans(old: tuple[Span, ...], length: int, new: tuple[Span, ...], count
         else:
             return None
     return Padding(tuple(spans), label=f"padding(valid={(len(old), length + count)})")
+
+
+_join_spans_once = lru_cache(maxsize=64)(_join_spans)
+"""Every layer of a model asks the same at a step, and gets the same answer."""

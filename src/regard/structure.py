@@ -96,8 +96,9 @@ def structure(mask: Mask | None, queries: int, keys: int) -> Structure:
 
 def _structure(mask: Mask, queries: int, keys: int) -> Structure:
     bands, paddings, others = mask.terms()
-    before = min([band.before for band in bands if band.before is not None], default=None)
-    after = min([band.after for band in bands if band.after is not None], default=None)
+    befores = [band.before for band in bands if band.before is not None]
+    afters = [band.after for band in bands if band.after is not None]
+    before, after = min(befores) if befores else None, min(afters) if afters else None  # Dynamo knows no default=
     rest = reduce(and_, others) if others else None
     is_open = symbolic(queries, keys)
     if before is not None and not is_open and before >= keys - 1:

@@ -209,12 +209,14 @@ class Or(_Pair):
         return self.left.at(batch, heads, query, key, device) | self.right.at(batch, heads, query, key, device)
 
     def spans(self, low: int, high: int, keys: int) -> list[Span]:
-        merged: list[Span] = []
-        for span in sorted(self.left.spans(low, high, keys) + self.right.spans(low, high, keys)):
-            if merged and span[0] <= merged[-1][1]:
-                merged[-1] = (merged[-1][0], max(merged[-1][1], span[1]))
-            else:
-                merged.append(span)
+        merged: list[Span] = []  # in order, and apart from each other
+        for start, stop in self.left.spans(low, high, keys) + self.right.spans(low, high, keys):
+            # Compared one by one: Dynamo cannot sort bounds that a trace holds open.
+            before = [span for span in merged if span[1] < start]
+            after = [span for span in merged if span[0] > stop]
+            touched = merged[len(before) : len(merged) - len(after)]
+            whole = (min(start, touched[0][0]), max(stop, touched[-1][1])) if touched else (start, stop)
+            merged = [*before, whole, *after]
         return merged
 
     def __repr__(self) -> str:

@@ -5,6 +5,7 @@ w_ts = phi(q_t)·phi(k_s) / sum over visible s' of phi(q_t)·phi(k_s')
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import index
 from typing import ClassVar
 
 import torch
@@ -102,7 +103,8 @@ class RandomFeatures(FeatureMechanism):
 
     def features(self, x: Float[Tensor, "*b T K"]) -> Float[Tensor, "*b T C"]:
         length = x.shape[-1]
-        draws = _draws(self.n, length, self.seed).to(x)
+        make = _constant_draws if torch.compiler.is_dynamo_compiling() else _draws
+        draws = make(*map(index, (self.n, length, self.seed))).to(x)  # numbers, also where a trace holds them open
         scaled = x * length**-0.25
         exponent = scaled @ draws.transpose(0, 1) - scaled.square().sum(-1, keepdim=True) / 2
         return exponent.exp() * self.n**-0.5
@@ -118,3 +120,12 @@ class RandomFeatures(FeatureMechanism):
 def _draws(n: int, length: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(n, length, generator=generator, dtype=torch.float64, device="cpu")
+
+
+def _constant_draws(n: int, length: int, seed: int) -> Tensor:
+    """For torch.compile, in whose graphs no generator can be made: it calls this while it traces."""
+    return nn.Parameter(_draws(n, length, seed), requires_grad=False)  # its sizes are constants too
+
+
+# What torch.compiler.assume_constant_result does, without importing all of torch._dynamo.
+_constant_draws._dynamo_marked_constant = True  # type: ignore[attr-defined]

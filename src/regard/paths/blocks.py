@@ -79,13 +79,15 @@ class _Views:
     def __init__(self, call: Call) -> None:
         self.call, self.known = call, call.structure
         self.alike = self.known.rest is None and len(self.known.paddings) == 0
+        # A key of sizes would fix those that a trace holds open.
+        self.keeps = self.alike and not torch.compiler.is_compiling()
         self.seen: dict[tuple[int, int, int], tuple[Tensor, Tensor | None]] = {}
 
     def __call__(self, start: int, stop: int, spans: list[Span]) -> tuple[Tensor, Tensor | None]:
         """What a block sees, broadcastable to (B, H, t, s), and its rows that see nothing, if any."""
         first = start + self.call.keys - self.call.queries
         shape = (stop - start, spans[0][1] - spans[0][0], first - spans[0][0])
-        if self.alike and shape in self.seen:
+        if self.keeps and shape in self.seen:
             return self.seen[shape]
         place = torch.arange(stop - start) + first
         assert self.call.mask is not None
@@ -93,7 +95,8 @@ class _Views:
         # Under a band every query sees its own key, if there is one.
         sees = self.alike and self.call.queries <= self.call.keys
         blind = None if sees else ~visible.any(-1, keepdim=True)
-        self.seen[shape] = visible, blind
+        if self.keeps:
+            self.seen[shape] = visible, blind
         return visible, blind
 
 

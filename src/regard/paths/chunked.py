@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def quadratic(mechanism: "FeatureMechanism", qk_length: int, known: Structure) -> str | None:
     """Why sums cannot serve, so that only the score form is left; None if they can."""
     if known.rest is not None:
-        return f"{known.rest!r} hides keys pair by pair, which sums over keys cannot"
+        return "the mask hides keys pair by pair, which sums over keys cannot"
     if known.windowed:
         return "a window takes keys out again, which sums over keys cannot"
     if not mechanism.linear(qk_length):

@@ -22,7 +22,7 @@ def unfit(call: Call, packed: bool = False) -> str | None:
     if call.bias is not None:
         return "a bias needs the score form"
     if call.structure.rest is not None and (packed is False or parts(call) is None):
-        return f"{call.structure.rest!r} is no band of positions"
+        return "the mask is no band of positions"
     if call.structure.paddings and call.structure.rows is None:
         return "padding with holes"
     if symbolic(call.queries, call.keys):

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from regard.call import Call
 from regard.choice import Path
+from regard.mask import Span
 from regard.paths import sdpa, torch_softmax
 
 FEW = 4
@@ -25,13 +26,26 @@ def cannot(call: Call) -> str | None:
         return "made for several lengths of real keys"
     if (reason := sdpa.cannot(call)) is not None:
         return reason
-    if call.q.is_cpu and (call.structure.positional or not torch_softmax.few(call.q, call.k) or len(set(rows)) == 1):
+    if call.q.is_cpu and (
+        call.structure.positional or not torch_softmax.few(call.q, call.k) or _different(rows, 1) == 1
+    ):
         return f"on a CPU made for at most {torch_softmax.MOST_ROWS} query rows a key/value head, and several lengths"
-    if not call.q.is_cpu and len(set(rows)) <= FEW:
+    if not call.q.is_cpu and _different(rows, FEW) <= FEW:
         return f"at most {FEW} different lengths: slices are faster"
     if call.structure.causal and call.batch * call.queries * call.keys > MOST:
         return f"a mask of more than {MOST:,} entries"
     return None
+
+
+def _different(rows: tuple[Span, ...], most: int) -> int:
+    """How many different intervals there are; where there are more than `most`, one more than that."""
+    kinds: list[Span] = []
+    for span in rows:
+        if span not in kinds:  # compared and not hashed, which would fix lengths that a trace holds open
+            kinds.append(span)
+        if len(kinds) > most:
+            break
+    return len(kinds)
 
 
 def run(call: Call) -> Tensor:

@@ -40,7 +40,7 @@ def not_intervals(call: Call) -> str | None:
     if call.bias is not None:
         return "a bias needs the score form"
     if known.rest is not None:
-        return f"{known.rest!r} would need a dense mask"
+        return "a mask that is no band of positions would need a dense mask"
     if known.windowed:
         return "a window would need a dense mask"
     if known.paddings and known.rows is None:
