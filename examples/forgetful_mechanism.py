@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.nn.functional import elu
 
 import regard as rg
-from regard.state import FixedState, Sizes
+from regard.fixed_state import FixedState
+from regard.state import Sizes
 from regard.structure import EVERYTHING, Structure
 
 

@@ -23,6 +23,7 @@ LAYERS = [
     ["structure", "padded"],
     ["guard"],
     ["state"],
+    ["fixed_state", "key_value_runs"],
     ["key_values"],
     ["kernel_state"],
     ["call"],

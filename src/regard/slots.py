@@ -13,7 +13,8 @@ from torch import Tensor
 
 from regard.buffer import Buffer, quantize
 from regard.kernel_state import KernelState
-from regard.key_values import KeyValueState, Run
+from regard.key_value_runs import Run
+from regard.key_values import KeyValueState
 from regard.mask import Padding
 from regard.paths import fused_stream, gpu, split
 from regard.paths.stream import folded

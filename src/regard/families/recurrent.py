@@ -21,13 +21,14 @@ from regard.call import Call, in_own_dtype
 from regard.choice import Path
 from regard.cost import Cost, Work, accumulator
 from regard.eager import symbolic
+from regard.fixed_state import FixedState
 from regard.guard import cleaned, taint
 from regard.mask import Mask
 from regard.mechanism import UnnormalisedMechanism
 from regard.owned import unstated
 from regard.paths import reference
 from regard.paths.exact import choose_scores
-from regard.state import FixedState, Sizes, State
+from regard.state import Sizes, State
 from regard.structure import EVERYTHING, Structure, reached, structure
 
 CHUNK = 64

@@ -12,7 +12,7 @@ from torch import Tensor
 from regard.call import Call
 from regard.eager import transformed
 from regard.guard import cleaned, poisoned, taint
-from regard.key_values import Run
+from regard.key_value_runs import Run
 from regard.mask import Mask, causal
 from regard.paths import decode, parts, sdpa, torch_softmax
 from regard.structure import structure
