@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from regard.eager import kept, transformed, untouched
+from regard.eager import kept, transformed
 from regard.families.features import FeatureMechanism
 
 FEW = 64
@@ -66,7 +66,7 @@ class _Square(FeatureMechanism):
         return whole * size**2 + rest**2 + right + qk_length + 1
 
     def summed_features(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        if x.shape[:-1].numel() <= FEW and not x.requires_grad and untouched():
+        if x.shape[:-1].numel() <= FEW and not x.requires_grad and not (transformed() or torch.compiler.is_compiling()):
             left, right, scales = _table(self, x.shape[-1], x.dtype, x.device)
             extended = F.pad(x, (0, 1), value=1.0).flatten(0, -2)
             # Single tokens line by line, as the sums are met; others side by side, which copies whole rows.
