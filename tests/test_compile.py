@@ -170,17 +170,23 @@ def test_random_features_are_a_constant_of_one_graph(dynamic: bool | None) -> No
 
 @pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize(
-    "rule", [rg.causal & rg.window(before=5), rg.causal & (rg.window(before=2) | rg.global_tokens(2))], ids=repr
+    ("mechanism", "rule"),
+    [
+        (rg.Softmax(), rg.causal & rg.window(before=5)),
+        (rg.Softmax(), rg.causal & (rg.window(before=2) | rg.global_tokens(2))),
+        (rg.Retention(), rg.causal),  # took minutes at 40 tokens
+    ],
+    ids=repr,
 )
 @torch.no_grad()
-def test_a_compiled_call_at_another_length(rule: rg.Mask, dynamic: bool | None) -> None:
+def test_a_compiled_call_at_another_length(mechanism: rg.Mechanism, rule: rg.Mask, dynamic: bool | None) -> None:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return rg.attend(q, k, v, rg.Softmax(), rule)
+        return rg.attend(q, k, v, mechanism, rule)
 
     traced = torch.compile(attend, backend="eager", fullgraph=True, dynamic=dynamic)
-    for length in (T, T + 3):
+    for length in (30, 40):
         tensors = inputs(length)
-        assert (traced(*tensors) - eager(rg.Softmax(), rule)(*tensors)).abs().max() <= 1e-12
+        assert (traced(*tensors) - eager(mechanism, rule)(*tensors)).abs().max() <= 1e-12
 
 
 @pytest.mark.parametrize("name", ["softmax", "quadratic"])

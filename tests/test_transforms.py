@@ -197,10 +197,10 @@ def test_export_with_a_dynamic_length(name: str, mask: str) -> None:
         q, k, v = inputs(length)
         return q, k, v, torch.arange(length) < torch.tensor([[length], [length - 2]])
 
-    length = {2: torch.export.Dim("length", min=4, max=4096)}
+    length = {2: torch.export.Dim("length", max=4096)}
     shapes = {"q": length, "k": length, "v": length, "real": {1: length[2]}}
     program = torch.export.export(layer, given(9), dynamic_shapes=shapes).module()
-    for size in (5, 9, 300):
+    for size in (2, 9, 300):
         q, k, v, real = given(size)
         expected = layer(q, k, v, real)
         assert close(program(q, k, v, real), expected)

@@ -13,6 +13,7 @@ Yang et al. 2024, "Gated linear attention transformers with hardware-efficient t
 """
 
 from dataclasses import dataclass
+from operator import index
 
 import torch
 import torch.nn.functional as F
@@ -44,7 +45,8 @@ class FadingMechanism(RecurrentMechanism):
         kind = accumulator(k.dtype)
         keys = k.to(own_dtype(self) or kind)
         gates = read_only(self, "log_gates", lambda keys: self.log_gates(keys, real), keys)
-        if not isinstance(gates, Tensor) or gates.shape not in ((*k.shape[:3], 1), k.shape):
+        # Compared one by one: Dynamo finds no size that a trace holds open in a tuple.
+        if not isinstance(gates, Tensor) or (gates.shape != k.shape and gates.shape != (*k.shape[:3], 1)):
             given = tuple(gates.shape) if isinstance(gates, Tensor) else type(gates).__name__
             raise ValueError(
                 f"gate: expected (…, S, 1) or (…, S, K) from keys (…, S, K) = {tuple(k.shape)}, got {given}"
@@ -75,7 +77,7 @@ class FadingMechanism(RecurrentMechanism):
     def walk(
         self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, sums: Tensor | None, keep: bool
     ) -> tuple[Tensor, Tensor | None]:
-        gates, old = self.gates(k, real), k.shape[2] - q.shape[2]
+        gates, old = self.gates(k, real), index(k.shape[2]) - index(q.shape[2])
         if old:  # tokens without queries: one product
             assert sums is None
             fade = _after(gates[:, :, :old].transpose(-1, -2)).transpose(-1, -2).exp()
@@ -116,7 +118,8 @@ class FadingMechanism(RecurrentMechanism):
 
 def _after(gates: Tensor) -> Tensor:
     """For each token the sum of the gates of those that come after it, over the last axis."""
-    return F.pad(gates[..., 1:], (0, 1)).flip(-1).cumsum(-1).flip(-1)
+    # Filled up before it is cut: torch.export would refuse lengths whose rest is a single token.
+    return F.pad(gates, (0, 1))[..., 1:].flip(-1).cumsum(-1).flip(-1)
 
 
 def _walk(

@@ -10,6 +10,7 @@ masks hide keys pair by pair, or take them out again, which S cannot: they are r
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from operator import index
 from typing import Any, ClassVar
 
 import torch
@@ -184,7 +185,8 @@ def _run(call: Call) -> Tensor:
         k = k.masked_fill(~real, 0)
         sees = reached(call.mask, torch.ones_like(k[..., 0], dtype=torch.bool), call.heads, call.queries)
         q = q.masked_fill(~sees[..., None], 0)  # a query that sees nothing must not reach the keys' gradients either
-    blind = max(0, call.queries - call.keys)  # queries before the first key
+    # Lengths as numbers: compiled, a graph for each. Of blocks of a length that is held open Dynamo thinks for minutes.
+    blind = max(0, index(call.queries) - index(call.keys))  # queries before the first key
     out, _ = mechanism.walk(q[:, :, blind:], k, call.v, real, None, keep=False)
     return F.pad(out, (0, 0, blind, 0)) if blind else out
 
