@@ -54,8 +54,11 @@ def finite() -> bool:
 
 def taint(k: Tensor, v: Tensor) -> Tensor | None:
     """Which keys (B, G, S) carry a NaN or infinity, or whose value does; None where all are taken to be finite."""
-    if _policy.finite:
-        return None
+    return None if _policy.finite else not_finite(k, v)
+
+
+def not_finite(k: Tensor, v: Tensor) -> Tensor:
+    """Which keys carry a NaN or infinity, or whose value does: (…, S, K) and (…, S, V) to (…, S)."""
     # The extremes of a row are finite if all of it is, and a finite number times 0 is 0.
     rows = [x.detach() for x in (k, v) if x.shape[-1]]
     extremes = [extreme for x in rows for extreme in (x.amax(-1), x.amin(-1))]

@@ -11,11 +11,25 @@ import torch
 from torch import Tensor
 
 from regard.call import Call, in_own_dtype, nothing
-from regard.choice import Path, between_queries
+from regard.choice import Path, never
 from regard.eager import readable, recorded, symbolic, transformed
+from regard.guard import finite
 from regard.paths.rows import by_interval
-from regard.paths.sums import Step, alone, compare, diagonal_of, fold, meet, no_sums, steps, sweep, tiled, untiled
-from regard.structure import Structure, reached
+from regard.paths.sums import (
+    Guard,
+    Step,
+    alone,
+    compare,
+    diagonal_of,
+    fold,
+    meet,
+    no_sums,
+    steps,
+    sweep,
+    tiled,
+    untiled,
+)
+from regard.structure import EVERYTHING, Structure, reached
 
 if TYPE_CHECKING:
     from regard.families.features import FeatureMechanism
@@ -44,8 +58,10 @@ def run(call: Call) -> Tensor:
     """running sums in chunks of 256: time and memory linear in the length."""
     known, offset = call.structure, call.keys - call.queries
 
+    guarded = known is not EVERYTHING and not finite()
+
     def rows(q: Tensor, k: Tensor, v: Tensor, low: int, high: int) -> Tensor:
-        return _whole(call.mechanism, q, k, v, offset - low if known.causal else None, None)
+        return _whole(call.mechanism, q, k, v, offset - low if known.causal else None, None, guarded)
 
     if known.rows is not None:
         return by_interval(call, rows)
@@ -53,7 +69,7 @@ def run(call: Call) -> Tensor:
     if valid is not None and not known.causal and readable(valid):
         # Sums over few keys lose digits that the score form keeps: take the real keys out of the holes first.
         each = [
-            _whole(call.mechanism, q[None], k[None, :, real], v[None, :, real], None, None)
+            _whole(call.mechanism, q[None], k[None, :, real], v[None, :, real], None, None, guarded)
             if bool(real.any())
             else nothing(call, call.queries)[:1]
             for q, k, v, real in zip(call.q, call.k, call.v, valid, strict=True)
@@ -63,25 +79,42 @@ def run(call: Call) -> Tensor:
     if valid is not None:  # a query that sees nothing must not reach the keys' gradients either
         sees = reached(call.mask, torch.ones_like(call.k[..., 0], dtype=torch.bool), call.heads, call.queries)
         q = q.masked_fill(~sees[..., None], 0)
-    return _whole(call.mechanism, q, call.k, call.v, offset if known.causal else None, valid)
+    return _whole(call.mechanism, q, call.k, call.v, offset if known.causal else None, valid, guarded)
 
 
-def _whole(mechanism: Any, q: Tensor, k: Tensor, v: Tensor, offset: int | None, valid: Tensor | None) -> Tensor:
+def _whole(
+    mechanism: Any, q: Tensor, k: Tensor, v: Tensor, offset: int | None, valid: Tensor | None, guarded: bool
+) -> Tensor:
     rows, keys, values, real = tiled(q, k, v, valid)
     plan = steps(q.shape[2], k.shape[2], offset)
     learned = mechanism.parameters()
     traced = torch.compiler.is_compiling() or transformed()
     if recorded(q, k, v, *learned) and not traced and not mechanism.captured(q.shape[3]):
         out = _Sweep.apply(  # type: ignore[no-untyped-call]
-            mechanism, plan, offset, real, rows, keys, values, *learned
+            mechanism, plan, offset, real, guarded, rows, keys, values, *learned
         )
     else:
-        out, _, _ = sweep(mechanism, plan, offset, real, rows, keys, values, *no_sums(mechanism, keys, values))
+        out = _sweep(mechanism, plan, offset, real, guarded, rows, keys, values)
     return untiled(out, k)
 
 
+def _sweep(
+    mechanism: Any,
+    plan: list[Step],
+    offset: int | None,
+    valid: Tensor | None,
+    guarded: bool,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+) -> Tensor:
+    """`sweep` from no history."""
+    guard = Guard(k) if guarded else None
+    return sweep(mechanism, plan, offset, valid, q, k, v, *no_sums(mechanism, k, v), guard=guard)[0]
+
+
 class _Sweep(torch.autograd.Function):
-    """`sweep` from no history, with a backward pass that keeps only the inputs and works a chunk at a time."""
+    """`_sweep`, with a backward pass that keeps only the inputs and works a chunk at a time."""
 
     @staticmethod
     def forward(
@@ -90,19 +123,20 @@ class _Sweep(torch.autograd.Function):
         plan: list[Step],
         offset: int | None,
         valid: Tensor | None,
+        guarded: bool,
         q: Tensor,
         k: Tensor,
         v: Tensor,
         *learned: Tensor,
     ) -> Tensor:
-        ctx.walk = mechanism, plan, offset, valid
+        ctx.walk = mechanism, plan, offset, valid, guarded
         ctx.save_for_backward(q, k, v, *learned)
-        return sweep(mechanism, plan, offset, valid, q, k, v, *no_sums(mechanism, k, v))[0]
+        return _sweep(mechanism, plan, offset, valid, guarded, q, k, v)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grads = _Gradients.apply(*ctx.walk, grad, *ctx.saved_tensors)  # type: ignore[no-untyped-call]
-        return (None, None, None, None, *grads)
+        return (None, None, None, None, None, *grads)
 
 
 class _Gradients(torch.autograd.Function):
@@ -119,15 +153,16 @@ class _Gradients(torch.autograd.Function):
         plan: list[Step],
         offset: int | None,
         valid: Tensor | None,
+        guarded: bool,
         grad: Tensor,
         q: Tensor,
         k: Tensor,
         v: Tensor,
         *learned: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.walk = mechanism, plan, offset, valid
+        ctx.walk = mechanism, plan, offset, valid, guarded
         ctx.save_for_backward(grad, q, k, v, *learned)
-        back = _Backward(mechanism, plan, offset, valid, q, k, v, list(learned), grad)
+        back = _Backward(mechanism, plan, offset, valid, guarded, q, k, v, list(learned), grad)
         with in_own_dtype(q):
             back.queries_forward()
             back.keys_backward()
@@ -141,9 +176,9 @@ class _Gradients(torch.autograd.Function):
         # Copies, so that what they were made from, perhaps by this very mechanism, is not derived a second time.
         grad, q, k, v = (tensor.detach().requires_grad_() for tensor in ctx.saved_tensors[:4])
         inputs = [q, k, v, *ctx.saved_tensors[4:]]
-        mechanism, plan, offset, valid = ctx.walk
+        mechanism, plan, offset, valid, guarded = ctx.walk
         with torch.enable_grad(), in_own_dtype(q):
-            out = sweep(mechanism, plan, offset, valid, q, k, v, *no_sums(mechanism, k, v))[0]
+            out = _sweep(mechanism, plan, offset, valid, guarded, q, k, v)
             first = torch.autograd.grad(out, inputs, grad, create_graph=True, allow_unused=True, materialize_grads=True)
             pairs = [pair for pair in zip(first, directions, strict=True) if pair[0].requires_grad]
             second = torch.autograd.grad(
@@ -152,7 +187,7 @@ class _Gradients(torch.autograd.Function):
                 [direction for _, direction in pairs],
                 allow_unused=True,
             )
-        return (None, None, None, None, *second)
+        return (None, None, None, None, None, *second)
 
 
 class _Backward:
@@ -167,6 +202,7 @@ class _Backward:
         plan: list[Step],
         offset: int | None,
         valid: Tensor | None,
+        guarded: bool,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -174,6 +210,7 @@ class _Backward:
         grad: Tensor,
     ) -> None:
         self.mechanism, self.plan, self.offset, self.valid = mechanism, plan, offset, valid
+        self.guard = Guard(k) if guarded else None
         self.q, self.k, self.v, self.learned = q, k, v, learned
         self.sums, self.normaliser = no_sums(mechanism, k, v)
         kind = self.sums.dtype
@@ -185,9 +222,11 @@ class _Backward:
 
     def _leaves(self, step: Step) -> tuple[Tensor, Tensor, Tensor | None]:
         kind = self.sums.dtype
-        k = self.k[:, step.low : step.high].to(kind).detach().requires_grad_()
-        v = self.v[:, step.low : step.high].to(kind).detach().requires_grad_()
-        return k, v, None if self.valid is None else self.valid[:, step.low : step.high]
+        real = None if self.valid is None else self.valid[:, step.low : step.high]
+        k, v = self.k[:, step.low : step.high].to(kind), self.v[:, step.low : step.high].to(kind)
+        if self.guard is not None:
+            k, v = self.guard.cleaned(step, k, v, real)
+        return k.detach().requires_grad_(), v.detach().requires_grad_(), real
 
     def _pull(self, outputs: tuple[Tensor, ...], grads: tuple[Tensor, ...], inputs: list[Tensor]) -> list[Tensor]:
         found = torch.autograd.grad(outputs, inputs + self.learned, grads, allow_unused=True, materialize_grads=True)
@@ -208,7 +247,10 @@ class _Backward:
                 continue
             here = (slice(None), slice(None), slice(step.start, step.stop))
             q = self.q[here].to(k.dtype).detach().requires_grad_()
-            grad = self.grad[here].flatten(1, 2)
+            grad = self.grad[here]
+            if self.guard is not None:  # an output of NaN depends on nothing
+                grad = torch.where(self.guard.spoiled(step, self.offset)[:, None, :, None], 0, grad)
+            grad = grad.flatten(1, 2)
             with torch.enable_grad():
                 similar, phi = compare(self.mechanism, q, k, diagonal_of(step, self.offset), real)
                 if history:
@@ -253,4 +295,4 @@ class _Backward:
             normaliser_grad += torch.autograd.grad(den, normaliser, den_grad)[0]
 
 
-PATH = Path("chunked", cannot, run, between_queries)
+PATH = Path("chunked", cannot, run, never)

@@ -18,10 +18,12 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from regard.cost import accumulator
 from regard.eager import transformed
+from regard.guard import cleaned, not_finite
 
 CHUNK = 256
 """Keys folded at a time: long enough for the matrix units, short enough for the chunk's quadratic part."""
@@ -97,6 +99,7 @@ def sweep(
     sums: Tensor,
     normaliser: Tensor,
     history: bool = False,
+    guard: "Guard | None" = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Walk the steps. Gives the output (M, R, T, V) and the sums after the last fold."""
     kind, keep = sums.dtype, torch.is_grad_enabled() or torch.compiler.is_compiling() or transformed()
@@ -110,6 +113,8 @@ def sweep(
     for step in plan:
         keys, values = k[:, step.low : step.high].to(kind), v[:, step.low : step.high].to(kind)
         real = None if valid is None else valid[:, step.low : step.high]
+        if guard is not None:
+            keys, values = guard.cleaned(step, keys, values, real)
         if step.folds:
             folded_phi, shown, count = fold(mechanism, keys, values, real, room)
             sums = torch.baddbmm(sums, folded_phi.transpose(-1, -2), shown, out=sums if owned else None)
@@ -123,11 +128,44 @@ def sweep(
         else:
             out = alone(similar, values)
         out = out.unflatten(1, (q.shape[1], -1))
+        if guard is not None:
+            out = torch.where(guard.spoiled(step, offset)[:, None, :, None], math.nan, out)
         if whole is None:
             parts.append(out.to(q.dtype))
         else:
             whole[:, :, step.start : step.stop] = out
     return torch.cat(parts, dim=2) if whole is None else whole, sums, normaliser
+
+
+class Guard:
+    """Keeps a NaN or infinity from queries that do not see it, a chunk at a time, so that nothing is copied whole.
+
+    Chunks are computed with zeros in place of bad keys and values; the queries that see one get NaN. What is in the
+    sums every later query sees.
+    """
+
+    def __init__(self, k: Tensor) -> None:
+        self.before = torch.zeros(k.shape[0], 1, dtype=torch.bool, device=k.device)
+        """Of which rows M a bad key or value is in the sums, (M, 1)."""
+        self.bad = self.before
+
+    def cleaned(self, step: Step, k: Tensor, v: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The keys and values of a step as they can be computed with: 0 where they are bad, or padding."""
+        bad = not_finite(k, v)
+        self.bad = bad if real is None else bad & real
+        if step.folds:
+            self.before = self.before | self.bad.any(-1, keepdim=True)
+        hidden = bad if real is None else bad | ~real
+        return cleaned(k, hidden), cleaned(v, hidden)
+
+    def spoiled(self, step: Step, offset: int | None) -> Tensor:
+        """Which queries of the step see something bad, (M, t)."""
+        diagonal, count = diagonal_of(step, offset), step.stop - step.start
+        if diagonal is None:
+            return (self.before | self.bad.any(-1, keepdim=True)).expand(-1, count)
+        last = torch.arange(count, device=self.bad.device) + diagonal + 1  # how many keys of the chunk each query sees
+        seen = F.pad(self.bad.int().cumsum(-1), (1, 0))[:, last.clamp(0, step.high - step.low)]
+        return self.before | (seen > 0)
 
 
 def _room(mechanism: Any, plan: list[Step], q: Tensor, k: Tensor, kind: torch.dtype, history: bool) -> Tensor | None:
