@@ -263,7 +263,7 @@ class TestCommand:
             (["--file", "bytes.txt"], "text: expected UTF-8 text, got bytes.txt"),
             (["--file", "nothing.txt"], "text: expected sentences, got none in nothing.txt"),
             (["Oui.", "Non.", "--show", "a.png"], "show: expected one sentence to draw, got 2"),
-            (["Oui.", "--show", "a.doc"], "path: expected a picture file"),
+            (["Oui.", "--show", "a.doc"], "--show: expected a picture file"),
             (["Oui.", "--model", "decoder"], "model: expected an encoder-decoder, got Decoder"),
             (["Oui.", "--model", "nowhere"], "nowhere"),
             (["Oui.", "--beams", "0"], "beams"),
