@@ -87,7 +87,7 @@ def test_compiled_under_autocast_computes_in_the_dtype_of_its_inputs(mechanism: 
     assert (found - rg.attend(*tensors, mechanism, rg.causal)).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("name", [name for name in MECHANISMS if name != "channel"])
+@pytest.mark.parametrize("name", ["softmax", "quadratic"])
 @torch.no_grad()
 def test_a_streams_step_is_one_graph(name: str) -> None:
     """Also where a kernel folds its older tokens into the sums."""
@@ -168,13 +168,12 @@ def test_random_features_are_a_constant_of_one_graph(dynamic: bool | None) -> No
     assert graphs.frame_count == 1
 
 
-@pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize(
-    ("mechanism", "rule"),
+    ("mechanism", "rule", "dynamic"),
     [
-        (rg.Softmax(), rg.causal & rg.window(before=5)),
-        (rg.Softmax(), rg.causal & (rg.window(before=2) | rg.global_tokens(2))),
-        (rg.Retention(), rg.causal),  # took minutes at 40 tokens
+        (rg.Softmax(), rg.causal & rg.window(before=5), True),
+        (rg.Softmax(), rg.causal & (rg.window(before=2) | rg.global_tokens(2)), None),
+        (rg.Retention(), rg.causal, None),  # took minutes at 40 tokens
     ],
     ids=repr,
 )

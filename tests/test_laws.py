@@ -40,7 +40,8 @@ def test_a_users_own_mechanism_keeps_the_law(law):
 
 @pytest.mark.parametrize("law", LAWS)
 def test_the_law_catches_a_broken_mechanism(law):
-    report = rg.check(BROKEN[law], laws=[law], heads=["GQA"], dtypes=["float64", "float16"], examples=3)
+    masks = ["causal"] if law == "gradients" else list(MASKS)  # gradcheck takes long to say what is wrong
+    report = rg.check(BROKEN[law], laws=[law], masks=masks, heads=["GQA"], dtypes=["float64", "float16"], examples=3)
     assert report.broken, f"{law} does not catch {type(BROKEN[law]).__name__}"
     cell = report.broken[0]
     assert cell.reason
