@@ -46,9 +46,12 @@ def stream(
     if padding is not None:
         held = replace(held, padding=both(held.padding, padding, held.length))
     holes = held.padding is not None and held.padding.rows is None
-    by_kernels = fused_stream.cannot(mechanism, q, k, v, state.sums, causal, holes) is None
-    walk = _fused if by_kernels else _guarded
-    out, sums, normaliser = walk(mechanism, q, held.keys, held.values, held.padding, causal, state, fold_to)
+    keys, values = held.keys, held.values
+    if fused_stream.cannot(mechanism, q, k, v, state.sums, causal, holes) is None:
+        before = state.sums, state.normaliser
+        out, sums, normaliser = fused_stream.run(mechanism, q, keys, values, held.padding, *before, fold_to)
+    else:
+        out, sums, normaliser = _guarded(mechanism, q, keys, values, held.padding, causal, state, fold_to)
     longer = KernelState(
         mechanism=state.mechanism,
         sums=sums,
@@ -58,19 +61,6 @@ def stream(
         padding=state.padding_after(held.padding, fold_to, held.length),
     )
     return out, longer
-
-
-def _fused(
-    mechanism: Any,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    padding: Padding | None,
-    causal: bool,
-    state: KernelState,
-    fold_to: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return fused_stream.run(mechanism, q, k, v, padding, state.sums, state.normaliser, fold_to)
 
 
 def _guarded(
