@@ -18,7 +18,7 @@ from regard.key_values import KeyValueState
 from regard.mask import Padding
 from regard.paths import fused_stream, gpu, split
 from regard.paths.stream import folded
-from regard.paths.sums import Step, fold, sweep, tiled, untiled
+from regard.paths.sums import Step, Walk, fold, sweep, tiled, untiled
 
 
 @dataclass(eq=False)
@@ -145,8 +145,8 @@ class SumSlot(Slot):
             return fused_stream.token(mechanism, q, keys, values, self.limits, sums, normaliser)
         visible = self.clock.visible(2 * self.half, self.gone).expand(q.shape[0], -1)
         rows, keys, values, real = tiled(q, self.tensors[0], self.tensors[1], visible)
-        plan = [Step(0, 1, 0, 2 * self.half)]
-        out, *_ = sweep(mechanism, plan, None, real, rows, keys, values, self.sums, self.normaliser, history=True)
+        walk = Walk([Step(0, 1, 0, 2 * self.half)], None, real)
+        out, *_ = sweep(mechanism, walk, rows, keys, values, self.sums, self.normaliser, history=True)
         return untiled(out, k)
 
     def make_room(self, mechanism: Any, length: int) -> None:

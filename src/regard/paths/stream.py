@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.eager import transformed
-from regard.guard import cleaned, poisoned, taint
+from regard.eager import recorded, transformed
+from regard.guard import cleaned, not_finite, poisoned, taint
 from regard.kernel_state import KernelState
 from regard.mask import Padding
 from regard.mask import causal as causal_mask
 from regard.paths import fused_stream
-from regard.paths.sums import step, steps, sweep, tiled, untiled
+from regard.paths.sums import Walk, step, steps, sweep, tiled, unreadable, untiled
 from regard.structure import both
 
 
@@ -41,8 +41,7 @@ def stream(
     # After a crop more may be folded than the length alone would have: then nothing is, until the stream catches up.
     fold_to = max(0, folded(length, recent) - state.folded)
     held = state.recent if state.recent.length + new <= recent else state.recent.resized(state.recent.length + new)
-    recorded = q.requires_grad or mechanism.learns(k.shape[3])
-    held = held.append(k, v, None, recorded=recorded)
+    held = held.append(k, v, None, recorded=q.requires_grad or mechanism.learns(k.shape[3]))
     if padding is not None:
         held = replace(held, padding=both(held.padding, padding, held.length))
     holes = held.padding is not None and held.padding.rows is None
@@ -74,26 +73,24 @@ def _guarded(
     fold_to: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`_walk` so that a NaN or infinity reaches those who see it and no others, nor the gradients of others."""
-    if padding is not None:
-        hidden = ~padding.valid(k.shape[2], k.device)[:, None]
-        k, v = cleaned(k, hidden), cleaned(v, hidden)
-    recorded = any(x.requires_grad for x in (q, k, v, state.sums)) or mechanism.learns(k.shape[3])
-    derived = (torch.is_grad_enabled() and recorded) or transformed()
+    valid = None if padding is None else padding.valid(k.shape[2], k.device)
+    derived = recorded(q, k, v, state.sums) or mechanism.learns(k.shape[3]) or transformed()
     if not derived and (q.shape[2] == 1 or not causal):  # all queries see all keys, and the sums
-        return _walk(mechanism, q, k, v, padding, causal, state, fold_to)
+        return _walk(mechanism, q, k, v, valid, None, causal, state, fold_to)
     tainted = taint(k, v)
-    k, v = cleaned(k, tainted), cleaned(v, tainted)
-    if tainted is None or not (derived and state.folded):  # what the sums took in all queries see
-        clean, seen = state, tainted
-    else:  # a bad value is in all rows of the sums, a bad key in the normaliser
-        lines = taint(state.normaliser.unsqueeze(2), state.sums[:, :, :1])
-        assert lines is not None
+    if tainted is None:
+        return _walk(mechanism, q, k, v, valid, None, causal, state, fold_to)
+    if valid is not None:
+        tainted = tainted & valid[:, None]
+    clean, seen = state, tainted
+    if derived and state.folded:  # a bad value is in all rows of the sums, a bad key in the normaliser
+        lines = not_finite(state.normaliser.unsqueeze(2), state.sums[:, :, :1])
         zeros = torch.where(lines, 0, state.normaliser)
         clean, seen = replace(state, sums=cleaned(state.sums, lines), normaliser=zeros), torch.cat([lines, tainted], -1)
-    out, sums, normaliser = _walk(mechanism, q, k, v, padding, causal, clean, fold_to)
+    out, sums, normaliser = _walk(mechanism, q, k, v, valid, tainted, causal, clean, fold_to)
     if not fold_to:
         sums, normaliser = state.sums, state.normaliser
-    elif seen is not None:  # what has been folded is before the other keys, and every later query divides by this
+    else:  # what has been folded is before the other keys, and every later query divides by this
         bad = seen[..., : seen.shape[-1] - k.shape[2] + fold_to].any(-1)
         normaliser = torch.where(bad[..., None], math.nan, normaliser)
     return poisoned(out, causal_mask if causal else None, seen), sums, normaliser
@@ -104,29 +101,24 @@ def _walk(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    padding: Padding | None,
+    valid: Tensor | None,
+    tainted: Tensor | None,
     causal: bool,
     state: KernelState,
     fold_to: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The output of the last tokens of k and v, and the sums with the first `fold_to` of them, by PyTorch."""
     new, length = q.shape[2], k.shape[2]
-    rows, keys, values, real = tiled(q, k, v, None if padding is None else padding.valid(length, q.device))
+    rows, keys, values, real = tiled(q, k, v, valid)
+    tainted = None if tainted is None else tainted.flatten(0, 1)
     if new == 1 and not fold_to:
+        hidden = unreadable(real, tainted)
+        keys, values = cleaned(keys, hidden), cleaned(values, hidden)
         out = step(mechanism, real, rows, keys, values, state.sums, state.normaliser, history=state.folded > 0)
         return untiled(out, k), state.sums, state.normaliser
     offset = length - new if causal else None
-    out, sums, normaliser = sweep(
-        mechanism,
-        steps(new, length, offset, fold_to),
-        offset,
-        real,
-        rows,
-        keys,
-        values,
-        state.sums.flatten(0, 1),
-        state.normaliser.flatten(0, 1),
-        history=state.folded > 0,
-    )
+    walk = Walk(steps(new, length, offset, fold_to), offset, real, tainted)
+    sums, normaliser = state.sums.flatten(0, 1), state.normaliser.flatten(0, 1)
+    out, sums, normaliser = sweep(mechanism, walk, rows, keys, values, sums, normaliser, history=state.folded > 0)
     shape = state.sums.shape[:2]
     return untiled(out, k), sums.unflatten(0, shape), normaliser.unflatten(0, shape)
