@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 
 import regard as rg
-from regard.data.baselines import ngram_bits_per_byte, ngrams, xz_bits_per_byte
-from regard.data.text import documents, plain_ids, split
-from regard.data.vocabulary import train_bpe
+from regard.training.data.baselines import ngram_bits_per_byte, ngrams, xz_bits_per_byte
+from regard.training.data.text import documents, plain_ids, split
+from regard.training.data.vocabulary import train_bpe
 from regard.training.recipes import lm
 
 

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from regard.layers.positions import sinusoidal
+from regard.models.layers.positions import sinusoidal
 from regard.training import Settings, train
 from regard.training.batches import plan
 from regard.training.optimizer import adamw, rate

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from regard.bench.harness import environment
+from regard.commands.suite.harness import environment
 
 HERE, SOURCES = Path(__file__).parent, Path(__file__).parents[1] / "src/regard/paths"
 FILES = {
@@ -42,7 +42,7 @@ Step = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def llvmlite() -> Step:
-    from regard.paths import decode  # noqa: F401 - defines the operator
+    from regard.core.paths import decode  # noqa: F401 - defines the operator
 
     return lambda q, k, v: torch.ops.regard.decode(q, k, v, q.shape[3] ** -0.5, None, None, None)
 

@@ -17,9 +17,9 @@ from pathlib import Path
 from statistics import fmean
 
 import regard as rg
-from regard.bench import environment
-from regard.demo import state_bytes
-from regard.files import write_text
+from regard.commands.demo_page import state_bytes
+from regard.commands.suite import environment
+from regard.core.files import write_text
 from regard.training.metrics import read_metrics
 
 VARIANTS = {

@@ -7,9 +7,9 @@ two minutes. Results go to results/positions.json, of which `make pictures` draw
 import json
 from pathlib import Path
 
-from regard.bench.harness import environment
-from regard.bench.positions import crossings, measure, to_json
-from regard.files import write_text
+from regard.commands.suite.harness import environment
+from regard.commands.suite.positions import crossings, measure, to_json
+from regard.core.files import write_text
 
 HERE = Path(__file__).parent
 

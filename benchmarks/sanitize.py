@@ -10,8 +10,8 @@ import sys
 import torch
 
 import regard as rg
-from regard.buffer import quantize
-from regard.kernels import band_attention, decode_attention, elementwise
+from regard.core.kernels import band_attention, decode_attention, elementwise
+from regard.core.states.buffer import quantize
 
 
 def tokens(heads: int, count: int, size: int, batch: int = 2, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

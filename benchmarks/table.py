@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from regard.bench import SUITE
-from regard.files import write_text
+from regard.commands.suite import SUITE
+from regard.core.files import write_text
 
 ROOT = Path(__file__).parents[1]
 COLUMNS = {"AVX-512": ("", "models", "generation", "training"), "AVX2, imitated": ("avx2",)}

@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import regard as rg
-from regard.bench import gpu, gpu_softmax
-from regard.call import all_finite
+from regard.commands.suite import gpu, gpu_softmax
+from regard.core.calls.call import all_finite
 from regard.training.records import commit
 
 VOCABULARY, LENGTHS = 50304, (16384, 65536)

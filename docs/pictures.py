@@ -14,9 +14,9 @@ import torch
 from matplotlib.figure import Figure
 
 import regard as rg
-from regard.bench.positions import Point
-from regard.files import write
-from regard.plots import cost_figure, curves_figure, positions_figure, weights_figure
+from regard.commands.suite.positions import Point
+from regard.core.files import write
+from regard.core.plots import cost_figure, curves_figure, positions_figure, weights_figure
 from regard.training.metrics import read_metrics
 
 DOCS = Path(__file__).parent

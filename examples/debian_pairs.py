@@ -19,7 +19,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from regard.files import write_text
+from regard.core.files import write_text
 
 HELPER = "/usr/lib/apt/apt-helper"
 """Reads lists that apt keeps compressed."""

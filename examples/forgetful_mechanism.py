@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.nn.functional import elu
 
 import regard as rg
-from regard.fixed_state import FixedState
-from regard.state import Sizes
-from regard.structure import EVERYTHING, Structure
+from regard.core.masks.structure import EVERYTHING, Structure
+from regard.core.states.fixed_state import FixedState
+from regard.core.states.state import Sizes
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -8,9 +8,9 @@ from einops import rearrange
 from torch import nn
 
 import regard as rg
-from regard.call import Call
-from regard.choice import Path
-from regard.paths import reference
+from regard.core.calls.call import Call
+from regard.core.calls.choice import Path
+from regard.core.paths import reference
 
 
 @dataclass(frozen=True, kw_only=True)

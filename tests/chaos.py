@@ -578,8 +578,8 @@ def main():
         "seconds": round(time.monotonic() - began),
     }
     if given.save is not None:
-        from regard.bench.harness import environment
-        from regard.files import write_text
+        from regard.commands.suite.harness import environment
+        from regard.core.files import write_text
 
         write_text(given.save, json.dumps({"environment": environment(), **results}, indent=1) + "\n")
     if given.json:

@@ -15,7 +15,7 @@ if not torch.cuda.is_available():
 # A shell starts its background jobs with SIGINT ignored, and so would be every process that the tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-WITHOUT_NUMBERS = ("regard.cli", "regard.data", "regard.training", "test_cli", "hostile")
+WITHOUT_NUMBERS = ("regard.commands", "regard.training.data", "regard.training", "test_cli", "hostile")
 """Commands, texts, runs and broken files: their numbers are those of layers and models, which have their own tests."""
 TRACED = ("test_compile", "test_transforms", "test_kernels", "test_softmax_kernels")
 """Tests of what torch traces, of code that torch.compile makes, and of Triton's interpreter."""
@@ -51,7 +51,7 @@ def seeded() -> None:
 def launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU a kernel is told its numbers once and launched again with them. The interpreter is told every time, so
     here each launch is compared with what the first one under the same key was told."""
-    from regard.kernels import (
+    from regard.core.kernels import (
         band_attention,
         decode_attention,
         feature_attention,
@@ -77,9 +77,10 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> None:
 def chosen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Kernels for GPUs serve on this CPU too, and calls like one before are run again: the names of paths that were
     chosen for the others, in order."""
-    from regard import attention, repeats
-    from regard.mechanisms import softmax
-    from regard.paths import band, gpu, reference, split
+    from regard.core import attention
+    from regard.core.calls import repeats
+    from regard.core.mechanisms import softmax
+    from regard.core.paths import band, gpu, reference, split
 
     names: list[str] = []
     choose = attention.choose

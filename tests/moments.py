@@ -66,7 +66,7 @@ def _collecting(frame: FrameType | None) -> bool:
 def main() -> None:
     end = sys.argv.index("--")
     moments = Moments(int(sys.argv[1]), sys.argv[2:end])
-    from regard.cli import main
+    from regard.commands import main
 
     sys.argv = ["regard", *sys.argv[end + 1 :]]
     sys.setprofile(moments)

@@ -14,9 +14,9 @@ import torch
 
 pytest.importorskip("llvmlite", reason="llvmlite is not installed")
 
-from regard.buffer import quantize
-from regard.layers import linear_code
-from regard.paths import compiler, decode_code
+from regard.core.paths import compiler, decode_code
+from regard.core.states.buffer import quantize
+from regard.models.layers import linear_code
 
 LANES, TRIPLE, BASE = 4, "aarch64-unknown-linux-gnu", 0x4000_0000
 EMULATOR = shutil.which("qemu-aarch64") or shutil.which("qemu-aarch64-static")

@@ -10,9 +10,9 @@ import torch
 
 import regard as rg
 from regard.checkpoints.tokenizer import Tokenizer
-from regard.data.draws import draws
-from regard.data.prose import embedded, is_held_out, prose, sentences, split_sentences
-from regard.data.sentence_pairs import IGNORED, Corpus, Pairs, tokenized
+from regard.training.data.draws import draws
+from regard.training.data.prose import embedded, is_held_out, prose, sentences, split_sentences
+from regard.training.data.sentence_pairs import IGNORED, Corpus, Pairs, tokenized
 from regard.training.recipes import bert
 
 ANIMALS = ("cat", "dog", "cow", "hen", "fox", "bee", "owl", "ant")

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import regard as rg
-from regard.data.labels import AREAS, labelled, split_labelled
-from regard.data.vocabulary import train_wordpiece
+from regard.training.data.labels import AREAS, labelled, split_labelled
+from regard.training.data.vocabulary import train_wordpiece
 from regard.training.recipes import classify
 from test_cli import Inside, entry_point
 

@@ -13,8 +13,8 @@ import pytest
 import broken
 import regard as rg
 from processes import finished
-from regard.cli import main, train
-from regard.cli.commands import load as load_command
+from regard.commands import main, train
+from regard.commands.commands import load as load_command
 
 Inside: TypeAlias = Callable[..., subprocess.CompletedProcess[str]]
 COMMANDS = ("demo", "check", "cost", "bench", "models", "convert", "generate", "chat", "train", "translate", "classify")
@@ -341,7 +341,7 @@ def test_cost_plot_is_a_picture(inside: Inside, tmp_path: Path) -> None:
 
 
 def test_bench_lists_its_suite(inside: Inside) -> None:
-    from regard.bench import SUITE
+    from regard.commands.suite import SUITE
 
     lines = inside("bench", "--list", "--json").stdout.splitlines()
     assert [one["name"] for one in json.loads(lines[-1])["suite"]] == list(SUITE)
@@ -349,7 +349,7 @@ def test_bench_lists_its_suite(inside: Inside) -> None:
 
 def test_every_benchmark_is_in_the_suite() -> None:
     """Of two with one name, one would be lost."""
-    from regard.bench import SUITE, attention, generation, models, overhead, training
+    from regard.commands.suite import SUITE, attention, generation, models, overhead, training
 
     listed = [bench.name for part in (attention, overhead, models, generation, training) for bench in part.BENCHES]
     assert listed == list(SUITE)
@@ -357,7 +357,7 @@ def test_every_benchmark_is_in_the_suite() -> None:
 
 @pytest.mark.parametrize("name", ["call-8", "step-16-padded", "step-elu"])
 def test_overhead_is_what_ours_takes_beyond_its_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from regard.bench import SUITE, overhead, run
+    from regard.commands.suite import SUITE, overhead, run
 
     monkeypatch.setattr(overhead, "CALLS", 2)
     result = run(SUITE[name])
@@ -370,7 +370,7 @@ def test_overhead_is_what_ours_takes_beyond_its_kernels(name: str, monkeypatch: 
 def test_bench_times_a_mechanism_by_name(
     inside: Inside, folder: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr("regard.bench.attention.LENGTHS", (8, 24))
+    monkeypatch.setattr("regard.commands.suite.attention.LENGTHS", (8, 24))
     called = name.rpartition(":")[2]
     done = inside("bench", "--mechanism", name, "--qk-length", "4", "--quick", "--json", cwd=folder)
     assert done.returncode == 0, done.stderr
@@ -410,7 +410,7 @@ class WrongAtFirst(broken.HasAWrongPath):
 
 
 def test_a_benchmark_whose_results_differ_is_refused() -> None:
-    from regard.bench import of_mechanism, run
+    from regard.commands.suite import of_mechanism, run
 
     with pytest.raises(ValueError, match=r"^wrong-256-sdpa: expected results within .* no speed to report"):
         run(of_mechanism("wrong", WrongAtFirst())[0], quick=True)

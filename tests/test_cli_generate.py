@@ -20,7 +20,7 @@ import torch
 import regard as rg
 from processes import finished, started
 from regard.checkpoints import CheckpointError, Tokenizer
-from regard.generation.conversation import ContextError, Conversation
+from regard.inference.generation.conversation import ContextError, Conversation
 from test_cli import Inside, entry_point
 
 FRANCE = "The capital of France is"

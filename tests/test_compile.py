@@ -11,8 +11,8 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
 import regard as rg
-from regard.choice import refusal
-from regard.mechanisms import REGISTRY
+from regard.core.calls.choice import refusal
+from regard.core.mechanisms import REGISTRY
 
 B, H, G, T, K = 2, 4, 2, 9, 5
 MECHANISMS = {

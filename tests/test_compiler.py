@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from regard import cpu
+from regard.core import cpu
 
 if (_missing := cpu.missing()) is not None:
     pytest.skip(_missing, allow_module_level=True)
 
-from regard.paths import compiler, decode
+from regard.core.paths import compiler, decode
 
 CODE, NAME = bytes(range(256)) * 40, "a" * 64
 
@@ -53,7 +53,7 @@ def test_what_an_object_depends_on_names_it(folder, monkeypatch, other):
     elif other == "llvmlite":
         monkeypatch.setattr(compiler.llvmlite, "__version__", "0")
     else:
-        monkeypatch.setattr("regard.paths.decode_code.BLOCK", 48)
+        monkeypatch.setattr("regard.core.paths.decode_code.BLOCK", 48)
     step()
     assert len(list(folder.iterdir())) == 2
 

@@ -11,12 +11,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import regard as rg
 from memory import Allocations, Traffic, saved_bytes
-from regard.cost import COUNTED, _WithoutNumbers
-from regard.families.features import RECENT
-from regard.fixed_state import FixedState
-from regard.mechanisms import REGISTRY
-from regard.paths import sums_cost
-from regard.paths.sums import steps
+from regard.core.cost import COUNTED, _WithoutNumbers
+from regard.core.families.features import RECENT
+from regard.core.mechanisms import REGISTRY
+from regard.core.paths import sums_cost
+from regard.core.paths.sums import steps
+from regard.core.states.fixed_state import FixedState
 
 GROUPS = {"MHA": 4, "GQA": 2, "MQA": 1}
 LINEAR = [rg.Quadratic(), rg.Polynomial(degree=4), rg.Elu(), rg.Taylor(), rg.RandomFeatures(n=16)]

@@ -18,11 +18,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from regard.checkpoints.tokenizer import Tokenizer
-from regard.data import grammar, lexicon
-from regard.data.grammar import Writer
-from regard.data.pairs import read_pairs, split_pairs
-from regard.data.phrasebook import _is_held_out, _sentences, phrasebook, swaps, words
-from regard.data.vocabulary import train_bpe, train_wordpiece
+from regard.training.data import grammar, lexicon
+from regard.training.data.grammar import Writer
+from regard.training.data.pairs import read_pairs, split_pairs
+from regard.training.data.phrasebook import _is_held_out, _sentences, phrasebook, swaps, words
+from regard.training.data.vocabulary import train_bpe, train_wordpiece
 
 ROOT = Path(__file__).parent.parent
 

@@ -19,14 +19,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import regard as rg
-from regard import cpu
-from regard.buffer import quantize
-from regard.call import Call
-from regard.eager import direct
-from regard.laws.case import HEADS, MASKS, Case, exact_output, plain_output
-from regard.laws.statements import LAWS
-from regard.layers import linear
-from regard.paths import compiler, decode, decode_code, machine_code, parts, probe
+from regard.core import cpu
+from regard.core.calls.call import Call
+from regard.core.eager import direct
+from regard.core.laws.case import HEADS, MASKS, Case, exact_output, plain_output
+from regard.core.laws.statements import LAWS
+from regard.core.paths import compiler, decode, decode_code, machine_code, parts, probe
+from regard.core.states.buffer import quantize
+from regard.models.layers import linear
 
 pytestmark = pytest.mark.skipif(cpu.missing() is not None, reason=str(cpu.missing()))
 KINDS = (torch.float32, torch.bfloat16, torch.float16)
@@ -657,9 +657,9 @@ print((rg.attend(q, k, k) - rg.attend(q, k, k, path="reference")).abs().max() < 
 
 
 PROGRAMS = """
-from regard import cpu
-from regard.layers import linear_code
-from regard.paths import compiler, decode_code
+from regard.core import cpu
+from regard.models.layers import linear_code
+from regard.core.paths import compiler, decode_code
 for source, sizes in (
     (decode_code.source, (64, 64, 4, "bfloat16", "bfloat16", "bfloat16")),
     (linear_code.source, ("int8",)),

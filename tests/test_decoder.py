@@ -10,9 +10,9 @@ from torch import Tensor
 
 import peers
 import regard as rg
-from regard.mechanisms import REGISTRY
+from regard.core.mechanisms import REGISTRY
+from regard.core.owned import weighs_tokens
 from regard.models.registry import MODELS
-from regard.owned import weighs_tokens
 
 FORMS = {
     "llama": rg.DecoderConfig(

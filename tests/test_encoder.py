@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import peers
 import regard as rg
 from regard.checkpoints import resolve
-from regard.mechanisms import REGISTRY
+from regard.core.mechanisms import REGISTRY
 from regard.models.encoder import POOLINGS, pool
 
 SENTENCES = [

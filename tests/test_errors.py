@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import regard as rg
-from regard.mechanisms import REGISTRY
+from regard.core.mechanisms import REGISTRY
 
 B, H, G, T, S, K, V = 2, 4, 2, 5, 7, 3, 6
 COMPUTE = ("mm", "softmax", "scaled_dot_product", "dot", "mv", "einsum", "exp.", "elu")

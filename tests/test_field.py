@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import regard as rg
-from regard.call import Call
-from regard.choice import refusal
-from regard.families.features import RECENT
-from regard.mechanisms import REGISTRY
-from regard.owned import weighs_tokens
+from regard.core.calls.call import Call
+from regard.core.calls.choice import refusal
+from regard.core.families.features import RECENT
+from regard.core.mechanisms import REGISTRY
+from regard.core.owned import weighs_tokens
 
 PAIRS = {name: one for name, one in REGISTRY.items() if weighs_tokens(one, 8) and not one.ordered}
 every_mechanism = pytest.mark.parametrize("name", PAIRS)

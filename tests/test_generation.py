@@ -25,11 +25,11 @@ import peers
 import regard as rg
 from memory import Allocations
 from regard.checkpoints import Tokenizer
-from regard.generation.prompt import KEY, with_room
-from regard.generation.sampling import Sampling
-from regard.generation.text import Writer
-from regard.mechanisms import REGISTRY
-from regard.owned import weighs_tokens
+from regard.core.mechanisms import REGISTRY
+from regard.core.owned import weighs_tokens
+from regard.inference.generation.prompt import KEY, with_room
+from regard.inference.generation.sampling import Sampling
+from regard.inference.generation.text import Writer
 
 SIZES = {"vocabulary_size": 61, "embedding_dim": 16, "num_layers": 3, "num_heads": 4, "context_length": 256}
 DECODERS = {
@@ -808,7 +808,7 @@ def test_states_grow_beyond_their_first_room():
     model.config = replace(model.config, context_length=40)
     expected = rg.generate(model, [[1, 2]], max_new_tokens=20)[0].tokens
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("regard.key_values.LEAST_MORE", 3)
+        patch.setattr("regard.core.states.key_values.LEAST_MORE", 3)
         assert rg.generate(model, [[1, 2]], max_new_tokens=20)[0].tokens == expected
         assert rg.generate(model, state=rg.prefill(model, [[1, 2]]), max_new_tokens=20)[0].tokens == expected
         beams = rg.generate(model, [[1, 2], [5]], max_new_tokens=20, beams=3)

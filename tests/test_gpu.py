@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import regard as rg
-from regard.laws.case import within_budget
-from regard.mechanisms import REGISTRY
+from regard.core.laws.case import within_budget
+from regard.core.mechanisms import REGISTRY
 
 pytestmark = [
     pytest.mark.gpu,

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import regard as rg
-from regard.laws.case import MASKS
-from regard.mechanisms import REGISTRY
+from regard.core.laws.case import MASKS
+from regard.core.mechanisms import REGISTRY
 
 pytestmark = [
     pytest.mark.gpu,

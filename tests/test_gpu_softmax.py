@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import regard as rg
-from regard.buffer import quantize
-from regard.laws.case import within_budget
+from regard.core.laws.case import within_budget
+from regard.core.states.buffer import quantize
 
 pytestmark = [
     pytest.mark.gpu,
@@ -105,7 +105,7 @@ def test_nothing_hidden_leaks_and_nothing_seen_is_hidden(name, recorded):
 
 
 def test_nobody_mends_where_all_is_taken_to_be_finite():
-    from regard.guard import all_finite
+    from regard.core.masks.guard import all_finite
 
     _, rule, tensors = case("long", torch.bfloat16)
     leaves = [t.requires_grad_() for t in tensors]
@@ -118,7 +118,7 @@ def test_nobody_mends_where_all_is_taken_to_be_finite():
 
 
 def test_int8_states_with_the_length_on_the_device():
-    from regard.kernels import decode_attention
+    from regard.core.kernels import decode_attention
 
     q, k, v = (torch.randn(2, h, n, 64, device="cuda", dtype=torch.bfloat16) for h, n in ((9, 1), (3, 2000), (3, 2000)))
     (k8, k_scale), (v8, v_scale) = quantize(k), quantize(v)
@@ -203,7 +203,7 @@ MODELS = {
 @pytest.mark.parametrize("storage", [None, torch.int8], ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_replayed_steps_are_the_eager_ones(name, storage, monkeypatch):
-    from regard.generation import replay
+    from regard.inference.generation import replay
 
     torch.manual_seed(0)
     sizes = {"vocabulary_size": 97, "embedding_dim": 64, "num_layers": 3, "num_heads": 4}

@@ -10,10 +10,10 @@ from torch import Tensor
 
 import regard as rg
 from broken import Similar
-from regard.choice import Path, never, refusal
-from regard.guard import all_finite, cleaned, poisoned, taint
-from regard.mechanisms import REGISTRY
-from regard.paths import reference
+from regard.core.calls.choice import Path, never, refusal
+from regard.core.masks.guard import all_finite, cleaned, poisoned, taint
+from regard.core.mechanisms import REGISTRY
+from regard.core.paths import reference
 
 B, H, G, T = 2, 4, 2, 6
 LEFT = rg.padding(valid=torch.arange(T) >= torch.tensor([[0], [2]]))

@@ -10,12 +10,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import regard as rg
-from regard.call import Call
-from regard.kernels import feature_attention, square_attention, step_attention
-from regard.laws.case import within_budget
-from regard.paths import fused, fused_stream, stream
-from regard.slots import Clock, SumSlot
-from regard.structure import padding_between
+from regard.core.calls.call import Call
+from regard.core.kernels import feature_attention, square_attention, step_attention
+from regard.core.laws.case import within_budget
+from regard.core.masks.structure import padding_between
+from regard.core.paths import fused, fused_stream, stream
+from regard.core.paths.slots import Clock, SumSlot
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -265,7 +265,7 @@ def test_one_compiled_graph_and_the_gradient_of_a_sum(name):
 
 
 def test_operators_have_shapes_without_data():
-    from regard.kernels import operators
+    from regard.core.kernels import operators
 
     q, k, v = (torch.empty(2, h, 12, 8, device="meta", dtype=torch.bfloat16) for h in (4, 2, 2))
     for out, *_, den in (

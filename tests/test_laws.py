@@ -11,10 +11,10 @@ from torch import nn
 
 import regard as rg
 from broken import BROKEN, Similar
-from regard.laws import LAWS, count_cells
-from regard.laws.case import DTYPES, HEADS, LENGTHS, MASKS, Broken, budget, within_budget
-from regard.mechanisms import REGISTRY
-from regard.paths.sums import CHUNK
+from regard.core.laws import LAWS, count_cells
+from regard.core.laws.case import DTYPES, HEADS, LENGTHS, MASKS, Broken, budget, within_budget
+from regard.core.mechanisms import REGISTRY
+from regard.core.paths.sums import CHUNK
 
 
 def check(mechanism, law, turn=0):

@@ -17,17 +17,17 @@ from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from transformers.models.t5.modeling_t5 import T5Attention
 
 import regard as rg
-from regard import cpu
-from regard.choice import refusal
-from regard.layers.attention import Attend
-from regard.layers.block import Block, BlockConfig, Stack
-from regard.layers.linear import Linear, by_machine_code, by_onednn, lay_together, projections
-from regard.layers.network import ACTIVATIONS, PositionWise, RMSNorm
-from regard.layers.positions import Alibi, RelativeBias, Rotary, alibi_slopes, sinusoidal
-from regard.layers.ragged import Ragged
-from regard.layers.streaming import places
-from regard.mechanisms import REGISTRY
-from regard.owned import weighs_tokens
+from regard.core import cpu
+from regard.core.calls.choice import refusal
+from regard.core.mechanisms import REGISTRY
+from regard.core.owned import weighs_tokens
+from regard.models.layers.attention import Attend
+from regard.models.layers.block import Block, BlockConfig, Stack
+from regard.models.layers.linear import Linear, by_machine_code, by_onednn, lay_together, projections
+from regard.models.layers.network import ACTIVATIONS, PositionWise, RMSNorm
+from regard.models.layers.positions import Alibi, RelativeBias, Rotary, alibi_slopes, sinusoidal
+from regard.models.layers.ragged import Ragged
+from regard.models.layers.streaming import places
 
 CAUSAL = [name for name, mechanism in REGISTRY.items() if weighs_tokens(mechanism, 8)]
 
@@ -486,9 +486,9 @@ def test_a_mask_for_another_batch_is_one_error():
 @pytest.mark.parametrize("form", ["plain", "causal", "window, rotary"])
 def test_a_ragged_batch_is_packed_where_a_kernel_takes_it_so(form, side, monkeypatch):
     """On a CPU another path takes the packed sequences: the same tokens, positions and masks."""
-    from regard.layers.positions import Rotary
-    from regard.layers.ragged import Ragged
-    from regard.paths import gpu
+    from regard.core.paths import gpu
+    from regard.models.layers.positions import Rotary
+    from regard.models.layers.ragged import Ragged
 
     lengths = torch.tensor([7, 0, 3, 1])
     place = torch.arange(7)

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import regard as rg
-from regard.families.features import FeatureMechanism
-from regard.mechanisms import REGISTRY
+from regard.core.families.features import FeatureMechanism
+from regard.core.mechanisms import REGISTRY
 
 SIZES = {"vocabulary_size": 11, "embedding_dim": 16, "num_layers": 2, "num_heads": 2, "hidden_dim": 16}
 

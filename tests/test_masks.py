@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from PIL import Image
 
 import regard as rg
-import regard.mask
-from regard.call import Call
-from regard.mask import Band, Mask, Packed, Padding, as_mask
-from regard.paths import masked
-from regard.structure import blocks, count_pairs, positions, reached, structure
+import regard.core.masks
+from regard.core.calls.call import Call
+from regard.core.masks import Band, Mask, Packed, Padding, as_mask
+from regard.core.masks.structure import blocks, count_pairs, positions, reached, structure
+from regard.core.paths import masked
 
 B, H = 3, 2
 SHAPES = [(4, 4), (2, 6), (6, 2), (1, 6), (6, 4), (8, 8), (0, 4), (1, 1)]
@@ -211,7 +211,7 @@ def test_a_pickled_mask_is_the_same_mask(kind: str) -> None:
         assert repr(again) == repr(original)
         assert torch.equal(seen(again, 4, 4), seen(original, 4, 4))
         # Where pickles of earlier versions look for it.
-        assert getattr(regard.mask, type(original).__name__) is type(original)
+        assert getattr(regard.core.masks, type(original).__name__) is type(original)
 
 
 class Slotted(Mask):

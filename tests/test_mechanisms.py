@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import regard as rg
-from regard.laws.case import within_budget
-from regard.mechanisms import REGISTRY
-from regard.mechanisms.polynomial import FEW
-from regard.paths import torch_softmax
+from regard.core.laws.case import within_budget
+from regard.core.mechanisms import REGISTRY
+from regard.core.mechanisms.polynomial import FEW
+from regard.core.paths import torch_softmax
 
 
 def make(length=20, groups=2, size=8, value=8, dtype=torch.float64, keys=None):

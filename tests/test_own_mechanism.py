@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import regard as rg
-from regard.bench.rates import Rates
-from regard.mechanisms.text import absolute, from_text, lookup
+from regard.commands.suite.rates import Rates
+from regard.core.mechanisms.text import absolute, from_text, lookup
 from regard.models import stored
 from regard.training import Report, Settings, recipes
 from regard.training.metrics import read_metrics

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 import regard as rg
-from regard.laws.case import exact_output, plain_output, within_budget
-from regard.paths import torch_softmax
+from regard.core.laws.case import exact_output, plain_output, within_budget
+from regard.core.paths import torch_softmax
 
 B, H, G = 2, 4, 2
 

@@ -12,9 +12,9 @@ from matplotlib.text import Annotation
 from PIL import Image
 
 import regard as rg
-from regard.cost import heads_label, mode_crossover, mode_work
-from regard.files import save_figure
-from regard.plots import cost_figure, masks_figure, weights_figure
+from regard.core.cost import heads_label, mode_crossover, mode_work
+from regard.core.files import save_figure
+from regard.core.plots import cost_figure, masks_figure, weights_figure
 
 DOCS = Path(__file__).parent.parent / "docs"
 sys.path.append(str(DOCS))

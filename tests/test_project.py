@@ -11,50 +11,34 @@ from pathlib import Path
 import pytest
 
 import regard as rg
-from regard.tiles import tiles_are_forbidden
+from regard.core.tiles import tiles_are_forbidden
 
 ROOT = Path(__file__).parent.parent
 MODULES = sorted(module.name for module in pkgutil.walk_packages(rg.__path__, "regard."))
 
 # Lower layers first. A module imports only from layers before its own, or from its own.
-LAYERS = [
-    ["files", "tiles", "cpu", "buffer", "eager", "owned"],
-    ["mask"],
-    ["structure", "padded"],
-    ["guard"],
-    ["state"],
-    ["fixed_state", "key_value_runs"],
-    ["key_values"],
-    ["kernel_state"],
-    ["call"],
-    ["choice", "checks", "cost"],
-    ["repeats"],
+ROOMS = ["core", "models", "checkpoints", "inference", "training", "commands", "__main__"]
+CORE = [
+    ["tiles", "files", "cpu", "eager", "owned"],
+    ["masks"],
+    ["states"],
+    ["calls"],
+    ["cost"],
     ["kernels"],
     ["paths"],
-    ["slots"],
-    ["mechanism"],
     ["families"],
     ["mechanisms"],
     ["attention"],
-    ["laws"],
-    ["layers"],
-    ["models"],
-    ["checkpoints"],
-    ["generation"],
-    ["tracing"],
-    ["trace"],
-    ["data"],
-    ["plots"],
-    ["training"],
-    ["bench"],
-    ["demo"],
-    ["cli", "__main__"],
+    ["laws", "plots"],
 ]
 
 
 def layer(module):
-    part = module.split(".")[1]
-    return next(depth for depth, names in enumerate(LAYERS) if part in names)
+    """Where a module stands: its room, and its place in the core."""
+    _, room, *inner = module.split(".")
+    if room != "core" or not inner:
+        return ROOMS.index(room), 0
+    return 0, next(depth for depth, names in enumerate(CORE) if inner[0] in names)
 
 
 def imports(source, module, is_package=False):
@@ -115,9 +99,9 @@ def test_imports_point_one_way(name):
         "import regard.checkpoints",
         "import regard.checkpoints.names as names",
         "import torch, regard.checkpoints",
-        "from . import checkpoints",
-        "from .checkpoints import load",
-        "from .checkpoints.names import NAMES",
+        "from ... import checkpoints",
+        "from ...checkpoints import load",
+        "from ...checkpoints.names import NAMES",
         "import regard as rg\nrg.load('smollm2')",
         "import regard\nregard.checkpoints.load('smollm2')",
         "def late():\n    from regard import checkpoints",
@@ -128,19 +112,19 @@ def test_imports_point_one_way(name):
     ],
 )
 def test_an_import_against_the_direction_is_caught(line):
-    source, module = Path(rg.__path__[0], "structure.py").read_text(), "regard.structure"
+    source, module = Path(rg.__path__[0], "core/masks/structure.py").read_text(), "regard.core.masks.structure"
     assert not against_the_direction(source, module)
     assert {one.split(".")[1] for one in against_the_direction(f"{source}\n{line}\n", module)} == {"checkpoints"}
 
 
 def test_an_import_for_type_checkers_has_no_direction():
-    assert not imports("if TYPE_CHECKING:\n    from regard import checkpoints", "regard.mask")
+    assert not imports("if TYPE_CHECKING:\n    from regard import checkpoints", "regard.core.masks")
 
 
 def test_a_relative_import_counts_from_its_file():
-    assert imports("from ..laws import check", "regard.paths.sums") == {"regard.laws"}
-    assert imports("from ..laws import check", "regard.paths", is_package=True) == {"regard.laws"}
-    assert imports("from .sums import steps", "regard.paths", is_package=True) == {"regard.paths.sums"}
+    assert imports("from ..laws import check", "regard.core.paths.sums") == {"regard.core.laws"}
+    assert imports("from ..laws import check", "regard.core.paths", is_package=True) == {"regard.core.laws"}
+    assert imports("from .sums import steps", "regard.core.paths", is_package=True) == {"regard.core.paths.sums"}
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -173,9 +157,9 @@ def test_a_users_own_mechanism_in_one_class_gets_everything_and_leaves_nothing(t
     assert off < 1e-5
 
 
-def tree(readme):
-    """The paths of the README's file tree, each with what it says of them."""
-    block = readme.split("## The files")[1].split("```")[1]
+def tree(page):
+    """The paths of DESIGN.md's file tree, each with what it says of them."""
+    block = page.split("## Layout")[1].split("```")[1]
     folders, found = [], {}
     for line in block.strip("\n").split("\n"):
         name, _, words = line.strip().partition(" ")
@@ -193,8 +177,8 @@ def files_of(root):
     return {str(path.relative_to(root)) for path in (root / "src/regard").rglob("*.py")}
 
 
-def test_the_readmes_tree_is_the_files():
-    listed = tree((ROOT / "README.md").read_text())
+def test_the_tree_of_the_design_is_the_files():
+    listed = tree((ROOT / "DESIGN.md").read_text())
     assert {path for path in listed if path.endswith(".py")} == files_of(ROOT)
     assert [path for path in listed if not (ROOT / path).exists()] == []
     folders = {str(Path(path).parent) + "/" for path in files_of(ROOT)}
@@ -203,8 +187,8 @@ def test_the_readmes_tree_is_the_files():
     assert [path for path, words in listed.items() if not words and f"{path}__init__.py" not in listed] == []
 
 
-def test_a_row_that_is_missing_or_too_many_in_the_readmes_tree_is_caught():
-    lines = (ROOT / "README.md").read_text().split("\n")
+def test_a_row_that_is_missing_or_too_many_in_the_tree_is_caught():
+    lines = (ROOT / "DESIGN.md").read_text().split("\n")
     rows = [number for number, line in enumerate(lines) if line.lstrip().startswith(("__init__.py", "errors.py"))]
     assert len(rows) > 5
     for number in rows:

@@ -9,11 +9,11 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import regard as rg
-from regard import cpu
-from regard.buffer import quantize
-from regard.call import Call
-from regard.choice import plan
-from regard.layers.int8 import Int8Embedding, Int8Linear, product, tied_head
+from regard.core import cpu
+from regard.core.calls.call import Call
+from regard.core.calls.choice import plan
+from regard.core.states.buffer import quantize
+from regard.models.layers.int8 import Int8Embedding, Int8Linear, product, tied_head
 
 fast = pytest.mark.skipif(cpu.missing() is not None, reason=f"int8 weights are refused here: {cpu.missing()}")
 SIZES = {"batch": 2, "num_kv_heads": 2, "qk_length": 16, "value_length": 8}

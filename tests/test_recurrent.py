@@ -19,8 +19,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import regard as rg
 from memory import Allocations
-from regard.mechanisms.delta import Rate
-from regard.mechanisms.gated import Gate
+from regard.core.mechanisms.delta import Rate
+from regard.core.mechanisms.gated import Gate
 from test_cli import entry_point
 
 ROOT = Path(__file__).parent.parent

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import regard as rg
-from regard.generation import replay
+from regard.inference.generation import replay
 
 MODELS = {
     "softmax": {"num_kv_heads": 2},

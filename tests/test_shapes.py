@@ -8,7 +8,7 @@ install_import_hook("regard", "beartype.beartype")  # to the end: modules are im
 import regard as rg
 import torch
 torch.set_num_threads(1)
-from regard.mechanisms import REGISTRY
+from regard.core.mechanisms import REGISTRY
 
 for name, mechanism in REGISTRY.items():
     report = rg.check(mechanism, laws=["weights", "streamed", "paths"], heads=["GQA"], dtypes=["float32"], examples=1)

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import regard as rg
-from regard import repeats
-from regard.buffer import quantize
-from regard.call import Call
-from regard.kernels import band_attention, decode_attention
-from regard.laws.case import within_budget
-from regard.paths import band, cudnn, split
+from regard.core.calls import repeats
+from regard.core.calls.call import Call
+from regard.core.kernels import band_attention, decode_attention
+from regard.core.laws.case import within_budget
+from regard.core.paths import band, cudnn, split
+from regard.core.states.buffer import quantize
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -190,9 +190,9 @@ def test_parts_of_the_keys_fill_the_gpu():
 
 
 def test_what_is_done_to_each_token():
-    from regard.kernels import elementwise
-    from regard.layers.network import RMSNorm
-    from regard.layers.positions import Rotary
+    from regard.core.kernels import elementwise
+    from regard.models.layers.network import RMSNorm
+    from regard.models.layers.positions import Rotary
 
     x, norm = torch.randn(2, 3, 20), RMSNorm(20)
     norm.weight.data.uniform_()

@@ -24,13 +24,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import regard as rg
-from regard.buffer import quantize
 from regard.checkpoints.sources import open_safetensors
-from regard.generation.prompt import _Stored
-from regard.key_value_runs import PAGE
-from regard.mask import as_mask
-from regard.mechanisms import REGISTRY
-from regard.structure import Structure
+from regard.core.masks import as_mask
+from regard.core.masks.structure import Structure
+from regard.core.mechanisms import REGISTRY
+from regard.core.states.buffer import quantize
+from regard.core.states.key_value_runs import PAGE
+from regard.inference.generation.prompt import _Stored
 
 H, G, K, V = 2, 1, 4, 3
 CAPACITY = 600
@@ -209,7 +209,7 @@ def test_any_sequence_of_operations_is_its_history(
     name: str, shared: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where rows that repeat share a prefix at almost any length, and by machine code, of int8 numbers too."""
-    monkeypatch.setattr("regard.key_value_runs.SHARED", shared)
+    monkeypatch.setattr("regard.core.states.key_value_runs.SHARED", shared)
     kind = type("Sequences", (Sequences,), {"mechanism": STREAMING[name], **options})
     limits = settings(
         max_examples=25, stateful_step_count=8, phases=[Phase.generate], deadline=None, database=None, derandomize=True,

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 import regard as rg
-from regard.families.features import RECENT
-from regard.kernel_state import KernelState
-from regard.key_values import KeyValueState
+from regard.core.families.features import RECENT
+from regard.core.states.kernel_state import KernelState
+from regard.core.states.key_values import KeyValueState
 
 B, H, G, K, V = 3, 4, 2, 5, 6
 CACHED = {"softmax": rg.Softmax(), "softcap": rg.Softmax(softcap=5.0), "argmax": rg.Argmax(), "uniform": rg.Uniform()}

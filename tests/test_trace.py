@@ -10,12 +10,12 @@ from safetensors.torch import save_file
 from torch import nn
 
 import regard as rg
-from regard.layers.attention import MultiHeadAttention
-from regard.layers.block import BlockConfig, Stack
-from regard.mechanisms import REGISTRY
-from regard.owned import weighs_tokens
-from regard.trace import Trace, TracedLayer, patterns, rollout, trace, value_weighted, word_ids
-from regard.tracing.patterns import PATTERNS
+from regard.core.mechanisms import REGISTRY
+from regard.core.owned import weighs_tokens
+from regard.inference.trace import Trace, TracedLayer, patterns, rollout, trace, value_weighted, word_ids
+from regard.inference.tracing.patterns import PATTERNS
+from regard.models.layers.attention import MultiHeadAttention
+from regard.models.layers.block import BlockConfig, Stack
 
 transformers = pytest.importorskip("transformers")
 
@@ -900,14 +900,14 @@ def test_files_that_are_no_traces_are_refused(about, tmp_path):
         "none": torch.ones(1, 0, 3, 4),
     }
     path = tmp_path / "one.safetensors"
-    save_file(tensors, path, metadata={} if about is None else {"regard.trace": json.dumps(about)})
+    save_file(tensors, path, metadata={} if about is None else {"regard.inference.trace": json.dumps(about)})
     with pytest.raises(ValueError, match=r"one\.safetensors: expected"):
         Trace.open(path)
 
 
 def test_the_file_that_the_refused_ones_were_made_of_opens(tmp_path):
     path = tmp_path / "one.safetensors"
-    save_file({"w": torch.ones(1, 1, 2, 3)}, path, metadata={"regard.trace": json.dumps(ABOUT)})
+    save_file({"w": torch.ones(1, 1, 2, 3)}, path, metadata={"regard.inference.trace": json.dumps(ABOUT)})
     assert Trace.open(path).layers[0].weights.shape == (1, 1, 2, 3)
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(ValueError, match=r"one\.safetensors: expected"):

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 import regard as rg
 from processes import finished
-from regard.layers.attention import Attend
+from regard.models.layers.attention import Attend
 from regard.models.registry import MODELS
 from regard.training import IGNORED, Settings, Task, train
 from regard.training.batches import plan, waste

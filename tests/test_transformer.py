@@ -9,10 +9,10 @@ from torch import nn
 import regard as rg
 from regard.checkpoints.forms.t5 import FORM
 from regard.checkpoints.huggingface import export
-from regard.layers.positions import sinusoidal
-from regard.mechanisms import REGISTRY
+from regard.core.mechanisms import REGISTRY
+from regard.core.owned import weighs_tokens
+from regard.models.layers.positions import sinusoidal
 from regard.models.transformer import Transformer, TransformerConfig
-from regard.owned import weighs_tokens
 
 SIZES = {"vocabulary_size": 60, "embedding_dim": 24, "num_layers": 2, "num_heads": 4}
 FORMS = {

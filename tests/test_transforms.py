@@ -11,12 +11,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import regard as rg
-from regard.choice import refusal
-from regard.guard import all_finite
-from regard.mechanisms import REGISTRY
+from regard.core.calls.choice import refusal
+from regard.core.masks.guard import all_finite
+from regard.core.mechanisms import REGISTRY
+from regard.core.owned import weighs_tokens
+from regard.core.paths import gpu
 from regard.models.vision import local
-from regard.owned import weighs_tokens
-from regard.paths import gpu
 
 B, H, G, T, K = 2, 4, 2, 7, 3
 

@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import regard as rg
-from regard.data.phrasebook import phrasebook, swaps
-from regard.mechanisms import REGISTRY
-from regard.owned import weighs_tokens
+from regard.core.mechanisms import REGISTRY
+from regard.core.owned import weighs_tokens
 from regard.training import Settings, train
+from regard.training.data.phrasebook import phrasebook, swaps
 from regard.training.recipes import translate
 from regard.training.recipes.translate import END, PAD, SHIPPED, START, Options, Translation
 from test_cli import Inside, entry_point, regard

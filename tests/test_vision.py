@@ -13,9 +13,9 @@ import regard as rg
 from regard.checkpoints.errors import CheckpointError
 from regard.checkpoints.form import Link
 from regard.checkpoints.forms import vit
-from regard.layers.attention import Attend
-from regard.mechanisms import REGISTRY
+from regard.core.mechanisms import REGISTRY
 from regard.models.davit import DaViT, DaViTConfig, unwindowed, windows
+from regard.models.layers.attention import Attend
 from regard.models.vision import VisionConfig, VisionTransformer
 
 BOTH_WAYS = [name for name, one in REGISTRY.items() if not one.ordered]

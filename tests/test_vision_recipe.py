@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from PIL import Image
 
 import regard as rg
-from regard.data import glyphs as glyphs_module
-from regard.data.draws import draws as drawn
-from regard.data.glyphs import CHARACTERS, FACES, glyphs
-from regard.data.images import CIFAR10, CIFAR_TRAIN, FASHION, IDX, Images, Split, pixels, read_images
 from regard.models.vision import local
+from regard.training.data import glyphs as glyphs_module
+from regard.training.data.draws import draws as drawn
+from regard.training.data.glyphs import CHARACTERS, FACES, glyphs
+from regard.training.data.images import CIFAR10, CIFAR_TRAIN, FASHION, IDX, Images, Split, pixels, read_images
 from regard.training.recipes import vision
 from regard.training.recipes.vision import Options, Vision, build, erased, shifted
 
@@ -133,7 +133,7 @@ def test_a_missing_file_of_a_set_is_named(tmp_path):
 def test_fashion_mnist_is_known_by_its_labels(tmp_path, monkeypatch):
     write_idx(tmp_path, classes=10, train=20, test=10)
     labels = (np.arange(20, dtype=np.uint8) % 10).tobytes()
-    monkeypatch.setattr("regard.data.images.FASHION_LABELS", hashlib.sha256(labels).hexdigest())
+    monkeypatch.setattr("regard.training.data.images.FASHION_LABELS", hashlib.sha256(labels).hexdigest())
     images = read_images(tmp_path)
     assert (images.name, images.class_names, images.mirrored) == ("Fashion-MNIST", FASHION, True)
 

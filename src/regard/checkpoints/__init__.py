@@ -16,8 +16,8 @@ from regard.checkpoints.errors import CheckpointError
 from regard.checkpoints.names import NAMES, resolve
 from regard.checkpoints.sources import read_json
 from regard.checkpoints.tokenizer import Tokenizer
-from regard.mechanism import Mechanism
-from regard.mechanisms.text import made
+from regard.core.families.mechanism import Mechanism
+from regard.core.mechanisms.text import made
 from regard.models.base import Model
 from regard.models.encoder import EncoderConfig
 from regard.models.registry import MODELS

@@ -11,10 +11,10 @@ from torch.overrides import TorchFunctionMode
 
 from regard.checkpoints.errors import CheckpointError
 from regard.checkpoints.form import Link, Shapes
-from regard.layers.attention import Attend, MultiHeadAttention
-from regard.layers.linear import lay_together
 from regard.models.base import Model
 from regard.models.config import Config
+from regard.models.layers.attention import Attend, MultiHeadAttention
+from regard.models.layers.linear import lay_together
 
 MOST_LAYERS = 4096
 """More is not a model but a mistake, and building it would take forever."""

@@ -18,10 +18,10 @@ from regard.checkpoints.errors import CheckpointError
 from regard.checkpoints.form import Link, linear, link
 from regard.checkpoints.gguf_file import GgufFile, open_gguf
 from regard.checkpoints.tokenizer import Tokenizer
-from regard.layers.positions import Rotary, RotaryScaling
-from regard.mechanism import Mechanism
+from regard.core.families.mechanism import Mechanism
 from regard.models.base import Model
 from regard.models.decoder import Decoder, DecoderConfig
+from regard.models.layers.positions import Rotary, RotaryScaling
 
 
 def load(

@@ -14,7 +14,7 @@ from regard.checkpoints.errors import CheckpointError
 from regard.checkpoints.form import Form
 from regard.checkpoints.forms import bert, gpt2, llama, t5, vit
 from regard.checkpoints.sources import open_folder, read_json
-from regard.mechanism import Mechanism
+from regard.core.families.mechanism import Mechanism
 from regard.models.base import Model
 from regard.models.encoder import EncoderConfig
 from regard.models.transformer import TransformerConfig

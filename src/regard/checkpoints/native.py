@@ -10,7 +10,7 @@ from torch import Tensor
 from regard.checkpoints.assembly import assemble
 from regard.checkpoints.errors import CheckpointError
 from regard.checkpoints.sources import open_folder
-from regard.mechanism import Mechanism
+from regard.core.families.mechanism import Mechanism
 from regard.models.base import Model
 from regard.models.registry import MODELS
 from regard.models.stored import Known, is_own, own_from_json

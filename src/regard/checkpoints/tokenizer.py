@@ -16,8 +16,8 @@ from torch import Tensor
 
 from regard.checkpoints.errors import CheckpointError
 from regard.checkpoints.sources import check_file, read_json, read_text, refuse
-from regard.files import write_text
-from regard.mask import Mask, padding
+from regard.core.files import write_text
+from regard.core.masks import Mask, padding
 
 if TYPE_CHECKING:
     import tokenizers

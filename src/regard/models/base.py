@@ -6,10 +6,10 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from regard.eager import readable
-from regard.layers.attention import without_mechanisms
-from regard.layers.streaming import ModelState
+from regard.core.eager import readable
 from regard.models.config import Config
+from regard.models.layers.attention import without_mechanisms
+from regard.models.layers.streaming import ModelState
 
 if TYPE_CHECKING:
     from regard.checkpoints.tokenizer import Tokenizer

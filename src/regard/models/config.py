@@ -4,12 +4,12 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from types import UnionType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from regard.layers.attention import as_mechanism
-from regard.layers.block import BlockConfig
-from regard.layers.positions import RotaryScaling
-from regard.mechanism import Mechanism
-from regard.mechanisms import Softmax
+from regard.core.families.mechanism import Mechanism
+from regard.core.mechanisms import Softmax
 from regard.models import stored
+from regard.models.layers.attention import as_mechanism
+from regard.models.layers.block import BlockConfig
+from regard.models.layers.positions import RotaryScaling
 
 C = TypeVar("C", bound="Config")
 

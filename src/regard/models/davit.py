@@ -24,13 +24,13 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from regard.layers.attention import MultiHeadAttention, own_copy
-from regard.layers.linear import Linear
-from regard.layers.network import PositionWise
-from regard.mechanism import Mechanism
-from regard.mechanisms import Channel
+from regard.core.families.mechanism import Mechanism
+from regard.core.mechanisms import Channel
 from regard.models.base import Model
 from regard.models.config import Config, check_class_names
+from regard.models.layers.attention import MultiHeadAttention, own_copy
+from regard.models.layers.linear import Linear
+from regard.models.layers.network import PositionWise
 from regard.models.vision import check_pictures, zero_head
 
 

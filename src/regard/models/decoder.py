@@ -15,16 +15,16 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from regard.eager import readable
-from regard.layers.attention import AnyMask
-from regard.layers.block import Stack
-from regard.layers.int8 import tied_head
-from regard.layers.linear import Linear
-from regard.layers.positions import Alibi, Rotary, RotaryScaling, sinusoidal
-from regard.layers.streaming import ModelState, places
-from regard.mask import as_mask
+from regard.core.eager import readable
+from regard.core.masks import as_mask
 from regard.models.base import Model, check_length, check_state, check_tokens
 from regard.models.config import Config, block_config
+from regard.models.layers.attention import AnyMask
+from regard.models.layers.block import Stack
+from regard.models.layers.int8 import tied_head
+from regard.models.layers.linear import Linear
+from regard.models.layers.positions import Alibi, Rotary, RotaryScaling, sinusoidal
+from regard.models.layers.streaming import ModelState, places
 
 Positions = Literal["rotary", "learned", "sinusoidal", "alibi", "none"]
 

@@ -17,16 +17,16 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from regard.choice import refusal
-from regard.layers.attention import AnyMask, as_mechanism
-from regard.layers.block import Stack
-from regard.layers.linear import Linear, linear
-from regard.layers.network import ACTIVATIONS, norm
-from regard.layers.streaming import places
-from regard.mask import Mask, as_mask, global_tokens, padding, window
+from regard.core.calls.choice import refusal
+from regard.core.masks import Mask, as_mask, global_tokens, padding, window
+from regard.core.masks.structure import padding_between, structure
 from regard.models.base import Model, check_length, check_tokens
 from regard.models.config import Config, block_config, check_class_names
-from regard.structure import padding_between, structure
+from regard.models.layers.attention import AnyMask, as_mechanism
+from regard.models.layers.block import Stack
+from regard.models.layers.linear import Linear, linear
+from regard.models.layers.network import ACTIVATIONS, norm
+from regard.models.layers.streaming import places
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,12 +6,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from regard.layers.int8 import Int8Embedding, Int8Linear
-from regard.layers.linear import MULTIPLE
+from regard.core.paths import decode
 from regard.models.base import Model
 from regard.models.decoder import Decoder
+from regard.models.layers.int8 import Int8Embedding, Int8Linear
+from regard.models.layers.linear import MULTIPLE
 from regard.models.transformer import Transformer
-from regard.paths import decode
 
 LEAST_WEIGHTS = 1 << 16
 """Below this a projection is not bound by reading its weights, and rounding them gains nothing."""

@@ -12,8 +12,8 @@ from typing import Any, NoReturn, TypeAlias
 
 from torch import Tensor, nn
 
-from regard.mechanism import Mechanism
-from regard.mechanisms import REGISTRY
+from regard.core.families.mechanism import Mechanism
+from regard.core.mechanisms import REGISTRY
 
 SHIPPED: dict[str, type[Mechanism]] = {type(one).__name__: type(one) for one in REGISTRY.values()}
 """The shipped mechanisms by class: those that a file needs no code of a user's for."""

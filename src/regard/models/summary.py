@@ -1,6 +1,6 @@
 """What a model is, in a table: layers, heads, parameters, state and FLOPs a token.
 
-FLOPs are those of matrix products and convolutions, 2 for each multiply-add, as in `regard.cost`. For a model that
+FLOPs are those of matrix products and convolutions, 2 for each multiply-add, as in `regard.core.cost`. For a model that
 streams they are one token's, after `length` tokens with it; for an encoder one token's of a text of `length`; for
 vision models one image's.
 """
@@ -11,15 +11,15 @@ from typing import Any
 
 from torch import nn
 
-from regard.cost import Work, human
-from regard.layers.attention import MultiHeadAttention, as_mechanism, without_mechanisms
-from regard.layers.block import Stack
-from regard.mask import causal, window
-from regard.mechanism import Mechanism
+from regard.core.cost import Work, human
+from regard.core.families.mechanism import Mechanism
+from regard.core.masks import causal, window
 from regard.models.base import Model
 from regard.models.davit import DaViT, Half, Stage, check_sides
 from regard.models.decoder import Decoder
 from regard.models.encoder import Encoder
+from regard.models.layers.attention import MultiHeadAttention, as_mechanism, without_mechanisms
+from regard.models.layers.block import Stack
 from regard.models.transformer import Transformer
 from regard.models.vision import VisionTransformer, pair
 

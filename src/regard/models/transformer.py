@@ -18,17 +18,17 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from regard.layers.attention import AnyMask, MultiHeadAttention, without_mechanisms
-from regard.layers.block import Stack
-from regard.layers.int8 import tied_head
-from regard.layers.linear import Linear
-from regard.layers.positions import RelativeBias, sinusoidal
-from regard.layers.streaming import ModelState, places, rounded
-from regard.mask import Mask, as_mask
-from regard.mechanisms import Softmax
+from regard.core.masks import Mask, as_mask
+from regard.core.masks.structure import padding_between
+from regard.core.mechanisms import Softmax
 from regard.models.base import Model, check_length, check_state, check_tokens
 from regard.models.config import Config, block_config
-from regard.structure import padding_between
+from regard.models.layers.attention import AnyMask, MultiHeadAttention, without_mechanisms
+from regard.models.layers.block import Stack
+from regard.models.layers.int8 import tied_head
+from regard.models.layers.linear import Linear
+from regard.models.layers.positions import RelativeBias, sinusoidal
+from regard.models.layers.streaming import ModelState, places, rounded
 
 Positions = Literal["sinusoidal", "relative", "learned", "none"]
 Side = Literal["source", "target"]

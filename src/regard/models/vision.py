@@ -23,14 +23,14 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from regard.choice import refusal
-from regard.eager import kept
-from regard.layers.attention import AnyMask, as_mechanism, without_mechanisms
-from regard.layers.block import Stack
-from regard.layers.linear import Linear
-from regard.mask import Mask, as_mask, dense, window, window2d
+from regard.core.calls.choice import refusal
+from regard.core.eager import kept
+from regard.core.masks import Mask, as_mask, dense, window, window2d
 from regard.models.base import Model
 from regard.models.config import Config, block_config, check_class_names
+from regard.models.layers.attention import AnyMask, as_mechanism, without_mechanisms
+from regard.models.layers.block import Stack
+from regard.models.layers.linear import Linear
 
 SPREAD = 0.02
 """Of the first weights."""

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from regard.guard import all_finite, finite
-from regard.layers.block import Block
+from regard.core.masks.guard import all_finite, finite
 from regard.models.davit import Half
+from regard.models.layers.block import Block
 from regard.training import store
 from regard.training.batches import plan, waste
 from regard.training.metrics import Metrics

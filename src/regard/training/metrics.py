@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from regard.files import write_text
+from regard.core.files import write_text
 
 FILE = "metrics.jsonl"
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from regard.layers.block import Block
+from regard.models.layers.block import Block
 from regard.training.task import Batch, Task, Totals
 
 STRATEGIES = ("ddp", "fsdp")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from regard.checkpoints import save
-from regard.files import save_figure, write_text
+from regard.core.files import save_figure, write_text
 from regard.models.stored import is_shipped
 from regard.training.metrics import read_metrics
 from regard.training.parallel import Objective, Place
@@ -85,7 +85,7 @@ def commit() -> str | None:
 
 def write_curves(folder: Path) -> None:
     """curves.png of a run."""
-    from regard.plots import curves_figure
+    from regard.core.plots import curves_figure
 
     lines = read_metrics(folder)
     if lines:

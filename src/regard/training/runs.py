@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from regard.checkpoints.errors import CheckpointError
-from regard.files import write_text
-from regard.mechanisms.text import absolute
+from regard.core.files import write_text
+from regard.core.mechanisms.text import absolute
 from regard.training.batches import check_sizes
 from regard.training.parallel import Place
 from regard.training.recipes import recipe

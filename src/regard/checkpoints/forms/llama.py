@@ -5,9 +5,9 @@ from typing import Any
 
 from regard.checkpoints.errors import CheckpointError
 from regard.checkpoints.form import Form, Link, Shapes, linear, link, need, unsupported
-from regard.layers.positions import RotaryScaling
-from regard.mechanisms import Softmax
+from regard.core.mechanisms import Softmax
 from regard.models.decoder import Decoder, DecoderConfig
+from regard.models.layers.positions import RotaryScaling
 
 
 def read_config(values: dict[str, Any], shapes: Shapes) -> DecoderConfig:

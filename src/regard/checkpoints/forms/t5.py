@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from regard.checkpoints.form import Form, Link, Shapes, choice, link, need, unsupported
-from regard.mechanisms import Softmax
+from regard.core.mechanisms import Softmax
 from regard.models.transformer import Transformer, TransformerConfig
 
 ACTIVATIONS = {

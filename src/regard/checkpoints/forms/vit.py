@@ -19,7 +19,7 @@ from regard.checkpoints.form import (
     unsupported,
     written_names,
 )
-from regard.mechanisms import Softmax
+from regard.core.mechanisms import Softmax
 from regard.models.vision import VisionConfig, VisionTransformer
 
 ACTIVATIONS = {

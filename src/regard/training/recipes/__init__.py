@@ -4,10 +4,10 @@ the task."""
 import importlib
 from types import ModuleType
 
-from regard.choice import refusal
-from regard.mask import causal
-from regard.mechanisms.text import from_text
-from regard.structure import Structure
+from regard.core.calls.choice import refusal
+from regard.core.masks import causal
+from regard.core.masks.structure import Structure
+from regard.core.mechanisms.text import from_text
 
 NAMES = ("translate", "lm", "bert", "classify", "vision")
 

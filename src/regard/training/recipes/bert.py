@@ -18,13 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from regard.checkpoints.tokenizer import Tokenizer
-from regard.data.prose import is_held_out, prose
-from regard.data.sentence_pairs import Corpus, Integers, Pairs, Rows, tokenized
-from regard.data.vocabulary import train_wordpiece
-from regard.mask import padding
-from regard.mechanisms.text import CHOICES, from_text
+from regard.core.masks import padding
+from regard.core.mechanisms.text import CHOICES, from_text
 from regard.models.base import Model
 from regard.models.encoder import Encoder, EncoderConfig
+from regard.training.data.prose import is_held_out, prose
+from regard.training.data.sentence_pairs import Corpus, Integers, Pairs, Rows, tokenized
+from regard.training.data.vocabulary import train_wordpiece
 from regard.training.settings import Settings, option
 from regard.training.task import IGNORED, Batch, Card, Task, Totals
 

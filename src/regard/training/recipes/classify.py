@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from regard.checkpoints import load_with
 from regard.checkpoints.tokenizer import Tokenizer
-from regard.data.labels import Integers, LabelledTokens, labelled, split_labelled
-from regard.data.vocabulary import train_wordpiece
-from regard.mask import padding
-from regard.mechanisms.text import CHOICES, from_text, lookup
+from regard.core.masks import padding
+from regard.core.mechanisms.text import CHOICES, from_text, lookup
 from regard.models.base import Model
 from regard.models.encoder import Encoder, EncoderConfig
+from regard.training.data.labels import Integers, LabelledTokens, labelled, split_labelled
+from regard.training.data.vocabulary import train_wordpiece
 from regard.training.settings import Settings, option
 from regard.training.task import Batch, Card, Task, Totals
 

@@ -4,7 +4,7 @@
     bits per byte = Σ over tokens of -log₂ p / bytes of UTF-8 text
 
 The embedded text is the Python standard library's own source; whole modules are held out. Bits per byte compare models
-of any vocabulary with each other and with compressors (`regard.data.baselines`).
+of any vocabulary with each other and with compressors (`regard.training.data.baselines`).
 
 A row of a batch is `context` tokens, cut at other places in each epoch. Packed rows are cut from all documents in a
 circle, and the documents in a row are kept apart by `rg.segments`: none sees another. A kernel then computes its
@@ -34,14 +34,14 @@ from torch import Tensor, nn
 
 from regard.checkpoints.errors import CheckpointError
 from regard.checkpoints.tokenizer import Tokenizer
-from regard.choice import refusal
-from regard.data.text import SUFFIXES, Document, Tokens, chance, documents, plain_ids, split, write_tokens
-from regard.data.vocabulary import train_bpe
-from regard.generation import generate
-from regard.mask import padding, segments
-from regard.mechanisms.text import CHOICES, from_text
+from regard.core.calls.choice import refusal
+from regard.core.masks import padding, segments
+from regard.core.mechanisms.text import CHOICES, from_text
+from regard.inference.generation import generate
 from regard.models.base import Model
 from regard.models.decoder import Decoder, DecoderConfig
+from regard.training.data.text import SUFFIXES, Document, Tokens, chance, documents, plain_ids, split, write_tokens
+from regard.training.data.vocabulary import train_bpe
 from regard.training.recipes import check_causal
 from regard.training.settings import Settings, option
 from regard.training.task import IGNORED, Batch, Card, Task, Totals

@@ -20,15 +20,15 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from regard.checkpoints.tokenizer import Tokenizer
-from regard.data.pairs import Pair, read_pairs, split_pairs
-from regard.data.phrasebook import Swap, phrasebook
-from regard.data.vocabulary import train_bpe
-from regard.generation import Generated, generate
-from regard.mask import padding
-from regard.mechanisms.text import CHOICES, from_text
+from regard.core.masks import padding
+from regard.core.mechanisms.text import CHOICES, from_text
+from regard.inference.generation import Generated, generate
+from regard.inference.trace import trace
 from regard.models.base import Model
 from regard.models.transformer import Transformer, TransformerConfig
-from regard.trace import trace
+from regard.training.data.pairs import Pair, read_pairs, split_pairs
+from regard.training.data.phrasebook import Swap, phrasebook
+from regard.training.data.vocabulary import train_bpe
 from regard.training.recipes import check_causal
 from regard.training.settings import Settings, option
 from regard.training.task import Batch, Card, Task, Totals
@@ -281,7 +281,7 @@ def _tokenizer(model: Model) -> Tokenizer:
 def quality(model: Model, pairs: Sequence[Pair], *, beams: int = 1) -> dict[str, float]:
     """How good translations are: `exact`, the share equal to their reference, and `bleu`, where sacrebleu is installed.
 
-    >>> from regard.data.phrasebook import phrasebook
+    >>> from regard.training.data.phrasebook import phrasebook
     >>> from regard.training.recipes.translate import quality, shipped
     >>> quality(shipped(), phrasebook("held_out", 50))["exact"] > 0.9
     True
@@ -379,7 +379,7 @@ def alignment(model: Model, swaps: Sequence[Swap]) -> Alignment:
 
     A word looks at the source's word that has most of its weight, special tokens among them.
 
-    >>> from regard.data.phrasebook import swaps
+    >>> from regard.training.data.phrasebook import swaps
     >>> from regard.training.recipes.translate import alignment, shipped
     >>> alignment(shipped(), swaps("held_out", 20)).share > 0.9
     True
@@ -406,7 +406,7 @@ def attention_figure(model: Model, source: str, target: str) -> "Figure":
     >>> [axes.get_title(loc="left") for axes in figure.axes][:2]
     ['layer 1', 'layer 2']
     """
-    from regard.plots import weights_figure
+    from regard.core.plots import weights_figure
 
     rows, columns, weights = looks(model, source, target)
     panels = {f"layer {number}": layer.mean(0) for number, layer in enumerate(weights, start=1)}

@@ -20,13 +20,13 @@ from jaxtyping import Bool, Float, Int64, UInt8
 from torch import Tensor, nn
 
 from regard.checkpoints import load_with, resolve
-from regard.data.draws import draws
-from regard.data.glyphs import CHARACTERS, glyphs
-from regard.data.images import Images, pixels, read_images
-from regard.mechanisms.text import CHOICES, from_text, lookup
+from regard.core.mechanisms.text import CHOICES, from_text, lookup
 from regard.models.base import Model
 from regard.models.davit import DaViT, DaViTConfig
 from regard.models.vision import VisionConfig, VisionTransformer
+from regard.training.data.draws import draws
+from regard.training.data.glyphs import CHARACTERS, glyphs
+from regard.training.data.images import Images, pixels, read_images
 from regard.training.settings import Settings, option
 from regard.training.task import Batch, Card, Task, Totals
 

@@ -1,0 +1,75 @@
+"""The command line: parse, call, print.
+
+Results go to standard output, progress and errors to standard error. Exit codes: 0 all is well, 1 a law is broken or a
+goal is missed, 2 something the user can put right, 130 interrupted.
+"""
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+def main() -> None:
+    """Run the command line: `regard`, or `python -m regard`."""
+    try:
+        with leaving_at_once():
+            from regard.commands.commands import app
+        code = app(sys.argv[1:] or ["--help"], prog_name="regard", standalone_mode=False)
+        sys.stdout.flush()
+    except BaseException as error:
+        code = _code(error)
+    if code == 130:
+        print("regard: interrupted", file=sys.stderr)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _code(error: BaseException) -> int:
+    """The exit code for what ended a command, said in one line; what only we can put right is raised again."""
+    from regard.commands.commands import Abort, UsageError
+
+    if isinstance(error, Abort) or _is_interrupt(error):
+        return 130
+    if isinstance(error, BrokenPipeError):  # the reader has seen enough: `regard cost | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    if isinstance(error, UsageError):
+        return _fail(error.format_message())  # type: ignore[attr-defined]
+    if isinstance(error, ValueError):
+        return _fail(str(error))
+    if isinstance(error, OSError):
+        return _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+    raise error
+
+
+def _is_interrupt(error: BaseException | None) -> bool:
+    """Whether Ctrl-C is behind an exception: a library that was about to handle it may have raised one of its own."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
+
+
+@contextmanager
+def leaving_at_once() -> Iterator[None]:
+    """Let Ctrl-C end the program while modules are imported: there an exception can be swallowed or change its type."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.default_int_handler:  # ignored, as in a script's background job, or somebody else's
+        yield
+        return
+    signal.signal(signal.SIGINT, _leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _leave(*_: Any) -> None:
+    os.write(2, b"regard: interrupted\n")
+    os._exit(130)
+
+
+def _fail(message: str) -> int:
+    print(f"regard: error: {' '.join(message.split())}", file=sys.stderr)
+    return 2

@@ -1,0 +1,109 @@
+"""`regard classify`: which class texts belong to."""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from regard.commands.common import output, progress, read_text, waiting
+
+AT_ONCE = 64
+"""Texts that are classified before they are printed."""
+BAR = 20
+"""Characters of a bar that is full."""
+
+
+def classify(
+    source: Annotated[
+        str,
+        typer.Argument(metavar="MODEL", help="A run of `regard train classify`, or a checkpoint.", show_default=False),
+    ],
+    texts: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[TEXT]…", help="What to classify; - for standard input, line by line.", show_default=False
+        ),
+    ] = None,
+    file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A file with a text on each line; - for standard input.")
+    ] = None,
+    mechanism: Annotated[
+        str | None, typer.Option(metavar="FILE.py:NAME", help="The model's attention, if it is your own.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object a line, for each text.")] = False,
+) -> None:
+    """The class of each text and how likely it is; of a single text, how likely every class is."""
+    lines = _lines(texts, file)
+    with waiting(f"loading {source}"):
+        from regard.checkpoints import load_with
+        from regard.core.mechanisms.text import lookup
+        from regard.models.encoder import Encoder
+
+        model = load_with(source, None if mechanism is None else lookup(mechanism))
+    if not isinstance(model, Encoder) or not model.config.num_classes or model.tokenizer is None:
+        raise ValueError(
+            f"model: expected an encoder with classes and a tokenizer, as `regard train classify` makes, got {source}"
+        )
+    names = model.config.class_names or tuple(map(str, range(model.config.num_classes)))
+    found: list[dict[str, Any]] = []
+    with progress(-(-len(lines) // AT_ONCE), "classifying") as advance:
+        for start in range(0, len(lines), AT_ONCE):
+            advance(f"text {start + 1:,}")
+            part = lines[start : start + AT_ONCE]
+            for text, row in zip(part, model.probabilities(part).tolist(), strict=True):
+                likely = dict(sorted(zip(names, row, strict=True), key=lambda one: -one[1]))
+                found.append({"text": text, "label": next(iter(likely)), "probabilities": likely})
+                if as_json:
+                    print(json.dumps(found[-1], ensure_ascii=False), flush=True)
+    if not as_json:
+        _print(found)
+    cut = sum(len(model.tokenizer.encode(line)) > model.config.context_length for line in lines)
+    if cut:
+        print(f"{cut:,} of the texts were cut to {model.config.context_length} tokens", file=sys.stderr)
+
+
+def _lines(texts: Sequence[str] | None, file: Path | None) -> list[str]:
+    if texts and file is not None:
+        raise ValueError("text: expected texts or --file, got both")
+    if texts == ["-"]:
+        file = Path("-")
+    if file is None:
+        if not texts:
+            raise ValueError("text: expected one or more, --file or - for standard input, got none")
+        found, place = list(texts), "text"
+    else:
+        found, place = read_text("text", file).replace("\r\n", "\n").removesuffix("\n").split("\n"), "line"
+    for number, text in enumerate(found, start=1):
+        if not text.strip():
+            raise ValueError(f"text: expected words, got an empty {place}{f' {number}' if len(found) > 1 else ''}")
+    return found
+
+
+def _print(found: Sequence[dict[str, Any]]) -> None:
+    """A row for each text; of a single one, a row for each class."""
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    table.add_column("label")
+    table.add_column("probability", justify="right")
+    table.add_column("", no_wrap=True, width=BAR)
+    if len(found) == 1:
+        for label, likely in found[0]["probabilities"].items():
+            table.add_row(escape(label), f"{likely:.1%}", _bar(likely))
+    else:
+        table.add_column("text", overflow="ellipsis", no_wrap=True)
+        for one in found:
+            likely = one["probabilities"][one["label"]]
+            table.add_row(escape(one["label"]), f"{likely:.1%}", _bar(likely), Text(one["text"]))
+    output().print(table)
+
+
+def _bar(part: float) -> Text:
+    """A bar, in eighths of a character."""
+    eighths = round(part * BAR * 8)
+    return Text("█" * (eighths // 8) + ("▏▎▍▌▋▊▉"[eighths % 8 - 1] if eighths % 8 else ""), style="cyan")

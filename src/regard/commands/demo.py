@@ -1,0 +1,40 @@
+"""`regard demo`: the main job."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from regard.commands.common import one_thread, output, progress
+
+if TYPE_CHECKING:
+    from regard.commands.demo_page import Step
+
+
+def demo(
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder for the pictures and the page.")] = Path(
+        "regard-demo"
+    ),
+    steps: Annotated[int, typer.Option(metavar="N", min=1, help="Steps of each training.")] = 900,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Seed of weights and order.")] = 0,
+) -> None:
+    """Train two small translators in about two minutes, one with softmax attention and one with quadratic; translate,
+    look where they look, compare, count, prove."""
+    out.mkdir(parents=True, exist_ok=True)  # before the seconds that drawing takes to load
+    from regard.commands.demo_page import run
+
+    console = output()
+    number = 0
+
+    def show(step: "Step") -> None:
+        nonlocal number
+        number += 1
+        console.print(f"\n[bold]{number}. {step.title}[/bold]")
+        console.print(step.words, markup=False, highlight=False)
+        print(f"\n{step.numbers}")
+        for picture in step.pictures:
+            print(f"-> {out / picture.name}")
+
+    with one_thread():
+        page = run(out, steps=steps, seed=seed, show=show, watch=progress)
+    print(f"\nAll of it on one page: {page}")

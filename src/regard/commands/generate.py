@@ -1,0 +1,431 @@
+"""`regard generate`: text from a model, as it comes."""
+
+import json
+import secrets
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Annotated, Any
+
+import torch
+import typer
+from rich.text import Text
+
+import regard as rg
+from regard.checkpoints import load_with, resolve
+from regard.commands.common import digits, one_of, output, print_table, read_text, waiting
+from regard.commands.models import ANY_SOURCE, FILE_DTYPES, MechanismName
+from regard.core.cost import accumulator, human
+from regard.core.mechanisms.text import lookup
+from regard.inference.generation.engine import Growth, Row
+from regard.inference.generation.request import begin, check_counts, limits_of, seeds_of, speaking
+from regard.inference.generation.sampling import Sampling
+
+if TYPE_CHECKING:
+    from regard.models.base import Model
+    from regard.models.stored import Known
+
+TOGETHER = 16
+"""Sequences that grow as one batch: more would take more memory, and gain little on a CPU."""
+INT8 = {"int8": torch.int8}
+
+Source = Annotated[str, typer.Argument(metavar="MODEL", help=ANY_SOURCE, show_default=False)]
+TopK = Annotated[int | None, typer.Option(metavar="N", help="Draw from the N likeliest tokens only.")]
+TopP = Annotated[
+    float | None, typer.Option(metavar="X", help="Draw from the likeliest tokens that together have this probability.")
+]
+MinP = Annotated[
+    float | None, typer.Option(metavar="X", help="Draw from tokens at least this fraction as likely as the likeliest.")
+]
+RepetitionPenalty = Annotated[
+    float, typer.Option(metavar="X", help="Above 1, tokens that came already become less likely.")
+]
+Stop = Annotated[
+    list[str] | None,
+    typer.Option(metavar="TEXT", help="Ends a text, and is cut off it. May repeat.", show_default=False),
+]
+StopToken = Annotated[
+    list[int] | None, typer.Option(metavar="N", help="A token that ends a text. May repeat.", show_default=False)
+]
+Seed = Annotated[int | None, typer.Option(metavar="N", help="The same seed draws the same.")]
+Weights = Annotated[str | None, typer.Option(metavar="NAME", help="int8: fewer bytes to read, less exact.")]
+StateStorage = Annotated[str | None, typer.Option("--state", metavar="NAME", help="int8: a smaller state, less exact.")]
+Dtype = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help=f"Of {', '.join(FILE_DTYPES)}. Default: the file's, float32 for .gguf files."),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What the options that `generate` and `chat` share ask for."""
+
+    source: str
+    stream: dict[str, Any]
+    """Options of `rg.stream`."""
+    quantized: bool
+    mechanism: "Known | None"
+    dtype: torch.dtype | None
+
+    def load(self) -> "Model":
+        with waiting(f"loading {self.source}"):
+            model = load_with(self.source, self.mechanism, dtype=self.dtype)
+            return rg.quantized(model) if self.quantized else model
+
+
+def plan(
+    source: str,
+    sampling: dict[str, Any],
+    stop: Sequence[str] | None,
+    stop_token: Sequence[int] | None,
+    weights: str | None,
+    state: str | None,
+    mechanism: str | None,
+    dtype: str | None,
+    seed: int | None,
+    **more: Any,
+) -> Plan:
+    """The options, checked as far as they can be without the model, which takes seconds to load."""
+    Sampling(**sampling)
+    seeds_of(seed, 1, 1)
+    stops = (*(stop or ()), *(stop_token or ()))
+    if "" in stops:
+        raise ValueError("stop: expected a text, got ''")
+    for token in stop_token or ():
+        if token < 0:
+            raise ValueError(f"stop_token: expected a token from 0, got {token}")
+    storage = None if state is None else one_of("state", state, INT8)
+    wanted = None if dtype is None else one_of("dtype", dtype, FILE_DTYPES)
+    if weights is not None:
+        one_of("weights", weights, INT8)
+        if wanted not in (None, torch.float32):
+            raise ValueError(f"dtype: expected float32, which int8 weights compute in, got {dtype}")
+        wanted = torch.float32
+    found = Plan(
+        source=source,
+        stream={**sampling, "stop": stops, "storage": storage, **more},
+        quantized=weights is not None,
+        mechanism=None if mechanism is None else lookup(mechanism),
+        dtype=wanted,
+    )
+    resolve(source)
+    return found
+
+
+def generate(
+    source: Source,
+    prompts: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[PROMPT]…", help="Default: standard input, as one prompt.", show_default=False),
+    ] = None,
+    file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A file with a prompt on each line; - for standard input.")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Of a text, at most.")] = 128,
+    temperature: Annotated[
+        float, typer.Option(metavar="X", help="0 takes the likeliest token; above, tokens are drawn.")
+    ] = 0.0,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    stop: Stop = None,
+    stop_token: StopToken = None,
+    seed: Seed = None,
+    n: Annotated[int, typer.Option(min=1, metavar="N", help="Texts for each prompt, which is read once.")] = 1,
+    beams: Annotated[int, typer.Option(min=1, metavar="N", help="Search for the likeliest text with N beams.")] = 1,
+    length_penalty: Annotated[
+        float, typer.Option(metavar="X", help="Of beams: 0 compares sums of log-probabilities, 1 their means.")
+    ] = 1.0,
+    log_probabilities: Annotated[
+        bool, typer.Option("--log-probabilities", help="With --json: also each token's log-probability.")
+    ] = False,
+    weights: Weights = None,
+    state: StateStorage = None,
+    mechanism: MechanismName = None,
+    dtype: Dtype = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Each prompt is a user's message, in the checkpoint's own template.")
+    ] = False,
+    show_cost: Annotated[
+        bool, typer.Option("--show-cost", help="FLOPs, bytes and state of a token, as predicted and as measured.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object a line, for each text.")] = False,
+) -> None:
+    """Continue texts. One is written as it comes, several as they finish; Ctrl-C leaves what has come so far."""
+    sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    sampling["repetition_penalty"] = repetition_penalty
+    chosen = plan(
+        source, sampling, stop, stop_token, weights, state, mechanism, dtype, seed, max_new_tokens=max_new_tokens
+    )
+    check_counts(n, beams, length_penalty, Sampling(**sampling))  # type: ignore[arg-type]
+    if log_probabilities and not as_json:
+        raise ValueError("log_probabilities: expected --json, which has a place for them, got none")
+    texts = _texts(prompts, file)
+    several = len(texts) * n > 1
+    if show_cost and (several or beams > 1):
+        raise ValueError("show_cost: expected one prompt, --n 1 and --beams 1, got more, which share their steps")
+
+    model = chosen.load()
+    if show_cost and not isinstance(model, rg.Decoder):
+        raise ValueError(f"show_cost: expected a decoder, got {type(model).__name__}")
+    given = [_tokens(model, text, chat) for text in texts]
+    for tokens in given:
+        rg.stream(model, tokens, **chosen.stream)  # checks them, and reads nothing yet
+
+    # Seeds are drawn here, so that they can be told: with its seed, a prompt gives the same texts again.
+    seeds = [secrets.randbits(32) if seed is None and temperature else seed for _ in texts]
+    show = partial(_show, as_json=as_json, several=several, scored=log_probabilities)
+    if beams > 1:
+        for text, tokens, own in zip(texts, given, seeds, strict=True):
+            options = {**chosen.stream, "beams": beams, "length_penalty": length_penalty, "n": n}
+            for found in rg.generate(model, [tokens], **options):
+                show(text, own, found)
+    elif several:
+        size = max(1, TOGETHER // n)
+        for start in range(0, len(texts), size):
+            part = slice(start, start + size)
+            labels = [label for label in zip(texts[part], seeds[part], strict=True) for _ in range(n)]
+            growth, rows = _begin(model, given[part], seeds[part], n, log_probabilities, **chosen.stream)
+            _show_as_they_finish(growth, rows, [partial(show, *label) for label in labels])
+    else:
+        begun = perf_counter()
+        growth, [row] = _begin(model, given, seeds, 1, log_probabilities, **chosen.stream)
+        one = partial(show, texts[0], seeds[0]) if as_json else None
+        first, last = _write_as_it_comes(growth, row, one)
+        cost = None
+        if show_cost:
+            assert isinstance(model, rg.Decoder)
+            cost = _cost(model, given[0], row.writer.tokens, chosen.stream["storage"], first - begun, last - first)
+        if one is not None:
+            one(row.result(), cost)
+        elif cost is not None:
+            _print_cost(cost)
+
+
+def _texts(prompts: Sequence[str] | None, file: Path | None) -> list[str]:
+    if prompts and file is not None:
+        raise ValueError("prompt: expected prompts or --file, got both")
+    if prompts:
+        found, place = list(prompts), "prompt"
+    elif file is not None:
+        text = read_text("prompt", file)
+        found, place = text.replace("\r\n", "\n").removesuffix("\n").split("\n"), "line"
+    elif sys.stdin.isatty():
+        raise ValueError("prompt: expected one or more, --file or standard input, got none")
+    else:
+        found, place = [read_text("prompt", Path("-")).removesuffix("\n")], "prompt"
+    for number, text in enumerate(found, start=1):
+        if not text:
+            raise ValueError(f"prompt: expected text, got an empty {place}{f' {number}' if len(found) > 1 else ''}")
+    return found
+
+
+def _tokens(model: "Model", text: str, chat: bool) -> list[int]:
+    if model.tokenizer is None:
+        raise ValueError("model: expected a checkpoint with a tokenizer, got one without")
+    if not chat:
+        return model.tokenizer.encode(text)
+    return model.tokenizer.encode(model.tokenizer.chat([{"role": "user", "content": text}]), special=False)
+
+
+def _begin(
+    model: "Model",
+    given: Sequence[Sequence[int]],
+    seeds: Sequence[int | None],
+    n: int,
+    scored: bool,
+    *,
+    max_new_tokens: int,
+    stop: Sequence[str | int],
+    storage: torch.dtype | None,
+    **sampling: Any,
+) -> tuple[Growth, list[Row]]:
+    """What `rg.generate` begins with; here the rows are seen while they grow."""
+    own = speaking(model)
+    return begin(
+        own,
+        [tuple(tokens) for tokens in given],
+        sampling=Sampling(**sampling),
+        limits=limits_of(own, max_new_tokens, stop),
+        seeds=seeds_of([seed or 0 for seed in seeds], len(given), n),
+        log_probabilities=scored,
+        storage=storage,
+    )
+
+
+def _write_as_it_comes(growth: Growth, row: Row, show: Callable[..., None] | None) -> tuple[float, float]:
+    """Write one text piece by piece, or nothing where `show` will; when its first and its last token came."""
+    first, written = 0.0, 0
+    try:
+        for _ in growth:
+            first = first or perf_counter()
+            if show is None and row.piece:
+                written += len(row.piece)
+                sys.stdout.write(row.piece)
+                sys.stdout.flush()
+    except KeyboardInterrupt:
+        if show is None:
+            print(row.writer.text[written:], flush=True)
+        else:
+            show(row.result())
+        raise
+    last = perf_counter()
+    if show is None:
+        print(flush=True)
+    return first, last
+
+
+def _show_as_they_finish(growth: Growth, rows: Sequence[Row], shows: Sequence[Callable[..., None]]) -> None:
+    """Show texts in the order of their prompts, each as soon as it and those before it have ended."""
+    shown = 0
+    try:
+        for _ in growth:
+            while shown < len(rows) and rows[shown].reason is not None:
+                shown += 1  # first: an interrupt in between must not show a text twice
+                shows[shown - 1](rows[shown - 1].result())
+    except KeyboardInterrupt:
+        for row, show in zip(rows[shown:], shows[shown:], strict=True):
+            show(row.result())
+        raise
+
+
+def _show(
+    text: str,
+    seed: int | None,
+    found: rg.Generated,
+    cost: dict[str, Any] | None = None,
+    *,
+    as_json: bool,
+    several: bool,
+    scored: bool,
+) -> None:
+    if as_json:
+        line: dict[str, Any] = {"prompt": text, "text": str(found), "tokens": found.tokens, "reason": found.reason}
+        line |= {"log_probabilities": found.log_probabilities if scored else None, "seed": seed}
+        line |= {} if found.score is None else {"score": found.score}
+        line |= {} if cost is None else {"cost": cost}
+        print(json.dumps(line, ensure_ascii=False), flush=True)
+        return
+    if several and sys.stdout.isatty():
+        output().print(Text(text, style="dim"), soft_wrap=True)
+    print(found, flush=True)
+
+
+def _cost(
+    model: rg.Decoder,
+    prompt: Sequence[int],
+    new: Sequence[int],
+    storage: torch.dtype | None,
+    first_seconds: float,
+    more_seconds: float,
+) -> dict[str, Any]:
+    """One token's cost in the middle of the new ones, by the cost model and by counters and the clock."""
+    tokens = [*prompt, *new]
+    position = max(2, len(prompt) + len(new) // 2)
+    flops, state_bytes = _counted(model, tokens[:position], storage)
+    summary, weights, attention = (
+        model.summary(position),
+        _weight_bytes(model),
+        _attention_bytes(model, position, storage),
+    )
+    read, state = weights + attention, summary.state_fixed + position * summary.state_per_token
+    if storage is not None:  # such a state is keys and values alone
+        layer = model.stack.layers[0].attention
+        state = state * _key_bytes(layer, model.dtype, storage) // _key_bytes(layer, model.dtype, None)
+    seconds = more_seconds / (len(new) - 1) if len(new) > 1 else None
+    return {
+        "position": position,
+        "predicted": {
+            "flops": summary.flops,
+            "bytes": read,
+            "weight_bytes": weights,
+            "attention_bytes": attention,
+            "state_bytes": state,
+        },
+        "measured": {
+            "flops": flops,
+            "state_bytes": state_bytes,
+            "first_token_seconds": first_seconds,
+            "token_seconds": seconds,
+            "flops_per_second": flops / seconds if seconds else None,
+            "bytes_per_second": read / seconds if seconds else None,
+        },
+    }
+
+
+@torch.inference_mode()
+def _counted(model: rg.Decoder, tokens: Sequence[int], storage: torch.dtype | None) -> tuple[int, int]:
+    """FLOPs of the last token's step and bytes of the state with it, of a state with no room to spare."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    before = rg.prefill(model, [tokens[:-1]], room=1, storage=storage)
+    with FlopCounterMode(display=False) as counter:
+        _, state = model.extend(torch.tensor([tokens[-1:]], device=model.device), before.state)
+    return counter.get_total_flops(), state.nbytes
+
+
+def _key_bytes(layer: rg.MultiHeadAttention, dtype: torch.dtype, storage: torch.dtype | None) -> int:
+    """Of one token's keys and values in a state: int8 ones have a scale each, in float32 or better."""
+    lengths, scale = layer.qk_length + layer.value_length, accumulator(dtype).itemsize
+    return layer.num_kv_heads * (lengths * dtype.itemsize if storage is None else lengths + 2 * scale)
+
+
+def _attention_bytes(model: rg.Decoder, position: int, storage: torch.dtype | None) -> int:
+    """What the layers' attention reads and writes for a token that sees `position` of them."""
+    total = 0
+    for block, size in zip(model.stack.layers, model.stack.windows, strict=True):
+        layer = block.attention
+        work = rg.Work(
+            query_length=1,
+            key_length=position,
+            num_heads=layer.num_heads,
+            num_kv_heads=layer.num_kv_heads,
+            qk_length=layer.qk_length,
+            value_length=layer.value_length,
+            dtype=model.dtype,
+            mask=rg.causal if size is None else rg.causal & rg.window(before=size - 1),
+        )
+        total += rg.cost(layer.mechanism, work).bytes
+        if storage is not None:
+            less = _key_bytes(layer, model.dtype, None) - _key_bytes(layer, model.dtype, storage)
+            total -= work.keys_read * less
+    return total
+
+
+def _weight_bytes(model: rg.Decoder) -> int:
+    """What of the weights, and of int8 ones' scales, a token reads: all, but one row of tables that are looked up."""
+    tables = [*([] if model.config.tied else ["embedding.weight"]), "positions.weight"]
+    held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return sum((one[:1] if name in tables else one).numel() * one.element_size() for name, one in held.items())
+
+
+def _print_cost(cost: dict[str, Any]) -> None:
+    """The cost as a table on standard error: standard output is the text's."""
+    predicted, measured = cost["predicted"], cost["measured"]
+
+    def row(name: str, first: str, second: str) -> dict[str, str]:
+        return {"of a new token": name, "predicted": first, "measured": second}
+
+    rows = [
+        row("FLOPs", human(predicted["flops"]), human(measured["flops"])),
+        row("bytes read", human(predicted["bytes"], "B"), ""),
+        row("  weights", human(predicted["weight_bytes"], "B"), ""),
+        row("  attention", human(predicted["attention_bytes"], "B"), ""),
+        row("state", human(predicted["state_bytes"], "B"), human(measured["state_bytes"], "B")),
+        row("state / tokens", *(human(one["state_bytes"] / cost["position"], "B") for one in (predicted, measured))),
+        row("time to the first", "", f"{digits(1000 * measured['first_token_seconds'])} ms"),
+    ]
+    if measured["token_seconds"] is not None:
+        rows += [
+            row("time of each more", "", f"{digits(1000 * measured['token_seconds'])} ms"),
+            row("FLOPs / time", "", human(measured["flops_per_second"], "FLOP/s")),
+            row("predicted bytes / time", "", human(measured["bytes_per_second"], "B/s")),
+        ]
+    with redirect_stdout(sys.stderr):
+        print(f"\nFLOPs, bytes and state at token {cost['position']:,}, the middle of the new ones:")
+        print_table(rows, right=("predicted", "measured"))

@@ -1,0 +1,128 @@
+"""`regard models` and `regard convert`: checkpoints by name or path, seen and rewritten."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+import regard as rg
+from regard.checkpoints import NAMES, check_target, load_with, resolve
+from regard.commands.common import one_of, print_json, print_table, waiting
+from regard.core.cost import human
+from regard.core.mechanisms.text import CHOICES, lookup
+
+LAYOUTS = ("huggingface", "regard")
+FILE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+ANY_SOURCE = f"Of {', '.join(NAMES)}; or a checkpoint folder; or a .gguf file."
+MechanismName = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME", help=f"Another attention, of {CHOICES}. Default: the model's; if that is your own, name it."
+    ),
+]
+"""A checkpoint imports no code, so one that has a user's own mechanism is told where that is."""
+
+
+def models(
+    sources: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="NAME_OR_PATH", help=f"{ANY_SOURCE} Default: list the names.", show_default=False),
+    ] = None,
+    length: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Count at this length. Default: the model's context, at most 4,096."),
+    ] = None,
+    mechanism: MechanismName = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the list as JSON; of models, one JSON object a line.")
+    ] = False,
+) -> None:
+    """The models that install by name; or, of each model given, its layers, heads, parameters, state and FLOPs."""
+    if not sources:
+        for name, value in (("length", length), ("mechanism", mechanism)):
+            if value is not None:
+                raise ValueError(f"{name}: expected a model beside it, got none")
+        _list_names(as_json)
+        return
+    chosen = None if mechanism is None else lookup(mechanism)
+    for source in sources:
+        with waiting(f"loading {source}"):
+            summary = load_with(source, chosen).summary(length)
+        if as_json:
+            print(json.dumps(summary.to_json(), ensure_ascii=False))
+        elif len(sources) == 1:
+            print(summary)
+        else:
+            print(f"{source}\n\n{summary}\n", flush=True)
+
+
+def convert(
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help=ANY_SOURCE, show_default=False)],
+    folder: Annotated[
+        Path,
+        typer.Argument(metavar="FOLDER", help="Written whole or not at all; an earlier checkpoint there is replaced."),
+    ],
+    to: Annotated[
+        str,
+        typer.Option(metavar="LAYOUT", help="huggingface: what other engines read. regard: any model, any mechanism."),
+    ] = "huggingface",
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help=f"Of {', '.join(FILE_DTYPES)}. Default: the source's, float32 for .gguf files."
+        ),
+    ] = None,
+    mechanism: MechanismName = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Write any model that loads as a checkpoint folder: weights, config and tokenizer."""
+    # All that can be wrong without the model comes first: loading takes seconds.
+    one_of("to", to, {name: name for name in LAYOUTS})
+    chosen = None if mechanism is None else lookup(mechanism)
+    if to == "huggingface" and chosen not in (None, rg.Softmax()):
+        raise ValueError(f"mechanism: expected --to regard, whose folders can hold {mechanism}, got --to huggingface")
+    wanted = None if dtype is None else one_of("dtype", dtype, FILE_DTYPES)
+    check_target(folder)
+    if resolve(source).resolve().is_relative_to(folder.resolve()):
+        raise ValueError(f"folder: expected another than the source's, which would be lost, got {folder}")
+    with waiting(f"converting {source}"):
+        model = load_with(source, chosen, dtype=wanted)
+        rg.save(model, folder, layout=to)  # type: ignore[arg-type]
+    sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
+    parameters = sum(one.numel() for one in model.parameters())
+    kind, kept = type(model).__name__, str(model.dtype).removeprefix("torch.")
+    if as_json:
+        files = [{"name": name, "bytes": size} for name, size in sizes.items()]
+        found = {"source": source, "folder": str(folder), "to": to, "model": kind, "dtype": kept}
+        print_json({**found, "parameters": parameters, "files": files})
+        return
+    print_table([{"file": name, "size": human(size, "B")} for name, size in sizes.items()], right=("size",))
+    print(f"{kind}, {parameters:,} parameters, {kept}")
+    print(f"-> {folder}")
+
+
+def _list_names(as_json: bool) -> None:
+    rows = []
+    for name, known in NAMES.items():
+        path = known.find()
+        rows.append(
+            {
+                "name": name,
+                "description": known.description,
+                "licence": known.licence,
+                "installed": path is not None,
+                "path": None if path is None else str(path),
+                "command": known.command,
+            }
+        )
+    if as_json:
+        print_json(rows)
+        return
+    shown = [{**row, "installed": "yes" if row["installed"] else "no"} for row in rows]
+    print_table(shown, drop=("path", "command"))
+    # Below the table, where no narrow window breaks a command in two.
+    for row in rows:
+        if not row["installed"]:
+            print(f"{row['name']} installs with: {row['command']}")

@@ -1,0 +1,175 @@
+"""What a token costs at each position: decoders of one size that differ in their heads, or in their mechanism.
+
+The states are filled with random keys up to a position, and then some tokens are decoded; nothing of it depends on what
+the keys are. Beside what is measured stands what the cost model says: a step must read the weights and the state, so
+its time is that of the first position and the bytes since then over the memory's rate.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from regard.core.cost import Work, cost
+from regard.core.mechanisms import Quadratic
+from regard.models.decoder import Decoder, DecoderConfig
+from regard.models.layers.streaming import ModelState
+
+POSITIONS = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
+SIZE = {"vocabulary_size": 1000, "embedding_dim": 512, "num_layers": 4, "num_heads": 8, "context_length": 1 << 20}
+KINDS: dict[str, tuple[dict[str, Any], int]] = {
+    "MHA": ({"num_kv_heads": 8}, 32768),
+    "GQA": ({"num_kv_heads": 2}, 32768),
+    "MQA": ({"num_kv_heads": 1}, 32768),
+    "softmax": ({"num_kv_heads": 8, "qk_length": 32}, 65536),
+    "quadratic": ({"num_kv_heads": 8, "qk_length": 32, "mechanism": Quadratic()}, 65536),
+}
+"""Each decoder's own fields, and its last position. The last two are alike but for their mechanism."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One decoder at one position."""
+
+    kind: str
+    position: int
+    milliseconds: float
+    """Of a token, measured: the median of some."""
+    predicted_milliseconds: float
+    state_bytes: int
+    """Really held, at this length."""
+    predicted_state_bytes: int
+    read_bytes: int
+    """That a token must read at the least: weights and state."""
+
+
+@torch.inference_mode()
+def measure(watch: Callable[[str], None] = lambda words: None, steps: int = 10, rounds: int = 15) -> list[Point]:
+    """Every decoder of `KINDS` at every position up to its last: the median of rounds of `steps` tokens, in turn."""
+    rate, points = _memory_rate(), []
+    models: dict[str, Decoder] = {}
+    states: dict[str, ModelState] = {}
+    first: dict[str, tuple[float, int]] = {}
+    for kind, (own, last) in KINDS.items():
+        torch.manual_seed(0)
+        models[kind] = Decoder(DecoderConfig(**{**SIZE, **own})).eval()
+        states[kind] = models[kind].start(batch=1, capacity=last + steps * rounds)
+    for position in POSITIONS:
+        watch(f"position {position:,}")
+        kinds = [kind for kind, (_, last) in KINDS.items() if position <= last]
+        held: dict[str, int] = {}
+        times: dict[str, list[float]] = {kind: [] for kind in kinds}
+        for kind in kinds:
+            states[kind] = _filled(models[kind], states[kind], position)
+            held[kind] = _held(states[kind])
+        for _ in range(rounds):
+            for kind in kinds:
+                seconds, states[kind] = _step(models[kind], states[kind], steps)
+                times[kind].append(seconds)
+        for kind in kinds:
+            model, seconds = models[kind], statistics.median(times[kind])
+            read = _read_bytes(model, position)
+            began, least = first.setdefault(kind, (seconds, read))
+            points.append(
+                Point(
+                    kind=kind,
+                    position=position,
+                    milliseconds=seconds * 1e3,
+                    predicted_milliseconds=(began + (read - least) / rate) * 1e3,
+                    state_bytes=held[kind],
+                    predicted_state_bytes=_predicted(model, position).state_bytes * model.config.num_layers,
+                    read_bytes=read,
+                )
+            )
+    order = list(KINDS)
+    return sorted(points, key=lambda point: order.index(point.kind))
+
+
+def to_json(points: Sequence[Point]) -> list[dict[str, Any]]:
+    """The points, as JSON has them."""
+    return [asdict(point) for point in points]
+
+
+def crossings(points: Sequence[Point]) -> tuple[int | None, int | None]:
+    """The position from which the kernel's token takes less time than softmax's: as predicted, and as measured.
+
+    >>> slow = [Point("softmax", n, n / 1e3, n / 1e3, 0, 0, 0) for n in (1024, 2048)]
+    >>> flat = [Point("quadratic", n, 1.5, 1.2, 0, 0, 0) for n in (1024, 2048)]
+    >>> crossings(slow + flat)
+    (1200, 1500)
+    """
+    return _crossing(points, "predicted_milliseconds"), _crossing(points, "milliseconds")
+
+
+def _crossing(points: Sequence[Point], what: str) -> int | None:
+    """Where the second becomes the smaller for good, read between two positions."""
+    of = {(point.kind, point.position): getattr(point, what) for point in points}
+    places = sorted({at for kind, at in of if kind == "quadratic"} & {at for kind, at in of if kind == "softmax"})
+    gains = [(at, of["softmax", at] - of["quadratic", at]) for at in places]
+    for (low, worse), (high, better) in reversed(list(pairwise(gains))):
+        if worse <= 0 < better:
+            return round(low + (high - low) * -worse / (better - worse))
+    return None
+
+
+def _filled(model: Decoder, state: ModelState, position: int) -> ModelState:
+    """The state with random keys and values up to a position."""
+    layers = []
+    for block, held in zip(model.stack.layers, state.layers, strict=True):
+        one = block.attention
+        while held.length < position:
+            count = min(4096, position - held.length)
+            shape = (1, one.num_kv_heads, count)
+            k, v = torch.randn(*shape, one.qk_length), torch.randn(*shape, one.value_length)
+            if hasattr(held, "append"):
+                held = held.append(k, v)
+            else:
+                q = torch.randn(1, one.num_heads, count, one.qk_length)
+                _, held = one.mechanism.extend(q, k, v, held)
+        layers.append(held)
+    return replace(state, layers=tuple(layers), length=position)
+
+
+def _step(model: Decoder, state: ModelState, steps: int) -> tuple[float, ModelState]:
+    token, times = torch.zeros(1, 1, dtype=torch.long), []
+    for _ in range(steps):
+        begin = time.perf_counter()
+        _, state = model.extend(token, state)
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times), state
+
+
+def _predicted(model: Decoder, position: int) -> Any:
+    one = model.stack.layers[0].attention
+    work = Work(key_length=position, num_heads=one.num_heads, num_kv_heads=one.num_kv_heads, qk_length=one.qk_length,
+                value_length=one.value_length, dtype=torch.float32)  # fmt: skip
+    return cost(one.mechanism, work)
+
+
+def _read_bytes(model: Decoder, position: int) -> int:
+    weights = sum(parameter.numel() * 4 for parameter in model.parameters())
+    return weights + _predicted(model, position).bytes * model.config.num_layers
+
+
+def _held(state: ModelState) -> int:
+    """Bytes held for the tokens met, without the room to spare."""
+    total = 0
+    for one in state.layers:
+        spare = (one.capacity - one.length) / one.capacity if hasattr(one, "capacity") else 0.0
+        total += round(one.nbytes * (1 - spare))
+    return total
+
+
+def _memory_rate() -> float:
+    """Bytes a second that this machine reads from memory."""
+    large = torch.ones(1 << 27)
+    times = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        large.sum()
+        times.append(time.perf_counter() - begin)
+    return large.numel() * 4 / min(times)

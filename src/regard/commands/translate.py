@@ -1,0 +1,91 @@
+"""`regard translate`: sentences in another language."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from regard.commands.common import named, progress, read_text, waiting
+from regard.core.files import save_figure
+
+if TYPE_CHECKING:
+    from regard.inference.generation import Generated
+
+AT_ONCE = 256
+"""Lines of a file that are translated before they are printed."""
+
+
+def translate(
+    texts: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[TEXT]…", help="Sentences; - for standard input, line by line.", show_default=False),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="FOLDER", help="A run or a checkpoint. Default: French to English, as shipped."),
+    ] = None,
+    file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A file with a sentence on each line; - for standard input.")
+    ] = None,
+    beams: Annotated[int, typer.Option(min=1, metavar="N", help="Search for the likeliest text with N beams.")] = 4,
+    show: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw where each word of the translation looks.")
+    ] = None,
+    mechanism: Annotated[
+        str | None, typer.Option(metavar="FILE.py:NAME", help="The model's attention, if it is your own.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object a line, for each sentence.")] = False,
+) -> None:
+    """Translate sentences, French to English unless another model is given. Empty lines stay empty."""
+    lines = _lines(texts, file)
+    if show is not None and len(lines) != 1:
+        raise ValueError(f"show: expected one sentence to draw, got {len(lines)}")
+    if mechanism is not None and model is None:
+        raise ValueError(f"mechanism: expected --model beside it, got {mechanism!r} alone")
+    with waiting("loading the translator"):
+        from regard.checkpoints import load_with
+        from regard.core.mechanisms.text import lookup
+        from regard.training.recipes import translate as recipe
+
+        chosen = None if mechanism is None else lookup(mechanism)
+        found = recipe.shipped() if model is None else load_with(model, chosen)
+    with progress(-(-len(lines) // AT_ONCE), "translating") as advance:
+        for start in range(0, len(lines), AT_ONCE):
+            advance(f"line {start + 1:,}")
+            part = lines[start : start + AT_ONCE]
+            written = recipe.translate(found, [line for line in part if line.strip()], beams=beams)
+            if show is not None:
+                with named(path="show"):
+                    save_figure(recipe.attention_figure(found, lines[0], written[0]), show)
+            _print(part, written, as_json)
+
+
+def _lines(texts: Sequence[str] | None, file: Path | None) -> list[str]:
+    if texts and file is not None:
+        raise ValueError("text: expected sentences or --file, got both")
+    if texts == ["-"]:
+        file = Path("-")
+    if file is not None:
+        found = read_text("text", file).replace("\r\n", "\n").removesuffix("\n").split("\n")
+        if not any(line.strip() for line in found):
+            raise ValueError(f"text: expected sentences, got none in {file}")
+        return found
+    if not texts or not all(text.strip() for text in texts):
+        raise ValueError(
+            f"text: expected sentences, --file or - for standard input, got {'none' if not texts else 'an empty one'}"
+        )
+    return list(texts)
+
+
+def _print(lines: Sequence[str], written: Sequence["Generated"], as_json: bool) -> None:
+    left = iter(written)
+    for line in lines:
+        text = next(left) if line.strip() else None
+        if not as_json:
+            print(text or "")
+        elif text is not None:
+            score = {} if text.score is None else {"score": text.score}
+            values = {"text": line, "translation": str(text), "reason": text.reason, **score}
+            print(json.dumps(values, ensure_ascii=False))

@@ -1,0 +1,1 @@
+"""The core: masks, mechanisms, states, paths, cost, laws."""

@@ -1,0 +1,1 @@
+"""One call: checked once, its path chosen, computed."""

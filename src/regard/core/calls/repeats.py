@@ -1,0 +1,61 @@
+"""Calls like one before, on a GPU: what was checked and chosen for that one is run again.
+
+A kernel for a short sequence runs as long as it takes to launch it. Checks, the choice of a path and what the path
+finds out take several times as long, and follow from the mechanism, the mask, and the sizes, strides, dtypes and
+devices of the tensors; so they are kept by these, where no gradient is recorded and nothing is traced.
+"""
+
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from regard.core.calls.call import Call
+from regard.core.calls.choice import Again, Path
+from regard.core.eager import recorded, untouched
+from regard.core.masks.positions import Band
+
+MOST = 1024
+"""Calls that are kept; then all are forgotten."""
+
+_known: dict[Any, Again] = {}
+
+
+def key_of(q: Any, k: Any, v: Any, mechanism: Any, mask: Any) -> tuple[Any, ...] | None:
+    """By what a call is kept; None if it is not to be."""
+    if not (type(q) is type(k) is type(v) is Tensor and _launched(q)):
+        return None
+    if mask is not None and type(mask) is not Band:  # others are mostly made for one call
+        return None
+    if recorded(q, k, v):
+        return None
+    if not untouched() or torch.is_autocast_enabled("cuda"):
+        return None
+    sizes = q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride()
+    return mechanism, mask, *sizes, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device
+
+
+def find(key: tuple[Any, ...] | None) -> Again | None:
+    """What runs a call like one before; None if there was none."""
+    try:
+        return _known.get(key)
+    except TypeError:  # a mechanism of the user's with a field that has no hash
+        return None
+
+
+def keep(key: tuple[Any, ...] | None, call: Call, path: Path) -> None:
+    """Keep what runs calls like this one, which was checked, by the path that was chosen for it."""
+    if key is None or path.again is None or call.empty:
+        return
+    again = path.again(call)
+    if again is not None:
+        if len(_known) >= MOST:
+            _known.clear()
+        with suppress(TypeError):  # as above
+            _known[key] = again
+
+
+def _launched(q: Tensor) -> bool:
+    """Whether computing is launching kernels."""
+    return q.is_cuda

@@ -1,0 +1,417 @@
+"""What a mechanism is.
+
+The legend, for the whole project:
+
+    B batch · T query length · S key length · H query heads · G key/value heads · K qk_length · V value_length
+    E embedding_dim · C features of phi · N chunks · L layers
+
+Tensors are (B, H, T, K) as in SDPA. Query head h reads key/value head h // (H // G).
+
+A mechanism of your own is one class with one method, `similarity(q, k)`, how alike each query and each key are. The
+weights are the similarities of the visible keys over their sum. Everything else (the output, the stream, the exact
+weights, the cost, the laws of `regard.check`) follows from it. See examples/your_own_mechanism.py.
+
+What a mechanism learns are its fields: an `nn.Parameter` or an `nn.Module`. It lists them (`tensors`), and a layer
+registers them as its own.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar
+
+import torch
+from einops import rearrange
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from regard.core.calls.call import Call, in_own_dtype, ordered
+from regard.core.calls.checks import check_extend, check_start
+from regard.core.calls.choice import Path
+from regard.core.cost import Cost, Work, accumulator, score_cost, similarity_flops
+from regard.core.eager import symbolic
+from regard.core.masks import Mask, MaskFunction, as_mask
+from regard.core.masks.structure import EVERYTHING, Structure, padding_between, with_padding
+from regard.core.owned import (
+    brief,
+    check_class,
+    flat,
+    foreign,
+    leaves,
+    made_on,
+    own_dtype,
+    probe,
+    read_only,
+    same,
+    theirs,
+    unstated,
+    weigh,
+)
+from regard.core.paths import blocks, exact, reference
+from regard.core.paths.runs import over_runs, settled, with_space
+from regard.core.paths.slots import CacheSlot, Clock, Slot
+from regard.core.states.key_values import KeyValueState
+from regard.core.states.state import Sizes, State
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mechanism:
+    """An attention mechanism: a frozen value that holds its own fields and no others.
+
+    A field may be a tensor, an `nn.Parameter` or an `nn.Module`: a layer made with the mechanism registers those very
+    tensors, so that they learn, move and are saved with the layer. A model gives each of its layers a copy.
+
+    `similarity` is not told positions: it may be given some of the queries, heads or keys, and in a stream its first
+    query is not the first token. A similarity that counts positions gives wrong results, which nothing but the law
+    `permuted` of `regard.check` notices. Such a mechanism is `ordered`, and states `weigh` instead.
+
+    >>> import regard as rg, torch
+    >>> from dataclasses import dataclass
+    >>> @dataclass(frozen=True, kw_only=True)
+    ... class Sigmoid(rg.Mechanism):
+    ...     def similarity(self, q, k):
+    ...         return torch.sigmoid(q @ k.transpose(-1, -2))
+    >>> q = k = v = torch.randn(1, 2, 5, 4)
+    >>> rg.attend(q, k, v, Sigmoid(), mask=rg.causal).shape
+    torch.Size([1, 2, 5, 4])
+    """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        # Its own, so that dataclass makes no others.
+        cls.__repr__, cls.__eq__ = cls.__repr__, cls.__eq__  # type: ignore[method-assign]
+        # Asked at every step: kept here, since torch.compile looks through functools' caches, and warns.
+        cls.shipped = all(parent is object or parent.__module__.startswith("regard.") for parent in cls.__mro__)
+        if not cls.shipped:
+            check_class(cls)
+
+    def __repr__(self) -> str:
+        shown = (f"{entry.name}={brief(getattr(self, entry.name))}" for entry in fields(self) if entry.repr)
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+    def __eq__(self, other: object) -> bool:
+        """Whether all fields are equal; tensors are compared as they are hashed, by identity."""
+        return same(other, self) if isinstance(other, Mechanism) else NotImplemented
+
+    shipped: ClassVar[bool] = True
+    """Whether its class and all that this inherits from are of this package."""
+    hidden_score: ClassVar[float] = 0.0
+    """What stands in a hidden key's place among the scores that a trace shows."""
+    excuses: ClassVar[Mapping[str, str]] = {}
+    """Laws of `regard.check` that this family of mechanisms does not claim to keep, and why."""
+
+    ordered: ClassVar[bool] = False
+    """Whether the weights depend on where tokens stand. Such a mechanism is causal by itself, whatever the mask, and
+    `weigh` is called with all heads and all queries, the last of which stands at the last key."""
+
+    def for_layer(self, qk_length: int) -> "Mechanism":
+        """The mechanism as a layer with heads of this length owns it: with the tensors that it learns there, if it has
+        none yet. What is made here is initialised here, and on a real device.
+
+        >>> import regard as rg
+        >>> rg.Gated(), rg.Gated().for_layer(8)
+        (Gated(gate=None), Gated(gate=Gate))
+        """
+        return self
+
+    def tensors(self) -> dict[str, Tensor | nn.Module]:
+        """The fields that are tensors or modules, by name: what a layer registers.
+
+        >>> import regard as rg, torch
+        >>> list(rg.Kernel(feature_map=torch.nn.Linear(4, 6)).tensors()), list(rg.Softmax().tensors())
+        (['feature_map'], [])
+        """
+        values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, Tensor | nn.Module)}
+
+    def parameters(self) -> tuple[Tensor, ...]:
+        """The tensors that learn: those of `tensors`, a module's parameters among them, that require a gradient."""
+        return tuple(tensor for tensor in flat(self) if tensor.requires_grad)
+
+    def captured(self, qk_length: int) -> list[Tensor]:
+        """Learned tensors that the weights depend on and that the mechanism does not list, whatever holds them: a
+        function's closure, a global, an object. Autograd's own graph of one query's weight of one key has them all.
+
+        >>> import regard as rg, torch
+        >>> W = torch.randn(4, 6, requires_grad=True)
+        >>> rg.Kernel(feature_map=lambda x: torch.relu(x @ W)).captured(4)[0] is W
+        True
+        """
+        if not foreign(self):
+            return []
+        listed = {id(tensor) for tensor in self.parameters()}
+        x = probe(self, (1, 1, 1, qk_length))
+        with torch.enable_grad(), made_on(x.device):
+            compared = self.compare(x, x)
+        # What is no tensor has no graph, and is refused where it is used.
+        graph = leaves(compared) if isinstance(compared, Tensor) else []
+        return [leaf for leaf in graph if id(leaf) not in listed]
+
+    def learns(self, qk_length: int) -> bool:
+        """Whether autograd would record the weights of queries and keys that require no gradient."""
+        if not torch.is_grad_enabled() or not foreign(self):
+            return False
+        return torch.compiler.is_compiling() or bool(self.parameters()) or bool(self.captured(qk_length))
+
+    def similarity(self, q: Float[Tensor, "*b T K"], k: Float[Tensor, "*b S K"]) -> Float[Tensor, "*b T S"]:
+        """How alike each query and key are: at least 0, in whatever scale. The one method a new mechanism writes."""
+        raise unstated(self, "similarity(q, k)")
+
+    def compare(self, q: Float[Tensor, "*b T K"], k: Float[Tensor, "*b S K"]) -> Float[Tensor, "..."]:
+        """What is computed for each query and key: the similarity, or the weights where `weigh` alone is stated."""
+        stated = type(self).similarity is not Mechanism.similarity
+        return self.similarity(q, k) if stated else self.weigh(q, k, None)
+
+    def compare_heads(self, q: Float[Tensor, "B H T K"], k: Float[Tensor, "B G S K"]) -> Float[Tensor, "..."]:
+        """The same for H query heads over G key heads, as `attend` runs and checks it."""
+        stated = type(self).similarity is not Mechanism.similarity
+        return self._grouped(self.similarity, q, k) if stated else weigh(self, q, k, None, None)
+
+    def normalise(self, similar: Float[Tensor, "*b T S"]) -> Float[Tensor, "*b T S"]:
+        """Weights from the similarities of the visible keys: each over their sum, 0 where there is none to sum."""
+        total = similar.sum(-1, keepdim=True)
+        return similar / total.masked_fill(total == 0, 1)
+
+    def weigh(
+        self,
+        q: Float[Tensor, "B H T K"],
+        k: Float[Tensor, "B G S K"],
+        visible: Bool[Tensor, "..."] | None,
+        bias: Float[Tensor, "..."] | None = None,
+    ) -> Float[Tensor, "B H T S"]:
+        """The exact weights: the similarities of the visible keys, normalised; 0 for hidden ones."""
+        if visible is not None:
+            # A query that sees nothing must not reach the keys' gradients either.
+            q = q.masked_fill(~visible.any(-1, keepdim=True), 0)
+        similar = self.grouped(self.similarity, q, k)
+        return self.normalise(similar if visible is None else similar.masked_fill(~visible, 0))
+
+    def trace_scores(
+        self,
+        q: Float[Tensor, "B H T K"],
+        k: Float[Tensor, "B G S K"],
+        bias: Float[Tensor, "..."] | None = None,
+    ) -> Float[Tensor, "B H T S"] | None:
+        """What a trace shows before weights are made of it: the similarities; None if only weights are stated."""
+        if type(self).similarity is Mechanism.similarity:
+            return None
+        return self.grouped(self.similarity, q, k)
+
+    def mix(
+        self,
+        weights: Float[Tensor, "B H T S"],
+        v: Float[Tensor, "B G S V"],
+        visible: Bool[Tensor, "..."] | None = None,
+    ) -> Float[Tensor, "B H T V"]:
+        """The output from the weights: each query's sum of the values. Weights say by themselves what is visible."""
+        if symbolic(weights.shape[2], weights.shape[3]):  # torch.export cannot prove that both lengths reshape
+            return weights @ v.to(weights.dtype).repeat_interleave(weights.shape[1] // v.shape[1], dim=1)
+        tiled = rearrange(weights, "b (g r) t s -> b g (r t) s", g=v.shape[1])
+        out = tiled @ v.to(weights.dtype)
+        return rearrange(out, "b g (r t) v -> b (g r) t v", r=weights.shape[1] // v.shape[1])
+
+    def choose_weights(self, call: Call, rows: list[int] | None, heads: list[int] | None) -> Tensor:
+        """The exact weights of chosen query rows and heads (None: all), NaN for a query that sees one in a key."""
+        if heads is not None and foreign(self):  # a user's formula may have a part for each head, in their order
+            return exact.weights(call, rows, None)[:, heads]
+        return exact.weights(call, rows, heads)
+
+    def grouped(self, compare: Callable[[Tensor, Tensor], Tensor], q: Tensor, k: Tensor) -> Tensor:
+        """`compare` for H query heads over G key heads, the queries of a group as rows of one comparison."""
+        groups = k.shape[1]
+        try:
+            return self._grouped(compare, q, k)
+        except RuntimeError as error:
+            if groups == q.shape[1] or isinstance(error, torch.OutOfMemoryError | NotImplementedError):
+                raise
+            rows = q.shape[1] // groups
+            raise ValueError(
+                f"{compare.__name__}: expected a formula for queries (B, G, H / G · T, K) = "
+                f"{(q.shape[0], groups, rows * q.shape[2], q.shape[3])} and keys (B, G, S, K) = {tuple(k.shape)}, the "
+                f"{rows} query heads of a key/value head as rows of one, got {type(self).__name__}, which raises "
+                f"{str(error).splitlines()[0]}"
+            ) from error
+
+    def _grouped(self, compare: Callable[[Tensor, Tensor], Tensor], q: Tensor, k: Tensor) -> Tensor:
+        groups, kind, name = k.shape[1], self.precision(q.dtype), compare.__name__
+        tiled = rearrange(q, "b (g r) t k -> b g (r t) k", g=groups)
+        own = self.formula_dtype(kind)
+        tensors = tiled.to(own), k.to(own)
+        # Our own formulas write to nothing, and hand a user's phi on to `read_only`.
+        similar = read_only(self, name, compare, *tensors) if theirs(compare) else compare(*tensors)
+        expected = (*tiled.shape[:3], k.shape[2])
+        if not isinstance(similar, Tensor) or similar.shape != expected:
+            shape = tuple(similar.shape) if isinstance(similar, Tensor) else type(similar).__name__
+            raise ValueError(
+                f"{name}: expected (…, T, S) = {expected} from queries {tuple(tiled.shape)} and keys "
+                f"{tuple(k.shape)}, got {shape} from {type(self).__name__}"
+            )
+        return rearrange(similar.to(kind), "b g (r t) s -> b (g r) t s", r=q.shape[1] // groups)
+
+    def precision(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype the weights are computed in."""
+        return accumulator(dtype)
+
+    def formula_dtype(self, precision: torch.dtype) -> torch.dtype:
+        """The dtype in which `similarity` is given queries and keys: that of the mechanism's tensors, if it has any."""
+        return own_dtype(self) or precision
+
+    def refuses(self, call: Call) -> str | None:
+        """Why this mechanism has no meaning for a call, as an error message; None if it has one."""
+        return None if call.bias is None else f"bias: expected none, {self!r} has no additive scores, got one"
+
+    def streams(self, qk_length: int, known: Structure = EVERYTHING) -> str | None:
+        """Why there is no token-by-token form under a mask of this structure, as an error message; None if there is."""
+        return None
+
+    def paths(self) -> tuple[Path, ...]:
+        """The ways to compute this mechanism, best first; the last one serves every call."""
+        return (reference.PATH,) if self.ordered else (blocks.PATH, reference.PATH)
+
+    def notes(self, call: Call) -> tuple[str, ...]:
+        """What a person should know about this call besides the path."""
+        return ()
+
+    def start(
+        self,
+        *,
+        batch: int,
+        num_kv_heads: int,
+        qk_length: int,
+        value_length: int,
+        capacity: int = 4096,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        storage: torch.dtype | None = None,
+    ) -> Any:
+        """An empty state. `capacity` limits states that keep every key; a kernel's sums have room for any length.
+
+        `storage=torch.int8` keeps keys and values in 8 bits, with a scale for each token and head, and takes no
+        gradients. Softmax attention is then off by 0.8 % (normal keys and values of length 64), and SmolLM2's logits by
+        0.07 on average and 1.6 at most, where their spread is 5.3: the same likeliest token at 97.3 % of 512 places.
+
+        >>> import regard as rg
+        >>> sizes = {"batch": 1, "num_kv_heads": 1, "qk_length": 8, "value_length": 8}
+        >>> rg.Softmax().start(**sizes, capacity=16).nbytes, rg.Elu().start(**sizes).nbytes
+        (1024, 8480)
+        """
+        check_start(self, batch, num_kv_heads, qk_length, value_length, capacity, dtype, device)
+        if storage not in (None, torch.int8):
+            raise ValueError(f"storage: expected torch.int8 or None, got {storage!r}")
+        sizes = Sizes(batch, num_kv_heads, qk_length, value_length, dtype, device)
+        return self.empty_state(sizes, capacity, storage)
+
+    def empty_state(self, sizes: Sizes, capacity: int, storage: torch.dtype | None = None) -> State:
+        """The state to start from, once its sizes are checked. A mechanism that keeps something else than keys and
+        values gives a state of its own here, and goes on from it in `advance`."""
+        return KeyValueState.empty(sizes, capacity, storage)
+
+    def state_type(self, qk_length: int) -> type[Any]:
+        """The kind of state it goes on from, for heads of a length."""
+        return KeyValueState
+
+    def extend(
+        self,
+        q: Float[Tensor, "B H T K"],
+        k: Float[Tensor, "B G T K"],
+        v: Float[Tensor, "B G T V"],
+        state: Any,
+        mask: Mask | MaskFunction | Tensor | None = None,
+        *,
+        bias: Float[Tensor, "..."] | None = None,
+    ) -> tuple[Float[Tensor, "B H T V"], Any]:
+        """Append T tokens and attend from them to the whole history. Gives the output and the longer state.
+
+        The mask speaks of absolute positions over the whole history, S = state.length + T. Padding is remembered: a key
+        hidden by `padding` when it came stays hidden.
+
+        >>> import regard as rg, torch
+        >>> q = k = v = torch.randn(1, 2, 6, 4)
+        >>> m = rg.Softmax()
+        >>> state = m.start(batch=1, num_kv_heads=2, qk_length=4, value_length=4, capacity=8)
+        >>> first, state = m.extend(q[:, :, :5], k[:, :, :5], v[:, :, :5], state, mask=rg.causal)
+        >>> last, state = m.extend(q[:, :, 5:], k[:, :, 5:], v[:, :, 5:], state, mask=rg.causal)
+        >>> torch.allclose(torch.cat([first, last], 2), rg.attend(q, k, v, m, mask=rg.causal), atol=1e-6)
+        True
+        """
+        rule = ordered(self, as_mask(mask))
+        kind = self.state_type(k.shape[-1] if isinstance(k, Tensor) else 1)
+        if type(state) is not kind or not same(state.mechanism, self):
+            owner = getattr(state, "mechanism", None)
+            given = type(state).__name__ if owner is None else f"a {type(state).__name__} of {owner!r}"
+            raise ValueError(f"state: expected one from {self!r}.start(…), got {given}")
+        check_extend(self, q, k, v, state, rule, bias)
+        with in_own_dtype(q):
+            return self.advance(q, k, v, state.recordable(), rule, bias)
+
+    def advance(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        state: Any,
+        rule: Mask | None,
+        bias: Tensor | None,
+    ) -> tuple[Tensor, Any]:
+        """`extend`, once everything is checked. A NaN or infinity may be among the new keys and values; calls over a
+        KV cache are guarded by themselves, and a `FixedState` says what to make of it (`receive`)."""
+        total = state.length + k.shape[2]
+        fresh = padding_between(rule, state.length, total, total)
+        state = with_space(state, rule, k.shape[2])
+        recorded = q.requires_grad or (bias is not None and bias.requires_grad) or self.learns(k.shape[3])
+        longer = state.append(k, v, fresh, recorded=recorded)
+        if longer.padding is not None:
+            rule = with_padding(rule, longer.padding)
+        longer = settled(self, q, longer, rule, bias, recorded)
+        return over_runs(self, q, longer, rule, bias), longer
+
+    slotted: ClassVar[bool] = True
+    """Whether its states have a form whose steps can be captured, `slot`."""
+
+    def slot(self, qk_length: int, state: Any, clock: Callable[[int], Clock], window: int | None) -> Slot:
+        """A state of heads of this length as memory that stays where it is, for steps that a GPU replays. `clock` gives
+        that of layers which hold so many of the last tokens; `window` is how many of them a token sees."""
+        if window is not None and state.length > 2 * window:
+            state = state.resized(window, state.length - window)
+        return CacheSlot(state, clock(state.length), None if window is None else window - 1)
+
+    def cost(self, work: Work) -> Cost:
+        """What this mechanism costs on some work, its similarity counted as it runs; see `regard.core.cost`."""
+        counted = score_cost(work, self.precision(work.dtype), similarity_flops(self, work))
+        kind = self.state_type(work.qk_length)
+        if kind is KeyValueState:
+            return counted
+        sizes = Sizes(1, work.num_kv_heads, work.qk_length, work.value_length, work.dtype, "meta")
+        try:
+            state = self.empty_state(sizes, work.key_length)
+        except Exception:  # of a user's code, which may need numbers
+            state = self.empty_state(replace(sizes, device="cpu"), work.key_length)
+        note = f"its state is counted as an empty {kind.__name__}, its FLOPs and bytes as those of its formula"
+        notes = [counted.note, note] if counted.note else [note]
+        return replace(counted, state_bytes=work.batch * state.nbytes, note="; ".join(notes))
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnnormalisedMechanism(Mechanism):
+    """A mechanism whose weights are the similarities as they are, of any size and sign: no division by their sum.
+
+    Sigmoid attention as it is published is one (Ramapuram et al. 2025, "Theory, analysis, and best practices for
+    sigmoid self-attention"). The laws about weights that are at least 0 and sum to 1 do not apply.
+
+    >>> import regard as rg, torch
+    >>> from dataclasses import dataclass
+    >>> @dataclass(frozen=True, kw_only=True)
+    ... class Sigmoid(rg.UnnormalisedMechanism):
+    ...     def similarity(self, q, k):
+    ...         return torch.sigmoid(q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5 - 2)
+    >>> q = k = torch.zeros(1, 1, 2, 4)
+    >>> rg.weights(q, k, Sigmoid(), mask=rg.causal)[0, 0, 1].sum().item() < 0.5
+    True
+    """
+
+    excuses: ClassVar[Mapping[str, str]] = {
+        "normalised": "the weights are not normalised",
+        "extremes": "weights that are not normalised grow with the scores",
+    }
+
+    def normalise(self, similar: Float[Tensor, "*b T S"]) -> Float[Tensor, "*b T S"]:
+        return similar

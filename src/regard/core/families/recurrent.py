@@ -1,0 +1,210 @@
+"""Mechanisms whose history is a matrix that every token changes: sums S of keys and values, which queries read.
+
+    out_t = scale · q_t S_t,       scale = 1 / sqrt(qk_length)
+
+How a token changes S is a member's: `walk` does it for a sequence, and `table` states the weights that come of it. S is
+linear in the values, so there are exact weights; they are not normalised, and of any sign. The order of tokens is part
+of the formula, so members are causal by themselves, also without a mask. A key that padding hides adds nothing. Other
+masks hide keys pair by pair, or take them out again, which S cannot: they are refused.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from operator import index
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from regard.core.calls.call import Call, in_own_dtype
+from regard.core.calls.choice import Path
+from regard.core.cost import Cost, Work, accumulator
+from regard.core.eager import symbolic
+from regard.core.families.mechanism import UnnormalisedMechanism
+from regard.core.masks import Mask
+from regard.core.masks.guard import cleaned, taint
+from regard.core.masks.structure import EVERYTHING, Structure, reached, structure
+from regard.core.owned import unstated
+from regard.core.paths import reference
+from regard.core.paths.exact import choose_scores
+from regard.core.states.fixed_state import FixedState
+from regard.core.states.state import Sizes, State
+
+CHUNK = 64
+"""Tokens after which the sums are brought up to date: as many as a usual head has features."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class RecurrentState(FixedState):
+    """The sums S (B, G, K, V), in float32 or better: all that is kept, whatever the length."""
+
+    sums: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecurrentMechanism(UnnormalisedMechanism):
+    """A mechanism with a matrix for its history. A subclass states `table`, `walk` and what these cost."""
+
+    ordered: ClassVar[bool] = True
+    slotted: ClassVar[bool] = False
+    excuses: ClassVar[Mapping[str, str]] = {
+        **UnnormalisedMechanism.excuses,
+        "permuted": "what a key counts for depends on the tokens that came after it",
+    }
+
+    def table(
+        self, q: Tensor, k: Tensor, places: Tensor, real: Tensor | None, groups: list[int] | None = None
+    ) -> Tensor:
+        """The plain formula: the weights (B, H, T, S) of queries that stand at `places` among the keys.
+
+        `real` (B, 1, S, 1) says which keys padding does not hide; `groups` is the key head of each query head, where
+        heads are chosen.
+        """
+        raise unstated(self, "table(q, k, places, real, groups)")
+
+    def walk(
+        self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, sums: Tensor | None, keep: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """The output of the queries of the last tokens, given the sums before all of them; and, to `keep`, the sums
+        after them. Hidden keys are 0."""
+        raise unstated(self, "walk(q, k, v, real, sums, keep)")
+
+    def walk_flops(self, work: Work, queries: int, keys: int, history: bool, keep: bool) -> int:
+        """FLOPs of `walk` for each key head."""
+        raise unstated(self, "walk_flops(work, queries, keys, history, keep)")
+
+    def walk_size(self, work: Work, tokens: int) -> int:
+        """Numbers that `walk` holds at once, for each key head."""
+        raise unstated(self, "walk_size(work, tokens)")
+
+    def weigh(
+        self,
+        q: Float[Tensor, "B H T K"],
+        k: Float[Tensor, "B G S K"],
+        visible: Bool[Tensor, "..."] | None,
+        bias: Float[Tensor, "..."] | None = None,
+    ) -> Float[Tensor, "B H T S"]:
+        # The last query stands at the last key, so it sees every key that padding does not hide.
+        real = None if visible is None else visible[..., -1, :, None]
+        return self.table(q, k, torch.arange(k.shape[2] - q.shape[2], k.shape[2], device=q.device), real)
+
+    def choose_weights(self, call: Call, rows: list[int] | None, heads: list[int] | None) -> Tensor:
+        tainted = taint(call.k, call.k)
+        k, q = cleaned(call.k, tainted), choose_scores(call.q, rows, heads)
+        size = (*q.shape[:3], call.keys)
+        if 0 in size:
+            return q.new_zeros(size) + q[..., :0].sum() + k[..., :0].sum()
+        groups = None if heads is None else [head // (call.heads // call.groups) for head in heads]
+        places = torch.arange(call.queries, device=q.device) + call.keys - call.queries
+        with in_own_dtype(q):
+            weights = self.table(q, k, places if rows is None else places[rows], _real(call), groups).to(q.dtype)
+        if tainted is None:
+            return weights
+        seen = choose_scores(reached(call.mask, tainted, call.heads, call.queries)[..., None], rows, heads)
+        return weights.masked_fill(seen, torch.nan)
+
+    def refuses(self, call: Call) -> str | None:
+        return super().refuses(call) or self.streams(call.qk_length, call.structure)
+
+    def streams(self, qk_length: int, known: Structure = EVERYTHING) -> str | None:
+        if known.rest is None and not known.windowed:
+            return None
+        given = f"{known.rest!r}" if known.rest is not None else "a window"
+        return f"mask: expected causal, padding, both or none for {self!r}: its sums cannot drop a key, got {given}"
+
+    def paths(self) -> tuple[Path, ...]:
+        return (RECURRENT, reference.PATH)
+
+    def state_type(self, qk_length: int) -> type[Any]:
+        return RecurrentState
+
+    def empty_state(self, sizes: Sizes, capacity: int, storage: torch.dtype | None = None) -> State:
+        if storage is not None:
+            raise ValueError(f"storage: expected None, {self!r} keeps sums, not keys and values, got {storage}")
+        return RecurrentState(mechanism=self, sizes=sizes, sums=sizes.zeros(sizes.qk_length, sizes.value_length))
+
+    def advance(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        state: RecurrentState,
+        rule: Mask | None,
+        bias: Tensor | None,
+    ) -> tuple[Tensor, Any]:
+        new = state.receive(k, v, rule)
+        if k.shape[2] == 0 or state.batch == 0:
+            return new.attended(q.new_zeros(*q.shape[:3], v.shape[3]) + q[..., :0].sum())
+        out, sums = self.walk(q, new.k, new.v, new.real, new.state.sums if state.length else None, keep=True)
+        assert sums is not None
+        return new.attended(out, sums=sums)
+
+    def cost(self, work: Work) -> Cost:
+        known = structure(work.rule, work.query_length, work.key_length)
+        if (reason := self.streams(work.qk_length, known)) is not None:
+            raise ValueError(reason)
+        heads, itemsize = work.batch * work.num_kv_heads, accumulator(work.dtype).itemsize
+        state_bytes = heads * work.qk_length * work.value_length * itemsize
+        # Fewer queries than keys are a step of a stream, unless the keys are not cached.
+        streamed = work.cached and work.query_length < work.key_length
+        keys = work.query_length if streamed else work.key_length
+        queries = min(work.query_length, keys)
+        moved = work.io_bytes
+        if streamed:
+            moved = replace(work, key_length=keys, mask=None).io_bytes + state_bytes
+        return Cost(
+            flops=heads * self.walk_flops(work, queries, keys, streamed, streamed) if queries else 0,
+            bytes=moved,
+            state_bytes=state_bytes,
+            # The walk's own, and a copy of keys and values that is free of NaN.
+            activation_bytes=heads * self.walk_size(work, queries) * itemsize
+            + heads * keys * (work.qk_length + work.value_length) * work.itemsize,
+            form="linear",
+        )
+
+
+def _real(call: Call) -> Tensor | None:
+    """Which keys are real, (B, 1, S, 1)."""
+    valid = call.structure.valid(call.keys, call.q.device)
+    return None if valid is None else valid[:, None, :, None]
+
+
+def _cannot(call: Call) -> str | None:
+    if symbolic(call.queries, call.keys):
+        return "a trace that holds a length open cannot cut it into chunks"
+    return None
+
+
+def _run(call: Call) -> Tensor:
+    """sums that every token changes, in chunks of 64: time and memory linear in the length."""
+    mechanism: Any = call.mechanism
+    q, k, real = call.q, call.k, _real(call)
+    if real is not None:
+        k = k.masked_fill(~real, 0)
+        sees = reached(call.mask, torch.ones_like(k[..., 0], dtype=torch.bool), call.heads, call.queries)
+        q = q.masked_fill(~sees[..., None], 0)  # a query that sees nothing must not reach the keys' gradients either
+    # Lengths as numbers: compiled, a graph for each. Of blocks of a length that is held open Dynamo thinks for minutes.
+    blind = max(0, index(call.queries) - index(call.keys))  # queries before the first key
+    out, _ = mechanism.walk(q[:, :, blind:], k, call.v, real, None, keep=False)
+    return F.pad(out, (0, 0, blind, 0)) if blind else out
+
+
+RECURRENT = Path("recurrent", _cannot, _run)
+
+
+def seen_keys(places: Tensor, keys: int, real: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Which keys stand at or before queries at `places`, (T, S); and which of them padding does not hide."""
+    before = places[:, None] >= torch.arange(keys, device=places.device)
+    return before, before if real is None else before & real.transpose(-1, -2)
+
+
+def chunk_size(tokens: int) -> int:
+    """Tokens of a chunk: a power of two, so that its blocks can be joined in pairs."""
+    return min(CHUNK, 1 << (tokens - 1).bit_length())
+
+
+def filled(x: Tensor, more: int) -> Tensor:
+    """Tokens (…, T, D) with `more` zeros after them."""
+    return F.pad(x, (0, 0, 0, more)) if more else x

@@ -1,0 +1,526 @@
+"""Softmax attention within a band of positions and an interval of keys for each batch row, in Triton.
+
+The flash algorithm (Dao et al. 2022), forward and backward: a tile of queries walks only the keys that some of its rows
+may see; keys that all of its rows see need no mask. Causal, windows, padding, and as many queries as you like.
+
+A key that is hidden has weight 0, but 0 · NaN is NaN. So a result that is not finite is computed again, with bad keys
+and values set to 0, and NaN given to the queries that see one. Nobody has to look at the keys beforehand.
+"""
+
+import triton
+import triton.language as tl
+
+from regard.core.kernels.common import bad_rows, product, rows_of
+
+
+@triton.jit
+def visible(position, place, low, high, before, after, BEFORE: tl.constexpr, AFTER: tl.constexpr, WITHIN: tl.constexpr):
+    """Which queries at `position` see which keys at `place`; one of them is a column, the other a row. WITHIN says that
+    all keys are within [low, high), or hidden by the band."""
+    if WITHIN and AFTER and not BEFORE:
+        seen = place <= position + after
+    elif WITHIN and BEFORE and not AFTER:
+        seen = place >= position - before
+    else:
+        seen = (place >= low) & (place < high)
+        if BEFORE:
+            seen = seen & (place >= position - before)
+        if AFTER:
+            seen = seen & (place <= position + after)
+    return seen
+
+
+@triton.jit
+def keys_of(base, row_stride, place, low, high, column, WIDTH: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr):
+    """The keys or values at `place`, 0 beyond [low, high); where all are within, without a mask."""
+    if MASKED:
+        tile = rows_of(base, row_stride, place, (place >= low) & (place < high), column, WIDTH, WIDTH == BLOCK)
+    elif WIDTH == BLOCK:
+        tile = tl.load(base + place.to(tl.int64)[:, None] * row_stride + column[None, :])
+    else:
+        tile = tl.load(
+            base + place.to(tl.int64)[:, None] * row_stride + column[None, :], mask=(column < WIDTH)[None, :], other=0.0
+        )
+    return tile
+
+
+@triton.jit
+def span_of(first, last, low, high, before, after, BEFORE: tl.constexpr, AFTER: tl.constexpr, STEP: tl.constexpr):
+    """Of queries at [first, last]: the first key that one of them sees, the steps of keys that all of them see, and the
+    end of the keys that one of them sees."""
+    full_low, full_high = low, high
+    if BEFORE:
+        low, full_low = tl.maximum(low, first - before), tl.maximum(low, last - before)
+    if AFTER:
+        high, full_high = tl.minimum(high, last + after + 1), tl.minimum(high, first + after + 1)
+    begin = low + tl.cdiv(tl.maximum(full_low - low, 0), STEP) * STEP
+    end = begin + tl.maximum(full_high - begin, 0) // STEP * STEP
+    return low, begin, end, high
+
+
+@triton.jit
+def attend_step(
+    q, sums, top, total, spoiled, start, k_base, v_base, k_row, v_row, position, low, high, before, after, factor,
+    C: tl.constexpr, V: tl.constexpr, CB: tl.constexpr, VB: tl.constexpr, STEP: tl.constexpr, BEFORE: tl.constexpr,
+    AFTER: tl.constexpr, WITHIN: tl.constexpr, MASKED: tl.constexpr, CLEAN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One step of keys for a tile of queries."""
+    c, v = tl.arange(0, CB), tl.arange(0, VB)
+    place = start + tl.arange(0, STEP)
+    k = keys_of(k_base, k_row, place, low, high, c, C, CB, MASKED)
+    values = keys_of(v_base, v_row, place, low, high, v, V, VB, MASKED)
+    if CLEAN:
+        bad = bad_rows(k, values)
+        k = tl.where(bad[:, None], tl.zeros_like(k), k)
+        values = tl.where(bad[:, None], tl.zeros_like(values), values)
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    middle = tl.maximum(top, tl.max(scores, 1) * factor)
+    if MASKED:
+        seen = visible(position[:, None], place[None, :], low, high, before, after, BEFORE, AFTER, WITHIN)
+        scores = tl.where(seen, scores, float("-inf"))
+        larger = tl.maximum(top, tl.max(scores, 1) * factor)
+        middle = tl.where(larger == float("-inf"), 0.0, larger)
+        if CLEAN:
+            spoiled |= tl.max((seen & bad[None, :]).to(tl.int32), 1)
+    weights = tl.exp2(scores * factor - middle[:, None])
+    share = tl.exp2(top - middle)
+    total = total * share + tl.sum(weights, 1)
+    sums = product(weights.to(values.dtype), values, sums * share[:, None], PRECISION)
+    top = middle
+    if MASKED:
+        top = larger
+    return sums, top, total, spoiled
+
+
+@triton.jit(do_not_specialize=["queries", "keys", "before", "after", "sequences"])
+def band_kernel(
+    Q, K, VALUES, LOW, HIGH, PARTS, OUT, LSE,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
+    queries, keys, heads, groups, before, after, factor, sequences,
+    C: tl.constexpr, V: tl.constexpr, CB: tl.constexpr, VB: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
+    BOUNDED: tl.constexpr, BEFORE: tl.constexpr, AFTER: tl.constexpr, NARROW: tl.constexpr, SIMPLE: tl.constexpr,
+    PACKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The output of a tile of queries, and its log-sum-exp: infinite where it sees nothing, or a key or value that is
+    not finite."""
+    tile, line = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)  # the longest rows first
+    batch, head = (line // heads).to(tl.int64), (line % heads).to(tl.int64)
+    group, origin = head // (heads // groups), 0
+    row = line.to(tl.int64) * queries
+    if PACKED:
+        batch, origin, row, queries = part_of(PARTS, batch, head, heads, queries, sequences)
+        keys = queries
+        if tile * ROWS >= queries:
+            return
+    low, high = 0, keys
+    if BOUNDED:
+        low, high = tl.load(LOW + batch), tl.minimum(tl.load(HIGH + batch), keys)
+    t = tile * ROWS + tl.arange(0, ROWS)
+    shift = keys - queries
+    position = t + shift
+    lowest, begin, end, highest = span_of(
+        tile * ROWS + shift, tl.minimum(tile * ROWS + ROWS, queries) - 1 + shift, low, high, before, after,
+        BEFORE, AFTER, STEP,
+    )  # fmt: skip
+    q_base = Q + batch * q_batch + head * q_head + origin * q_row
+    q = rows_of(q_base, q_row, t, t < queries, tl.arange(0, CB), C, C == CB)
+    k_base = K + batch * k_batch + group * k_head + origin * k_row
+    v_base = VALUES + batch * v_batch + group * v_head + origin * v_row
+    sums, spoiled = tl.zeros([ROWS, VB], tl.float32), tl.zeros([ROWS], tl.int32)
+    top, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
+    if BEFORE:
+        for start in range(lowest, tl.minimum(begin, highest), STEP):
+            sums, top, total, spoiled = attend_step(
+                q, sums, top, total, spoiled, start, k_base, v_base, k_row, v_row, position, lowest, highest,
+                before, after, factor, C, V, CB, VB, STEP, BEFORE, AFTER and NARROW, not NARROW, True, False, PRECISION,
+            )  # fmt: skip
+    for start in range(begin, end, STEP):
+        sums, top, total, spoiled = attend_step(
+            q, sums, top, total, spoiled, start, k_base, v_base, k_row, v_row, position, lowest, highest,
+            before, after, factor, C, V, CB, VB, STEP, BEFORE, AFTER, False, False, False, PRECISION,
+        )  # fmt: skip
+    for start in range(end, highest, STEP):
+        sums, top, total, spoiled = attend_step(
+            q, sums, top, total, spoiled, start, k_base, v_base, k_row, v_row, position, lowest, highest,
+            before, after, factor, C, V, CB, VB, STEP, False, AFTER, SIMPLE, True, False, PRECISION,
+        )  # fmt: skip
+    bad = tl.sum((total - total != 0).to(tl.int32), 0) + tl.sum(tl.sum((sums - sums != 0).to(tl.int32), 1), 0)
+    if bad > 0:
+        sums, top, total, spoiled = attend_carefully(
+            q, spoiled, k_base, v_base, k_row, v_row, position, lowest, highest, before, after, factor,
+            C, V, CB, VB, ROWS, STEP, BEFORE, AFTER, PRECISION,
+        )  # fmt: skip
+    store_tile(
+        sums, top, total, spoiled, t, queries, OUT + batch * o_batch + head * o_head + origin * o_row, o_row, LSE + row,
+        V, VB,
+    )  # fmt: skip
+
+
+@triton.jit
+def part_of(PARTS, part, head, heads, total, sequences):
+    """Of one of the packed sequences: its batch row, its first token, where its numbers per query begin, its length."""
+    batch, origin = tl.load(PARTS + part).to(tl.int64), tl.load(PARTS + sequences + part).to(tl.int64)
+    return batch, origin, (batch * heads + head) * total + origin, tl.load(PARTS + 2 * sequences + part)
+
+
+@triton.jit
+def attend_carefully(
+    q, spoiled, k_base, v_base, k_row, v_row, position, low, high, before, after, factor,
+    C: tl.constexpr, V: tl.constexpr, CB: tl.constexpr, VB: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
+    BEFORE: tl.constexpr, AFTER: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """All steps of keys, bad ones set to 0; `spoiled` are the queries that see one."""
+    sums = tl.zeros([ROWS, VB], tl.float32)
+    top, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
+    for start in range(low, high, STEP):
+        sums, top, total, spoiled = attend_step(
+            q, sums, top, total, spoiled, start, k_base, v_base, k_row, v_row, position, low, high,
+            before, after, factor, C, V, CB, VB, STEP, BEFORE, AFTER, False, True, True, PRECISION,
+        )  # fmt: skip
+    return sums, top, total, spoiled
+
+
+@triton.jit
+def store_tile(sums, top, total, spoiled, t, queries, o_base, o_row, LSE, V: tl.constexpr, VB: tl.constexpr):
+    """Write the outputs of a tile of queries and their log-sum-exps."""
+    here, v = t < queries, tl.arange(0, VB)
+    out = sums / tl.where(total == 0, 1.0, total)[:, None]
+    out = tl.where((spoiled > 0)[:, None], float("nan"), out)
+    lse = (top + tl.log2(total)) * 0.6931471805599453
+    lse = tl.where((total == 0) | (spoiled > 0), float("inf"), lse)
+    tl.store(LSE + t, lse, mask=here)
+    tl.store(o_base + t.to(tl.int64)[:, None] * o_row + v[None, :], out, mask=here[:, None] & (v < V)[None, :])
+
+
+@triton.jit(do_not_specialize=["queries"])
+def mend_kernel(
+    Q, K, VALUES, OUT, LSE,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
+    queries, heads, groups, factor,
+    C: tl.constexpr, V: tl.constexpr, CB: tl.constexpr, VB: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Causal attention as another kernel computed it, computed again for heads whose last query is not finite."""
+    line = tl.program_id(1)
+    batch, head = (line // heads).to(tl.int64), (line % heads).to(tl.int64)
+    group = head // (heads // groups)
+    o_base = OUT + batch * o_batch + head * o_head
+    if spoiled_heads(o_base, 0, o_row, 0, 1, queries, V, VB) == 0:
+        return
+    for tile in range(tl.program_id(0), tl.cdiv(queries, ROWS), tl.num_programs(0)):
+        t = tile * ROWS + tl.arange(0, ROWS)
+        q = rows_of(Q + batch * q_batch + head * q_head, q_row, t, t < queries, tl.arange(0, CB), C, C == CB)
+        k_base, v_base = K + batch * k_batch + group * k_head, VALUES + batch * v_batch + group * v_head
+        sums, top, total, spoiled = attend_carefully(
+            q, tl.zeros([ROWS], tl.int32), k_base, v_base, k_row, v_row, t, 0,
+            tl.minimum(tile * ROWS + ROWS, queries), 0, 0, factor, C, V, CB, VB, ROWS, STEP, False, True, PRECISION,
+        )  # fmt: skip
+        store_tile(sums, top, total, spoiled, t, queries, o_base, o_row, LSE + line.to(tl.int64) * queries, V, VB)
+
+
+@triton.jit
+def spoiled_heads(base, o_head, o_row, group, shared, queries, V: tl.constexpr, VB: tl.constexpr):
+    """How many numbers of the last query's outputs, of all heads of a group, are not finite."""
+    v, bad = tl.arange(0, VB), 0
+    for r in range(shared):
+        place = base + (group * shared + r) * o_head + (queries - 1).to(tl.int64) * o_row + v
+        newest = tl.load(place, mask=v < V, other=0.0).to(tl.float32)
+        bad += tl.sum((newest - newest != 0).to(tl.int32), 0)
+    return bad
+
+
+@triton.jit
+def queries_step(
+    grads, q, g, lse, delta, start, k_base, v_base, k_row, v_row, position, low, high, before, after, factor,
+    C: tl.constexpr, V: tl.constexpr, CB: tl.constexpr, VB: tl.constexpr, STEP: tl.constexpr, BEFORE: tl.constexpr,
+    AFTER: tl.constexpr, WITHIN: tl.constexpr, MASKED: tl.constexpr, CLEAN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What one step of keys adds to the gradients of a tile of queries."""
+    c, v = tl.arange(0, CB), tl.arange(0, VB)
+    place = start + tl.arange(0, STEP)
+    k = keys_of(k_base, k_row, place, low, high, c, C, CB, MASKED)
+    values = keys_of(v_base, v_row, place, low, high, v, V, VB, MASKED)
+    if CLEAN:
+        bad = bad_rows(k, values)
+        k = tl.where(bad[:, None], tl.zeros_like(k), k)
+        values = tl.where(bad[:, None], tl.zeros_like(values), values)
+    weights = tl.exp2(tl.dot(q, tl.trans(k), input_precision=PRECISION) * factor - lse[:, None])
+    reached = tl.dot(g, tl.trans(values), input_precision=PRECISION) - delta[:, None]
+    slopes = weights * reached
+    if MASKED:
+        seen = visible(position[:, None], place[None, :], low, high, before, after, BEFORE, AFTER, WITHIN)
+        slopes = tl.where(seen, slopes, 0.0)
+    return product(slopes.to(k.dtype), k, grads, PRECISION)
+
+
+@triton.jit(do_not_specialize=["queries", "keys", "before", "after", "sequences"])
+def band_queries_kernel(
+    Q, K, VALUES, LOW, HIGH, PARTS, OUT, LSE, GRAD, DELTA, Q_GRAD,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
+    g_batch, g_head, g_row, dq_batch, dq_head, dq_row,
+    queries, keys, heads, groups, before, after, factor, sequences, scale,
+    C: tl.constexpr, V: tl.constexpr, CB: tl.constexpr, VB: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
+    BOUNDED: tl.constexpr, BEFORE: tl.constexpr, AFTER: tl.constexpr, NARROW: tl.constexpr, SIMPLE: tl.constexpr,
+    PACKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The gradients of a tile of queries, and their delta = sum of gradient · output, which those of the keys need."""
+    tile, line = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
+    batch, head = (line // heads).to(tl.int64), (line % heads).to(tl.int64)
+    group, origin = head // (heads // groups), 0
+    row = line.to(tl.int64) * queries
+    if PACKED:
+        batch, origin, row, queries = part_of(PARTS, batch, head, heads, queries, sequences)
+        keys = queries
+        if tile * ROWS >= queries:
+            return
+    low, high = 0, keys
+    if BOUNDED:
+        low, high = tl.load(LOW + batch), tl.minimum(tl.load(HIGH + batch), keys)
+    t = tile * ROWS + tl.arange(0, ROWS)
+    shift = keys - queries
+    position = t + shift
+    lowest, begin, end, highest = span_of(
+        tile * ROWS + shift, tl.minimum(tile * ROWS + ROWS, queries) - 1 + shift, low, high, before, after,
+        BEFORE, AFTER, STEP,
+    )  # fmt: skip
+    q, g, lse, delta = queries_of(
+        Q + batch * q_batch + head * q_head + origin * q_row, GRAD + batch * g_batch + head * g_head + origin * g_row,
+        OUT + batch * o_batch + head * o_head + origin * o_row, LSE + row, q_row, g_row, o_row, t, queries,
+        C, V, CB, VB,
+    )  # fmt: skip
+    tl.store(DELTA + row + t, delta, mask=t < queries)
+    k_base = K + batch * k_batch + group * k_head + origin * k_row
+    v_base = VALUES + batch * v_batch + group * v_head + origin * v_row
+    grads = tl.zeros([ROWS, CB], tl.float32)
+    if BEFORE:
+        for start in range(lowest, tl.minimum(begin, highest), STEP):
+            grads = queries_step(
+                grads, q, g, lse, delta, start, k_base, v_base, k_row, v_row, position, lowest, highest,
+                before, after, factor, C, V, CB, VB, STEP, BEFORE, AFTER and NARROW, not NARROW, True, False, PRECISION,
+            )  # fmt: skip
+    for start in range(begin, end, STEP):
+        grads = queries_step(
+            grads, q, g, lse, delta, start, k_base, v_base, k_row, v_row, position, lowest, highest,
+            before, after, factor, C, V, CB, VB, STEP, BEFORE, AFTER, False, False, False, PRECISION,
+        )  # fmt: skip
+    for start in range(end, highest, STEP):
+        grads = queries_step(
+            grads, q, g, lse, delta, start, k_base, v_base, k_row, v_row, position, lowest, highest,
+            before, after, factor, C, V, CB, VB, STEP, False, AFTER, SIMPLE, True, False, PRECISION,
+        )  # fmt: skip
+    bad = tl.sum(tl.sum((grads - grads != 0).to(tl.int32), 1), 0)
+    if bad > 0:
+        grads = tl.zeros([ROWS, CB], tl.float32)
+        for start in range(lowest, highest, STEP):
+            grads = queries_step(
+                grads, q, g, lse, delta, start, k_base, v_base, k_row, v_row, position, lowest, highest,
+                before, after, factor, C, V, CB, VB, STEP, BEFORE, AFTER, False, True, True, PRECISION,
+            )  # fmt: skip
+    c = tl.arange(0, CB)
+    place = Q_GRAD + batch * dq_batch + head * dq_head + (origin + t.to(tl.int64))[:, None] * dq_row + c[None, :]
+    tl.store(place, grads * scale, mask=(t < queries)[:, None] & (c < C)[None, :])
+
+
+@triton.jit
+def queries_of(
+    q_base, g_base, o_base, LSE, q_row, g_row, o_row, t, queries,
+    C: tl.constexpr, V: tl.constexpr, CB: tl.constexpr, VB: tl.constexpr,
+):  # fmt: skip
+    """Of a tile of queries: themselves, the gradients of their outputs, log-sum-exps in base 2, and delta. Queries that
+    see nothing, or a number that is not finite, have an infinite log-sum-exp and pass nothing on."""
+    c, v = tl.arange(0, CB), tl.arange(0, VB)
+    lse = tl.load(LSE + t, mask=t < queries, other=float("inf"))
+    usable = lse < float("inf")
+    q = rows_of(q_base, q_row, t, t < queries, c, C, C == CB)
+    g = rows_of(g_base, g_row, t, usable, v, V, V == VB)
+    o = rows_of(o_base, o_row, t, usable, v, V, V == VB)
+    return q, g.to(q.dtype), lse * 1.4426950408889634, tl.sum(g.to(tl.float32) * o.to(tl.float32), 1)
+
+
+@triton.jit
+def keys_step(
+    k_grads, v_grads, k, values, start, q_base, g_base, o_base, q_row, g_row, o_row, LSE, DELTA, place, shift, queries,
+    low, high, before, after, factor,
+    C: tl.constexpr, V: tl.constexpr, CB: tl.constexpr, VB: tl.constexpr, ROWS: tl.constexpr, BEFORE: tl.constexpr,
+    AFTER: tl.constexpr, MASKED: tl.constexpr, CLEAN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What one tile of queries adds to the gradients of a step of keys."""
+    t = start + tl.arange(0, ROWS)
+    if CLEAN:  # the gradients of queries whose output is NaN go nowhere, whatever they are
+        q, g, lse, delta = queries_of(q_base, g_base, o_base, LSE, q_row, g_row, o_row, t, queries, C, V, CB, VB)
+    else:
+        here = t < queries
+        lse = tl.load(LSE + t, mask=here, other=float("inf")) * 1.4426950408889634
+        delta = tl.load(DELTA + t, mask=here, other=0.0)
+        q = rows_of(q_base, q_row, t, here, tl.arange(0, CB), C, C == CB)
+        g = rows_of(g_base, g_row, t, here, tl.arange(0, VB), V, V == VB).to(q.dtype)
+    weights = tl.exp2(tl.dot(k, tl.trans(q), input_precision=PRECISION) * factor - lse[None, :])
+    if MASKED:
+        seen = visible((t + shift)[None, :], place[:, None], low, high, before, after, BEFORE, AFTER, False)
+        weights = tl.where(seen, weights, 0.0)
+    v_grads = product(weights.to(g.dtype), g, v_grads, PRECISION)
+    reached = tl.dot(values, tl.trans(g), input_precision=PRECISION)
+    slopes = weights * (reached - delta[None, :])
+    k_grads = product(slopes.to(q.dtype), q, k_grads, PRECISION)
+    return k_grads, v_grads
+
+
+@triton.jit
+def clean_keys(
+    k_base, v_base, k_row, v_row, place, inside,
+    C: tl.constexpr, V: tl.constexpr, CB: tl.constexpr, VB: tl.constexpr,
+):  # fmt: skip
+    """Keys and values, 0 where they are hidden or not finite."""
+    k = rows_of(k_base, k_row, place, inside, tl.arange(0, CB), C, C == CB)
+    values = rows_of(v_base, v_row, place, inside, tl.arange(0, VB), V, V == VB)
+    bad = bad_rows(k, values)
+    return tl.where(bad[:, None], tl.zeros_like(k), k), tl.where(bad[:, None], tl.zeros_like(values), values)
+
+
+@triton.jit
+def store_keys(
+    k_grads, v_grads, place, inside, keys, scale, k_base, v_base, k_row, v_row,
+    C: tl.constexpr, V: tl.constexpr, CB: tl.constexpr, VB: tl.constexpr,
+):  # fmt: skip
+    """Write the gradients of keys and values: exactly 0 where they are hidden."""
+    c, v, real = tl.arange(0, CB), tl.arange(0, VB), place < keys
+    k_grads, v_grads = tl.where(inside[:, None], k_grads, 0.0), tl.where(inside[:, None], v_grads, 0.0)
+    row = place.to(tl.int64)[:, None]
+    tl.store(k_base + row * k_row + c[None, :], k_grads * scale, mask=real[:, None] & (c < C)[None, :])
+    tl.store(v_base + row * v_row + v[None, :], v_grads, mask=real[:, None] & (v < V)[None, :])
+
+
+@triton.jit(do_not_specialize=["queries", "keys", "before", "after", "sequences"])
+def band_keys_kernel(
+    Q, K, VALUES, LOW, HIGH, PARTS, OUT, LSE, GRAD, DELTA, K_GRAD, V_GRAD,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
+    g_batch, g_head, g_row, dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row,
+    queries, keys, heads, groups, before, after, factor, sequences, scale,
+    C: tl.constexpr, V: tl.constexpr, CB: tl.constexpr, VB: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
+    BOUNDED: tl.constexpr, BEFORE: tl.constexpr, AFTER: tl.constexpr, NARROW: tl.constexpr, SIMPLE: tl.constexpr,
+    PACKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The gradients of STEP keys and values, over all query heads of their group."""
+    tile, line = tl.program_id(0), tl.program_id(1)
+    batch, group = (line // groups).to(tl.int64), (line % groups).to(tl.int64)
+    shared, origin, total = heads // groups, 0, queries
+    if PACKED:
+        batch, origin, _, queries = part_of(PARTS, batch, group, groups, total, sequences)
+        keys = queries
+        if tile * STEP >= keys:
+            return
+    low, high = 0, keys
+    if BOUNDED:
+        low, high = tl.load(LOW + batch), tl.minimum(tl.load(HIGH + batch), keys)
+    place = tile * STEP + tl.arange(0, STEP)
+    inside = (place >= low) & (place < high)
+    k, values = clean_keys(
+        K + batch * k_batch + group * k_head + origin * k_row,
+        VALUES + batch * v_batch + group * v_head + origin * v_row, k_row, v_row, place, inside, C, V, CB, VB,
+    )  # fmt: skip
+    shift = keys - queries
+    nearest, furthest = tl.maximum(tile * STEP, low), tl.minimum(tile * STEP + STEP, high) - 1
+    # Queries that see one of these keys, and those that see all of them.
+    lowest, highest, first, last = 0, queries, 0, queries
+    if AFTER:
+        lowest = tl.maximum(lowest, nearest - after - shift)
+        first = tl.maximum(first, furthest - after - shift)
+    if BEFORE:
+        highest = tl.minimum(highest, furthest + before - shift + 1)
+        last = tl.minimum(last, nearest + before - shift + 1)
+    highest = tl.where(nearest > furthest, lowest, highest)  # padding alone: nobody sees it
+    begin = lowest + tl.cdiv(tl.maximum(first - lowest, 0), ROWS) * ROWS
+    end = begin + tl.maximum(tl.minimum(last, highest) - begin, 0) // ROWS * ROWS
+    k_grads, v_grads = tl.zeros([STEP, CB], tl.float32), tl.zeros([STEP, VB], tl.float32)
+    for r in range(shared):
+        head = group * shared + r
+        row = (batch * heads + head) * total + origin
+        q_base = Q + batch * q_batch + head * q_head + origin * q_row
+        g_base = GRAD + batch * g_batch + head * g_head + origin * g_row
+        for start in range(lowest, tl.minimum(begin, highest), ROWS):
+            k_grads, v_grads = keys_step(
+                k_grads, v_grads, k, values, start, q_base, g_base, OUT, q_row, g_row, o_row, LSE + row, DELTA + row,
+                place, shift, queries, low, high, before, after, factor, C, V, CB, VB, ROWS, BEFORE, AFTER, True, False,
+                PRECISION,
+            )  # fmt: skip
+        for start in range(begin, end, ROWS):
+            k_grads, v_grads = keys_step(
+                k_grads, v_grads, k, values, start, q_base, g_base, OUT, q_row, g_row, o_row, LSE + row, DELTA + row,
+                place, shift, queries, low, high, before, after, factor, C, V, CB, VB, ROWS, BEFORE, AFTER, False,
+                False, PRECISION,
+            )  # fmt: skip
+        for start in range(end, highest, ROWS):
+            k_grads, v_grads = keys_step(
+                k_grads, v_grads, k, values, start, q_base, g_base, OUT, q_row, g_row, o_row, LSE + row, DELTA + row,
+                place, shift, queries, low, high, before, after, factor, C, V, CB, VB, ROWS, BEFORE, AFTER, True, False,
+                PRECISION,
+            )  # fmt: skip
+    bad = tl.sum(tl.sum((k_grads - k_grads != 0).to(tl.int32), 1), 0)
+    bad += tl.sum(tl.sum((v_grads - v_grads != 0).to(tl.int32), 1), 0)
+    if bad > 0:
+        k_grads, v_grads = tl.zeros([STEP, CB], tl.float32), tl.zeros([STEP, VB], tl.float32)
+        for r in range(shared):
+            head = group * shared + r
+            row = (batch * heads + head) * total + origin
+            q_base = Q + batch * q_batch + head * q_head + origin * q_row
+            g_base = GRAD + batch * g_batch + head * g_head + origin * g_row
+            o_base = OUT + batch * o_batch + head * o_head + origin * o_row
+            for start in range(lowest, highest, ROWS):
+                k_grads, v_grads = keys_step(
+                    k_grads, v_grads, k, values, start, q_base, g_base, o_base, q_row, g_row, o_row,
+                    LSE + row, DELTA + row, place, shift, queries, low, high, before, after, factor, C, V, CB, VB, ROWS,
+                    BEFORE, AFTER, True, True, PRECISION,
+                )  # fmt: skip
+    store_keys(
+        k_grads, v_grads, place, inside, keys, scale, K_GRAD + batch * dk_batch + group * dk_head + origin * dk_row,
+        V_GRAD + batch * dv_batch + group * dv_head + origin * dv_row, dk_row, dv_row, C, V, CB, VB,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["queries"])
+def mend_backward_kernel(
+    Q, K, VALUES, OUT, LSE, GRAD, Q_GRAD, K_GRAD, V_GRAD,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
+    g_batch, g_head, g_row, dq_batch, dq_head, dq_row, dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row,
+    queries, heads, groups, factor, scale,
+    C: tl.constexpr, V: tl.constexpr, CB: tl.constexpr, VB: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Gradients of causal attention as another kernel computed them, computed again for groups in which the last query
+    of a head is not finite. Tiles have as many queries as keys."""
+    line = tl.program_id(1)
+    batch, group = (line // groups).to(tl.int64), (line % groups).to(tl.int64)
+    shared = heads // groups
+    if spoiled_heads(OUT + batch * o_batch, o_head, o_row, group, shared, queries, V, VB) == 0:
+        return
+    k_base, v_base = K + batch * k_batch + group * k_head, VALUES + batch * v_batch + group * v_head
+    c = tl.arange(0, CB)
+    for tile in range(tl.program_id(0), tl.cdiv(queries, ROWS), tl.num_programs(0)):
+        t = tile * ROWS + tl.arange(0, ROWS)
+        here = t < queries
+        k, values = clean_keys(k_base, v_base, k_row, v_row, t, here, C, V, CB, VB)
+        k_grads, v_grads = tl.zeros([STEP, CB], tl.float32), tl.zeros([STEP, VB], tl.float32)
+        for r in range(shared):
+            head, row = group * shared + r, (batch * heads + group * shared + r) * queries
+            q_base, g_base = Q + batch * q_batch + head * q_head, GRAD + batch * g_batch + head * g_head
+            o_base = OUT + batch * o_batch + head * o_head
+            q, g, lse, delta = queries_of(
+                q_base, g_base, o_base, LSE + row, q_row, g_row, o_row, t, queries, C, V, CB, VB
+            )
+            grads = tl.zeros([ROWS, CB], tl.float32)
+            for start in range(0, tl.minimum(tile * ROWS + ROWS, queries), STEP):
+                grads = queries_step(
+                    grads, q, g, lse, delta, start, k_base, v_base, k_row, v_row, t, 0, queries, 0, 0, factor,
+                    C, V, CB, VB, STEP, False, True, False, True, True, PRECISION,
+                )  # fmt: skip
+            at = Q_GRAD + batch * dq_batch + head * dq_head + t.to(tl.int64)[:, None] * dq_row + c[None, :]
+            tl.store(at, grads * scale, mask=here[:, None] & (c < C)[None, :])
+            for start in range(tile * ROWS, queries, ROWS):
+                k_grads, v_grads = keys_step(
+                    k_grads, v_grads, k, values, start, q_base, g_base, o_base, q_row, g_row, o_row, LSE + row, LSE, t,
+                    0, queries, 0, queries, 0, 0, factor, C, V, CB, VB, ROWS, False, True, True, True, PRECISION,
+                )  # fmt: skip
+        store_keys(
+            k_grads, v_grads, t, here, queries, scale, K_GRAD + batch * dk_batch + group * dk_head,
+            V_GRAD + batch * dv_batch + group * dv_head, dk_row, dv_row, C, V, CB, VB,
+        )  # fmt: skip

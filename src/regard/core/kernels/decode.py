@@ -1,0 +1,115 @@
+"""A few queries over a long cache, in Triton: keys are split over the whole GPU (Dao et al. 2023, "Flash-Decoding").
+
+All query heads of a key/value head are rows of one tile, so each key and value is read once. A program attends to its
+part of the keys and keeps its sum of weighted values, its sum of weights and its largest score; a second kernel merges
+the parts exactly. How many keys each batch row has is read on the GPU: a graph captured once serves any length.
+"""
+
+import triton
+import triton.language as tl
+
+from regard.core.kernels.common import bad_rows, product, rows_of
+
+
+@triton.jit(do_not_specialize=["keys", "splits", "before"])
+def decode_kernel(
+    Q, K, VALUES, K_SCALE, V_SCALE, LOW, HIGH, LENGTH, OUT, PARTS, keys, splits,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, scale_batch, scale_head, scale_row,
+    queries, groups, shared, before, factor,
+    C: tl.constexpr, V: tl.constexpr, CB: tl.constexpr, VB: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
+    BOUNDED: tl.constexpr, COUNTED: tl.constexpr, WINDOWED: tl.constexpr, CAUSAL: tl.constexpr,
+    POSITIONAL: tl.constexpr, SCALED: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One part of the keys of one key/value head, for a tile of its query rows: heads, and queries of each."""
+    split, tile, line = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    batch, group = (line // groups).to(tl.int64), (line % groups).to(tl.int64)
+    c, v = tl.arange(0, CB), tl.arange(0, VB)
+    row = tile * ROWS + tl.arange(0, ROWS)
+    here = row < shared * queries
+    head, t = group * shared + row // queries, row % queries
+    if COUNTED:
+        keys = tl.load(LENGTH)
+    low, high = 0, keys
+    if BOUNDED:
+        low, high = tl.load(LOW + batch), tl.minimum(tl.load(HIGH + batch), keys)
+    if WINDOWED:
+        low = tl.maximum(low, keys - queries - before)
+    part = tl.cdiv(tl.cdiv(tl.maximum(high - low, 0), splits), STEP) * STEP
+    begin = low + split * part
+    end = tl.minimum(begin + part, high)
+
+    q_place = Q + batch * q_batch + head[:, None] * q_head + t[:, None] * q_row + c[None, :]
+    q = tl.load(q_place, mask=here[:, None] & (c < C)[None, :], other=0.0)
+    k_base = K + batch * k_batch + group * k_head
+    v_base = VALUES + batch * v_batch + group * v_head
+    scales = batch * scale_batch + group * scale_head
+    position = keys - queries + t
+    sums = tl.zeros([ROWS, VB], tl.float32)
+    top, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
+    spoiled = tl.zeros([ROWS], tl.int32)
+    for start in range(begin, end, STEP):
+        place = start + tl.arange(0, STEP)
+        inside = place < end
+        k = rows_of(k_base, k_row, place, inside, c, C, C == CB)
+        values = rows_of(v_base, v_row, place, inside, v, V, V == VB)
+        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION) * factor
+        if SCALED:
+            k_scale = tl.load(K_SCALE + scales + place * scale_row, mask=inside, other=0.0)
+            v_scale = tl.load(V_SCALE + scales + place * scale_row, mask=inside, other=0.0)
+            scores *= k_scale[None, :]
+        seen = inside[None, :] & here[:, None]
+        if POSITIONAL:  # queries of one tile see different keys: what some do not see must not reach them
+            if CAUSAL:
+                seen &= place[None, :] <= position[:, None]
+            if WINDOWED:
+                seen &= place[None, :] >= position[:, None] - before
+            if SCALED:  # int8 numbers are finite, their scales may not be
+                bad = (k_scale - k_scale != 0) | (v_scale - v_scale != 0)
+                v_scale = tl.where(bad, 0.0, v_scale)
+            else:
+                bad = bad_rows(k, values)
+                values = tl.where(bad[:, None], tl.zeros_like(values), values)
+            spoiled |= tl.max((seen & bad[None, :]).to(tl.int32), 1)
+        scores = tl.where(seen, scores, float("-inf"))
+        larger = tl.maximum(top, tl.max(scores, 1))
+        middle = tl.where(larger == float("-inf"), 0.0, larger)
+        weights = tl.exp2(scores - middle[:, None])
+        share = tl.exp2(top - middle)
+        total = total * share + tl.sum(weights, 1)
+        if SCALED:
+            weights *= v_scale[None, :]
+        sums = product(weights.to(q.dtype), values.to(q.dtype), sums * share[:, None], PRECISION)
+        top = larger
+    if POSITIONAL:
+        total = tl.where(spoiled > 0, float("nan"), total)
+    at = (batch * groups * shared + head) * queries + t
+    if SPLIT:  # sums, then largest scores, then sums of weights, each of all parts
+        count = tl.num_programs(2).to(tl.int64) * shared * queries * splits
+        at = at * splits + split
+        tl.store(PARTS + at[:, None] * V + v[None, :], sums, mask=here[:, None] & (v < V)[None, :])
+        tl.store(PARTS + count * V + at, top, mask=here)
+        tl.store(PARTS + count * (V + 1) + at, total, mask=here)
+    else:
+        out = sums / tl.where(total == 0, 1.0, total)[:, None]
+        tl.store(OUT + at[:, None] * V + v[None, :], out, mask=here[:, None] & (v < V)[None, :])
+
+
+@triton.jit(do_not_specialize=["splits"])
+def merge_kernel(PARTS, OUT, splits, V: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, STEP: tl.constexpr):
+    """The parts of one query of one head as one: WIDTH numbers of its output."""
+    row, v = tl.program_id(0).to(tl.int64), tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    count = tl.num_programs(0).to(tl.int64) * splits
+    TOPS, TOTALS = PARTS + count * V, PARTS + count * (V + 1)
+    s = tl.arange(0, SPLITS)
+    tops = tl.load(TOPS + row * splits + s, mask=s < splits, other=float("-inf"))
+    top = tl.max(tops, 0)
+    top = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.sum(tl.load(TOTALS + row * splits + s, mask=s < splits, other=0.0) * tl.exp2(tops - top), 0)
+    sums = tl.zeros([WIDTH], tl.float32)
+    for start in range(0, splits, STEP):
+        part = start + tl.arange(0, STEP)
+        shown = part < splits
+        share = tl.exp2(tl.load(TOPS + row * splits + part, mask=shown, other=float("-inf")) - top)
+        at = (row * splits + part)[:, None] * V + v[None, :]
+        sums += tl.sum(tl.load(PARTS + at, mask=shown[:, None] & (v < V)[None, :], other=0.0) * share[:, None], 0)
+    tl.store(OUT + row * V + v, sums / tl.where(total == 0, 1.0, total), mask=v < V)

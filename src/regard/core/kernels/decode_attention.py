@@ -1,0 +1,215 @@
+"""A few queries over a long cache on a GPU: what is launched. The kernels are in decode.py."""
+
+import math
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from regard.core.kernels.decode import decode_kernel, merge_kernel
+from regard.core.kernels.launch import Launches, Layout, ceil_divide, launch, layout, limits, power_of_2, strides
+
+MULTIPROCESSORS = 132
+"""Of an H200. On others the keys are split a little finer or coarser than is best."""
+
+
+MOST_ROWS = 64
+"""Query rows of a tile, at most."""
+MOST_SPLITS = 512
+FILLING, WAVE, MERGING = 100, 30, 200
+"""Keys that a multiprocessor could read while its pipelines fill, while programs follow others, and while the merging
+kernel runs."""
+
+THREE, AFTER_THREE = (1.3, 2.0, 3.0), (1.7, 2.4, 3.0)
+
+
+class Launch(NamedTuple):
+    """Keys of a step, warps, stages of the pipeline, and how the programs of a multiprocessor get on."""
+
+    keys: int
+    warps: int
+    stages: int
+    shares: tuple[float, ...]
+    """How long 1, 2, … programs of a multiprocessor take for a key each, up to as many as it has room for: fewer leave
+    it waiting for memory."""
+    tails: tuple[float, ...]
+    """The same where others ran before them, some of which end late."""
+
+
+@lru_cache(maxsize=256)
+def launches(longest: int, bytes_per_number: int) -> tuple[Launch, ...]:
+    """What was fastest on an H200, for heads of a length: three programs of a multiprocessor, or one with a deep
+    pipeline."""
+    if bytes_per_number == 4:
+        return (Launch(32 if longest > 64 else 64, 4, 3, THREE, AFTER_THREE),)
+    if longest <= 64:
+        return (Launch(128, 4, 3, THREE, AFTER_THREE),)
+    return Launch(64, 4, 3, THREE, AFTER_THREE), Launch(128, 8, 4, (1.05,), (1.05,))
+
+
+@lru_cache(maxsize=4096)
+def plan(keys: int, pairs: int, rows: int, longest: int, bytes_per_number: int) -> tuple[Launch, int]:
+    """How to attend to `keys` keys of each of `pairs` tiles, of `rows` query rows in all, and in how many parts.
+
+    Time is counted in keys that a multiprocessor reads: programs come in waves, the last of which may leave
+    multiprocessors half idle; pipelines take a while to fill, and each part is written and read again.
+    """
+
+    def cost(choice: tuple[Launch, int]) -> float:
+        launch, splits = choice
+        slots = MULTIPROCESSORS * len(launch.shares)
+        waves, rest = divmod(pairs * splits, slots)
+        part = ceil_divide(ceil_divide(keys, splits), launch.keys) * launch.keys
+        last = (launch.tails if waves else launch.shares)[ceil_divide(rest, MULTIPROCESSORS) - 1] if rest else 0.0
+        work = part * (len(launch.shares) * waves + last) + FILLING + WAVE * (waves - (rest == 0))
+        return work if splits == 1 else work + MERGING + rows * splits * 2 / MULTIPROCESSORS
+
+    def splits(launch: Launch) -> range:
+        return range(1, max(2, min(MOST_SPLITS, keys // launch.keys) + 1))
+
+    choices = ((launch, count) for launch in launches(longest, bytes_per_number) for count in splits(launch))
+    return min(choices, key=cost)
+
+
+@dataclass(frozen=True, eq=False)
+class Work:
+    """Calls of one set of sizes and strides and one mask, over caches of any length."""
+
+    rows: int
+    """Query rows of a tile."""
+    grid: tuple[int, int]
+    """Tiles of a key/value head, and key/value heads of the batch."""
+    count: int
+    """Query rows in all."""
+    sizes: tuple[int, int, int, int]
+    """Batch, heads, queries and value_length."""
+    groups: int
+    qk_length: int
+    c: int
+    width: int
+    """qk_length and value_length, rounded up to a power of 2."""
+    bytes_per_number: int
+    """Of queries."""
+    scale: float
+    causal: bool
+    before: int | None
+    launches: Launches = field(default_factory=dict)
+
+
+def work_of(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, before: int | None, scales: Tensor | None = None
+) -> Work:
+    """The sizes of a call but for the length of its cache."""
+    kinds = k.stride(), v.stride(), k.dtype, strides(scales)
+    return _work(layout(q), k.shape[1], v.shape[3], scale, causal, before, *kinds)
+
+
+@lru_cache(maxsize=256)
+def _work(
+    q: Layout, groups: int, value_length: int, scale: float, causal: bool, before: int | None, *kinds: object
+) -> Work:
+    batch, heads, queries, qk_length = q[0]
+    each = heads // groups * queries
+    rows = min(MOST_ROWS, max(16, power_of_2(each)))
+    c, width = (max(16, power_of_2(size)) for size in (qk_length, value_length))
+    return Work(
+        rows=rows,
+        grid=(ceil_divide(each, rows), batch * groups),
+        count=batch * heads * queries,
+        sizes=(batch, heads, queries, value_length),
+        groups=groups,
+        qk_length=qk_length,
+        c=c,
+        width=width,
+        bytes_per_number=q[2].itemsize,
+        scale=scale,
+        causal=causal,
+        before=before,
+    )
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    bounds: Tensor | None = None,
+    *,
+    causal: bool = False,
+    before: int | None = None,
+    scales: tuple[Tensor, Tensor] | None = None,
+    length: Tensor | None = None,
+) -> Tensor:
+    """Softmax attention (B, H, T, V) of a few queries (B, H, T, K) to keys (B, G, S, K) and values.
+
+    `bounds` (2, B) are the first real key of each batch row and the one after the last. `scales` are those of int8 keys
+    and values. `length`, one number on the GPU, says how many of the S keys there are: the queries are the last ones.
+    """
+    if q.stride(3) != 1:
+        q = q.contiguous()
+    if k.stride(3) != 1 or v.stride(3) != 1:
+        k, v = k.contiguous(), v.contiguous()
+    assert scales is None or scales[0].stride() == scales[1].stride()
+    work = work_of(q, k, v, scale, causal, before, None if scales is None else scales[0])
+    return attend(work, q, k, v, bounds, scales, length)
+
+
+def attend(
+    work: Work, q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None = None,
+    scales: tuple[Tensor, Tensor] | None = None, length: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """`forward` of a call whose sizes are known."""
+    (_, heads, queries, value_length), (tiles, lines), keys = work.sizes, work.grid, k.shape[2]
+    k_scale, v_scale = (None, None) if scales is None else scales
+    rounded = ceil_divide(keys, 256) * 256  # so that a growing cache is planned for now and then
+    chosen, splits = plan(rounded, tiles * lines, work.count, max(work.c, work.width), work.bytes_per_number)
+    out, parts = q.new_empty(work.sizes), None
+    if splits > 1:
+        parts = q.new_empty(work.count * splits * (value_length + 2), dtype=torch.float32)
+    launch(
+        work.launches, chosen, decode_kernel, (splits, tiles, lines),
+        (q, k, v, k_scale, v_scale, *limits(bounds), length, out, parts),
+        lambda: ((*strides(q), *strides(k), *strides(v), *strides(k_scale), queries, work.groups, heads // work.groups,
+                  work.before or 0, work.scale * math.log2(math.e)), dict(
+            C=work.qk_length, V=value_length, CB=work.c, VB=work.width, ROWS=work.rows, STEP=chosen.keys,
+            BOUNDED=bounds is not None, COUNTED=length is not None, WINDOWED=work.before is not None,
+            CAUSAL=work.causal, POSITIONAL=queries > 1 and (work.causal or work.before is not None),
+            SCALED=scales is not None, SPLIT=splits > 1, PRECISION="tf32x3",
+            num_warps=chosen.warps, num_stages=chosen.stages,
+        )), (keys, splits),
+    )  # fmt: skip
+    if parts is not None:
+        power = power_of_2(splits)
+        # Few rows of many parts: many programs for a row. Many rows of few parts: one.
+        slice_width = work.width if work.count >= 1024 else 16
+        step = min(power, 4096 // slice_width)
+        launch(
+            work.launches, power, merge_kernel, (work.count, ceil_divide(value_length, slice_width), 1), (parts, out),
+            lambda: ((), dict(
+                V=value_length, WIDTH=slice_width, SPLITS=power, STEP=step,
+                num_warps=4 if step * slice_width >= 2048 else 1,
+            )), (splits,),
+        )  # fmt: skip
+    return out
+
+
+@torch.library.custom_op("regard::split_attention", mutates_args=())
+def split(
+    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None, scale: float, causal: bool, before: int | None
+) -> Tensor:
+    """`forward` as an operator, for traces and counters; it has no derivative and raises if asked for one."""
+    return forward(q, k, v, scale, bounds, causal=causal, before=before)
+
+
+@split.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None, scale: float, causal: bool, before: int | None) -> Tensor:
+    return q.new_empty(*q.shape[:3], v.shape[3])
+
+
+@register_flop_formula(torch.ops.regard.split_attention, get_raw=True)
+def _flops(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
+    """Every pair counted."""
+    return 2 * q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] * (q.shape[3] + v.shape[3])

@@ -1,0 +1,526 @@
+"""Attention with a second-order polynomial kernel on a GPU: what is launched, forward and backward.
+
+The kernels are in quadratic.py.
+"""
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from regard.core.kernels.common import prefix_kernel
+from regard.core.kernels.launch import Launches, Layout, ceil_divide, launch, layout, limits, power_of_2, strides
+from regard.core.kernels.quadratic import (
+    far_kernel,
+    near_kernel,
+    near_keys_kernel,
+    near_queries_kernel,
+    pull_kernel,
+    shift_kernel,
+    square_kernel,
+    sum_chunks_kernel,
+)
+
+UNIT = 128
+"""Features of a unit, as quadratic.py cuts the square."""
+
+
+class Launch(NamedTuple):
+    """Sizes of a program's tile, its warps and the stages of its pipeline."""
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Sizes of tiles for one set of lengths and one dtype."""
+
+    d: int
+    v: int
+    """qk_length and value_length, rounded up to a power of 2."""
+    units: int
+    chunk: int
+    size: int
+    """Numbers in the small sums of a chunk."""
+    left: int
+    right: int
+    """Coordinates i and j of the features that a program of `square` holds."""
+    sums: Launch
+    square: Launch
+    near: Launch
+    far: Launch
+    pull: Launch
+    near_keys: Launch
+    compute: Any
+    precision: str
+
+
+@lru_cache(maxsize=64)
+def tiles(qk_length: int, value_length: int, dtype: torch.dtype) -> Tiles:
+    """What fits registers and shared memory, and was fastest on an H200."""
+    d, v = (max(16, power_of_2(length)) for length in (qk_length, value_length))
+    blocks = -(-qk_length // 16)
+    half = dtype == torch.bfloat16
+    wide = max(d, v) > 64
+    taken = 128 // v  # coordinates of x that a step of `pull` takes
+    if not half:  # float16 too: its range is too small for sums
+        left, right = 4, 16 if d == 16 else 32
+        sums, square, near, far, pull = (Launch(32, 0, 4, 2), Launch(32, 0, 4, 2), Launch(64, 32, 4, 2),
+                                         Launch(64, 0, 4, 2), Launch(64, taken, 4, 2))  # fmt: skip
+    elif wide:
+        left, right = 8, 32
+        sums, square, near, far, pull = (Launch(64, 0, 8, 1), Launch(64, 0, 8, 3), Launch(128, 64, 8, 2),
+                                         Launch(128, 0, 8, 3), Launch(128, max(2, taken), 8, 2))  # fmt: skip
+    else:
+        left, right = 8, 16
+        sums = Launch(64, 0, 2, 3) if max(d, v) <= 32 else Launch(32, 0, 4, 3)
+        square, near, far, pull = (Launch(64, 0, 4, 3), Launch(128, 64, 4, 3), Launch(128, 0, 4, 3),
+                                   Launch(128, taken, 4, 3))  # fmt: skip
+    return Tiles(
+        d=d,
+        v=v,
+        units=blocks * (blocks + 1),
+        chunk=512,
+        size=-(-(d * v + d * d + d + v + 1) // 16) * 16,
+        left=left,
+        right=right,
+        sums=sums,
+        square=square,
+        near=near,
+        far=far,
+        pull=pull,
+        compute=tl.bfloat16 if half else tl.float32,
+        precision="tf32x3",
+        near_keys=Launch(64, 64 if d > 32 else 32, 4, 3) if half and not wide else near,
+    )
+
+
+Sums = tuple[Tensor, Tensor]
+"""Of some keys, float32: the square (lines, features, V) and the small sums (lines, size), lines being B · G."""
+
+
+@dataclass(frozen=True, eq=False)
+class Work:
+    """Calls of one set of sizes and strides, and the tiles they are cut into."""
+
+    batch: int
+    heads: int
+    groups: int
+    queries: int
+    keys: int
+    qk_length: int
+    value_length: int
+    causal: bool
+    tiles: Tiles
+    a: float
+    b: float
+    d: float
+    launches: Launches = field(default_factory=dict)
+
+    @property
+    def shift(self) -> int:
+        """Where the first query stands."""
+        return self.keys - self.queries if self.causal else 0
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.keys // self.tiles.chunk)
+
+    @property
+    def kind(self) -> torch.dtype:
+        """The dtype that matrix products take."""
+        return torch.bfloat16 if self.tiles.compute == tl.bfloat16 else torch.float32
+
+    @property
+    def shared(self) -> int:
+        """Query heads of a key/value head."""
+        return self.heads // self.groups
+
+    @property
+    def rest(self) -> float:
+        """What is left of the kernel beside d·(q·k + b/2d)², over d."""
+        rest = self.a - self.b * self.b / (4 * self.d)
+        return rest / self.d if abs(rest) > 1e-12 else 0.0
+
+
+def work_of(q: Tensor, k: Tensor, v: Tensor, a: float, b: float, d: float, causal: bool) -> Work:
+    """The sizes of a call."""
+    return _work(layout(q), layout(k), layout(v), a, b, d, causal)
+
+
+@lru_cache(maxsize=256)
+def _work(q: Layout, k: Layout, v: Layout, a: float, b: float, d: float, causal: bool) -> Work:
+    batch, heads, queries, qk_length = q[0]
+    groups, keys, value_length = k[0][1], k[0][2], v[0][3]
+    chosen = tiles(qk_length, value_length, q[2])
+    return Work(batch, heads, groups, queries, keys, qk_length, value_length, causal, chosen, a, b, d)
+
+
+def no_sums(work: Work, like: Tensor) -> Sums:
+    """Room for the sums of a call's keys."""
+    t, lines = work.tiles, work.batch * work.groups
+    square = like.new_empty(lines, t.units * UNIT, t.v, dtype=torch.float32)
+    return square, like.new_empty(lines, t.size, dtype=torch.float32)
+
+
+def _sums(
+    work: Work,
+    x: Tensor,
+    y: Tensor,
+    bounds: Tensor | None,
+    backward: tuple[Tensor, ...] | None = None,
+    initial: Sums | None = None,
+    final: Sums | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The small sums before each chunk (after it, in the backward pass), x with tokens last, and which chunks hold a
+    NaN or infinity."""
+    t, heads = work.tiles, x.shape[1]
+    length, shift = x.shape[2], 0 if backward is None else work.shift
+    shared = heads // work.groups
+    slots = work.chunks if work.causal else -(-length // t.chunk)
+    sums = x.new_empty(work.batch * heads, slots, t.size, dtype=torch.float32)
+    bad = x.new_empty(work.batch * heads, slots, dtype=torch.int32)
+    turned = x.new_empty(work.batch * heads, t.d, -(-length // 16) * 16, dtype=work.kind)
+    grad, out, rest_out, den, e = (None,) * 5 if backward is None else backward
+    low, high = (None, None) if bounds is None or backward is not None else (bounds[0], bounds[1])
+    launch(
+        work.launches, ("sums", backward is None, strides(grad)), sum_chunks_kernel, (slots, work.batch * heads, 1),
+        (x, y, grad, out, rest_out, den, e, turned, sums, bad, low, high),
+        lambda: ((*strides(x), *strides(y), *strides(grad), length, turned.shape[2], shift, heads, slots, t.size), dict(
+            D=work.qk_length, V=work.value_length, DB=t.d, VB=t.v, L=t.sums.rows, CHUNK=t.chunk,
+            BOUNDED=low is not None, BACKWARD=backward is not None, COMPUTE=t.compute,
+            PRECISION=t.precision, num_warps=t.sums.warps, num_stages=t.sums.stages,
+        )),
+    )  # fmt: skip
+    if not work.causal:
+        return sums.view(work.batch, work.groups, shared * slots, t.size).sum(2), turned, bad
+    before = sums.new_empty(work.batch * work.groups, slots, t.size)
+    small = [None if held is None else held[1] for held in (initial, final)]
+    _prefix(work, sums, before, shared, backward is not None, False, *small)
+    return before, turned, bad
+
+
+def _prefix(
+    work: Work, sums: Tensor, totals: Tensor, shared: int, reverse: bool, inclusive: bool,
+    initial: Tensor | None, final: Tensor | None,
+) -> None:  # fmt: skip
+    rows, slots = totals.shape[:2]
+    size = totals.stride(1)
+    launch(
+        work.launches, ("prefix", slots, size, shared, reverse, inclusive),
+        prefix_kernel, (ceil_divide(size, 128), rows, 1),
+        (sums, totals, initial, final), lambda: ((slots, size), dict(
+            SHARED=shared, REVERSE=reverse, INCLUSIVE=inclusive, STEPS=32, BLOCK=128, num_warps=4,
+        )),
+    )  # fmt: skip
+
+
+PROGRAMS = 200
+"""Programs that sum along the whole length, below which more of them sum parts of it side by side."""
+PARTS = 1536
+"""How many they then are."""
+
+
+def _square(
+    work: Work,
+    x: Tensor,
+    y: Tensor,
+    turned: Tensor,
+    bounds: Tensor | None,
+    reverse: bool = False,
+    initial: Sums | None = None,
+    final: Sums | None = None,
+) -> Tensor:
+    """The state's square before each chunk but the first; reversed, after each but the last.
+
+    With sums to begin from, before the first too.
+    """
+    t, lines = work.tiles, work.batch * work.groups
+    columns = ceil_divide(work.qk_length, t.right)
+    programs = columns * (columns + 1) // 2 * (t.right // t.left)
+    low, high = (None, None) if bounds is None or reverse else (bounds[0], bounds[1])
+    begins, ends = (None if held is None else held[0] for held in (initial, final))
+    if not work.causal:
+        return _whole_square(work, x, y, turned, low, high, programs, reverse).to(work.kind)
+    kept = work.chunks - 1
+    total, room = kept + (ends is not None), kept + (begins is not None)
+    if total == 0:
+        return x.new_empty(0, dtype=work.kind) if begins is None else begins.to(work.kind)
+    span = total if lines * programs >= PROGRAMS else ceil_divide(total, ceil_divide(PARTS, lines * programs))
+    segments, place = ceil_divide(total, span), ("square", room, total, reverse)
+    state = x.new_empty(lines, room, t.units, UNIT, t.v, dtype=work.kind)
+    sums = None if segments == 1 else x.new_empty(lines, segments, t.units * UNIT * t.v, dtype=torch.float32)
+    if sums is None:
+        _walk(
+            work, place, x, y, turned, state, room, begins, ends, low, high, (programs, lines, 1), total, span, t.chunk,
+            reverse, ends is not None,
+        )  # fmt: skip
+        return state
+    if begins is not None:
+        state[:, 0] = begins.view(lines, t.units, UNIT, t.v)
+    stored = state if begins is None else state[:, 1:]
+    _walk(
+        work, place, x, y, turned, stored, room, None, sums, low, high, (programs, lines, segments), total, span,
+        t.chunk, reverse, ends is not None,
+    )  # fmt: skip
+    before = torch.empty_like(sums)
+    _prefix(work, sums, before, 1, False, False, begins, ends)
+    size = sums.shape[2]
+    launch(
+        work.launches, ("shift", room, total, reverse), shift_kernel, (ceil_divide(size, 1024), segments, lines),
+        (stored, before), lambda: ((kept, span, room, size), dict(
+            REVERSE=reverse, BLOCK=1024, num_warps=4,
+        )),
+    )  # fmt: skip
+    return state
+
+
+def _whole_square(
+    work: Work, x: Tensor, y: Tensor, turned: Tensor, low: Tensor | None, high: Tensor | None, programs: int,
+    queries: bool,
+) -> Tensor:  # fmt: skip
+    """The square of all tokens: keys, or `queries`."""
+    t, lines, length = work.tiles, work.batch * work.groups, x.shape[2]
+    segments = max(1, min(ceil_divide(length, 4 * t.square.rows), 264 // (lines * programs)))
+    chunk = ceil_divide(length, segments * t.square.rows) * t.square.rows
+    sums = x.new_empty(lines, segments, t.units, UNIT, t.v, dtype=torch.float32)
+    grid = programs, lines, segments
+    place = "whole square", queries
+    _walk(work, place, x, y, turned, sums, segments, None, None, low, high, grid, segments, 1, chunk, False, False)
+    return sums.sum(1)
+
+
+def _walk(
+    work: Work, place: Any, x: Tensor, y: Tensor, turned: Tensor, state: Tensor, room: int, initial: Tensor | None,
+    final: Tensor | None, low: Tensor | None, high: Tensor | None, grid: tuple[int, int, int], total: int, span: int,
+    chunk: int, reverse: bool, last: bool,
+) -> None:  # fmt: skip
+    t = work.tiles
+    launch(
+        work.launches, place, square_kernel, grid,
+        (x, y, turned, state, initial, final, low, high),
+        lambda: ((*strides(x), *strides(y), x.shape[2], turned.shape[2], work.shift if reverse else 0, work.groups,
+                 total, span, room, t.units), dict(
+            D=work.qk_length, V=work.value_length, DB=t.d, VB=t.v, L=t.square.rows, CHUNK=chunk,
+            SHARED=x.shape[1] // work.groups, LEFT=t.left, RIGHT=t.right, BOUNDED=low is not None,
+            REVERSE=reverse, LAST=last, COMPUTE=t.compute, PRECISION=t.precision,
+            num_warps=t.square.warps, num_stages=t.square.stages,
+        )),
+    )  # fmt: skip
+
+
+def _blocks(rows: int, shift: int, size: int) -> tuple[int, int]:
+    """The first block of rows, by position, and how many there are."""
+    first = shift // size
+    return first, ceil_divide(shift + rows, size) - first
+
+
+def _near(
+    work: Work, q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None, before: Tensor, bad: Tensor, num: Tensor,
+    den: Tensor, carried: bool,
+) -> None:  # fmt: skip
+    t = work.tiles
+    low, high = limits(bounds)
+    first, blocks = _blocks(work.queries, work.shift, t.near.rows)
+    launch(
+        work.launches, ("near", carried), near_kernel, (blocks, work.batch * work.heads, 1),
+        (q, k, v, before, bad, num, den, low, high),
+        lambda: ((*strides(q), *strides(k), *strides(v), work.queries, work.shift, work.keys, work.heads, work.groups,
+                 work.chunks if work.causal else 1, t.size, first,
+                 work.a, work.b, work.d, work.b / (2 * work.d), work.rest), dict(
+            D=work.qk_length, V=work.value_length, DB=t.d, VB=t.v, M=t.near.rows, N=t.near.columns, CHUNK=t.chunk,
+            CAUSAL=work.causal, CARRIED=carried, BOUNDED=low is not None, COMPUTE=t.compute, PRECISION=t.precision,
+            num_warps=t.near.warps, num_stages=t.near.stages,
+        )),
+    )  # fmt: skip
+
+
+def _far(
+    work: Work, x: Tensor, state: Tensor, num: Tensor, den: Tensor, out: Tensor, rest_out: Tensor | None,
+    reverse: bool = False, carried: bool = False,
+) -> None:  # fmt: skip
+    t = work.tiles
+    shift = 0 if reverse else work.shift
+    first, blocks = _blocks(x.shape[2], shift, t.far.rows)
+    launch(
+        work.launches, ("far", reverse, carried), far_kernel, (blocks, work.batch * x.shape[1], 1),
+        (x, state, num, den, out, rest_out),
+        lambda: ((*strides(x), x.shape[2], shift, x.shape[1] // work.groups, x.shape[1],
+                 work.chunks if work.causal else 1, first, work.d), dict(
+            D=work.qk_length, V=work.value_length, VB=t.v, UNITS=t.units, M=t.far.rows, CHUNK=t.chunk,
+            CAUSAL=work.causal, CARRIED=carried, STATED=state.numel() > 0, REVERSE=reverse,
+            COMPUTE=t.compute, PRECISION=t.precision,
+            STAGES=t.far.stages, num_warps=t.far.warps, num_stages=t.far.stages,
+        )),
+    )  # fmt: skip
+
+
+def _pull(
+    work: Work, x: Tensor, y: Tensor, state: Tensor, acc: Tensor, live: Tensor, grad: Tensor, reverse: bool
+) -> None:
+    t = work.tiles
+    shift = 0 if reverse else work.shift
+    first, blocks = _blocks(x.shape[2], shift, t.pull.rows)
+    launch(
+        work.launches, ("pull", reverse), pull_kernel, (blocks, work.batch * x.shape[1], 1),
+        (x, y, state, acc, live, grad),
+        lambda: ((*strides(x), *strides(y), x.shape[2], shift, x.shape[1] // work.groups, x.shape[1],
+                 work.chunks if work.causal else 1, first, work.d), dict(
+            D=work.qk_length, V=work.value_length, DB=t.d, VB=t.v, UNITS=t.units, M=t.pull.rows, TAKEN=t.pull.columns,
+            CHUNK=t.chunk, CAUSAL=work.causal, STATED=state.numel() > 0,
+            REVERSE=reverse, COMPUTE=t.compute, PRECISION=t.precision, STAGES=t.pull.stages,
+            num_warps=t.pull.warps, num_stages=t.pull.stages,
+        )),
+    )  # fmt: skip
+
+
+def _near_queries(
+    work: Work, q: Tensor, w: Tensor, e: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None, before: Tensor,
+    bad: Tensor, acc: Tensor,
+) -> None:  # fmt: skip
+    t = work.tiles
+    low, high = limits(bounds)
+    first, blocks = _blocks(work.queries, work.shift, t.near.rows)
+    launch(
+        work.launches, "near queries", near_queries_kernel, (blocks, work.batch * work.heads, 1),
+        (q, w, e, k, v, before, bad, acc, low, high),
+        lambda: ((*strides(q), *strides(w), *strides(k), *strides(v), work.queries, work.shift, work.keys, work.heads,
+                 work.groups, work.chunks if work.causal else 1, t.size, first, work.b, work.d), dict(
+            D=work.qk_length, V=work.value_length, DB=t.d, VB=t.v, M=t.near.rows, N=t.near.columns, CHUNK=t.chunk,
+            CAUSAL=work.causal, BOUNDED=low is not None, COMPUTE=t.compute, PRECISION=t.precision,
+            num_warps=t.near.warps, num_stages=t.near.stages,
+        )),
+    )  # fmt: skip
+
+
+def _near_keys(
+    work: Work, k: Tensor, v: Tensor, q: Tensor, w: Tensor, e: Tensor, bounds: Tensor | None, after: Tensor,
+    k_acc: Tensor, v_acc: Tensor, live: Tensor,
+) -> None:  # fmt: skip
+    t = work.tiles
+    low, high = limits(bounds)
+    launch(
+        work.launches, "near keys", near_keys_kernel,
+        (ceil_divide(work.keys, t.near_keys.rows), work.batch * work.groups, 1),
+        (k, v, q, w, e, after, k_acc, v_acc, live, low, high),
+        lambda: ((*strides(k), *strides(v), *strides(q), *strides(w), work.keys, work.queries, work.shift, work.groups,
+                 work.chunks if work.causal else 1, t.size, work.a, work.b, work.d, work.rest), dict(
+            D=work.qk_length, V=work.value_length, DB=t.d, VB=t.v, M=t.near_keys.rows, N=t.near_keys.columns,
+            CHUNK=t.chunk, SHARED=work.shared, CAUSAL=work.causal, BOUNDED=low is not None,
+            COMPUTE=t.compute, PRECISION=t.precision,
+            num_warps=t.near_keys.warps, num_stages=t.near_keys.stages,
+        )),
+    )  # fmt: skip
+
+
+BESIDE = 1 << 17
+"""Rows of queries from which it takes longer to wait for a kernel than to launch another one beside it."""
+
+
+class _Beside:
+    """Kernels launched within run beside those launched since it was made: `square` leaves parts of the chip idle.
+
+    What they use is allocated outside, and the stream goes on when they are done, so no memory is freed too soon.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.on = tensor.is_cuda and tensor.shape[:3].numel() >= BESIDE
+        if self.on:
+            self.stream = torch.cuda.current_stream(tensor.device)
+            self.other = _other_stream(self.stream)
+            self.other.wait_stream(self.stream)
+
+    def __enter__(self) -> None:
+        if self.on:
+            self.context = torch.cuda.stream(self.other)
+            self.context.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        if self.on:
+            self.context.__exit__(*error)
+            self.stream.wait_stream(self.other)
+
+
+@lru_cache(maxsize=64)
+def _other_stream(stream: torch.cuda.Stream) -> torch.cuda.Stream:
+    return torch.cuda.Stream(stream.device)
+
+
+def forward(
+    work: Work,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bounds: Tensor | None,
+    recorded: bool = False,
+    initial: Sums | None = None,
+    final: Sums | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The output (B, H, T, V), the digits that its rounding took (if a backward pass is to come), and its denominators
+    (B, H, T).
+
+    Keys come after those in the sums `initial`; `final` is filled with the sums of all.
+    """
+    t = work.tiles
+    carried = initial is not None
+    num = q.new_empty(work.batch, work.heads, work.queries, t.v, dtype=torch.float32)
+    den = q.new_empty(work.batch, work.heads, work.queries, dtype=torch.float32)
+    out = q.new_empty(work.batch, work.heads, work.queries, work.value_length)
+    rest_out = torch.empty_like(out) if recorded else None
+    before, turned, bad = _sums(work, k, v, bounds, None, initial, final)
+    beside = _Beside(q)
+    state = _square(work, k, v, turned, bounds, False, initial, final)
+    with beside:
+        _near(work, q, k, v, bounds, before, bad, num, den, carried)
+    _far(work, q, state, num, den, out, rest_out, False, carried)
+    return out, out.new_empty(0) if rest_out is None else rest_out, den
+
+
+def backward(
+    work: Work,
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bounds: Tensor | None,
+    out: Tensor,
+    rest_out: Tensor,
+    den: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v. What the forward pass summed is summed again: it is larger than the inputs."""
+    t = work.tiles
+    # Queries before the first key are in no chunk's sums, and nothing is written for them.
+    new = torch.zeros_like if work.shift < 0 else torch.empty_like
+    w, e = new(out, dtype=work.kind), new(den)
+    before, turned, bad = _sums(work, k, v, bounds)
+    after, turned_queries, _ = _sums(work, q, w, bounds, (grad, out, rest_out, den, e))
+    q_grad, k_grad, v_grad = (x.new_empty(x.shape) for x in (q, k, v))
+    q_acc = q.new_empty(*q.shape[:3], t.d, dtype=torch.float32)
+    beside = _Beside(q)
+    state = _square(work, k, v, turned, bounds)
+    with beside:
+        _near_queries(work, q, w, e, k, v, bounds, before, bad, q_acc)
+    _pull(work, q, w, state, q_acc, e, q_grad, reverse=False)
+    del state, q_acc, before, turned
+    k_acc = k.new_empty(*k.shape[:3], t.d, dtype=torch.float32)
+    v_acc = k.new_empty(*k.shape[:3], t.v, dtype=torch.float32)
+    live = k.new_empty(k.shape[:3], dtype=torch.float32)
+    beside = _Beside(k)
+    state = _square(work, q, w, turned_queries, bounds, reverse=True)
+    with beside:
+        _near_keys(work, k, v, q, w, e, bounds, after, k_acc, v_acc, live)
+    _pull(work, k, v, state, k_acc, live, k_grad, reverse=True)
+    _far(work, k, state, v_acc, live, v_grad, None, reverse=True)
+    return q_grad, k_grad, v_grad
+
+
+def fold(work: Work, k: Tensor, v: Tensor, bounds: Tensor | None, initial: Sums, final: Sums) -> None:
+    """Fill `final` with the sums `initial` and those of more keys."""
+    _, turned, _ = _sums(work, k, v, bounds, None, initial, final)
+    _square(work, k, v, turned, bounds, False, initial, final)

@@ -1,0 +1,613 @@
+"""The laws themselves, one test each. `LAWS` lists them with their statements and where they do not apply."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from regard.core.attention import attend, weights
+from regard.core.calls.call import Call, ordered
+from regard.core.cost import Work, cost, count_flops
+from regard.core.families.mechanism import Mechanism
+from regard.core.laws.case import (
+    HEADS,
+    LENGTHS,
+    SHORT,
+    Broken,
+    Case,
+    Triple,
+    agrees,
+    each,
+    error,
+    exact_output,
+    in_dtype,
+    plain_output,
+    within_budget,
+)
+from regard.core.masks import Mask, causal, dense, global_tokens, padding, window
+from regard.core.masks.structure import EVERYTHING, FOREVER, structure
+from regard.core.owned import weighs_tokens
+from regard.core.paths import reference
+
+
+@dataclass(frozen=True)
+class Law:
+    """A statement, how to test it on a case, and where it does not apply."""
+
+    name: str
+    statement: str
+    test: Callable[[Mechanism, Case], None]
+    excuse: Callable[[Mechanism, Case], str | None]
+    """Why the law has no meaning for a mechanism under a mask and dtype; None where it has."""
+    lengths: tuple[int, ...] = LENGTHS
+    square: bool = False
+    """Whether it needs as many queries as keys."""
+
+
+def always(mechanism: Mechanism, case: Case) -> str | None:
+    """No excuse."""
+    return None
+
+
+def _pieces(case: Case) -> list[int]:
+    """A random way to cut the queries: tokens one by one at first, then larger pieces."""
+    sizes: list[int] = []
+    generator, left = case.generator, case.queries
+    while left:
+        most = 1 if len(sizes) < 2 else min(left, 97)
+        sizes.append(int(torch.randint(1, most + 1, (1,), generator=generator)))
+        left -= sizes[-1]
+    return sizes
+
+
+def _start(mechanism: Mechanism, case: Case, capacity: int) -> Any:
+    return mechanism.start(
+        batch=case.batch,
+        num_kv_heads=HEADS[case.heads][1],
+        qk_length=case.qk_length,
+        value_length=case.value_length,
+        capacity=capacity,
+        dtype=case.kind,
+        device=case.device,
+    )
+
+
+def _causal_rule(case: Case, keys: int | None = None) -> Mask:
+    rule = case.rule(keys)
+    return causal if rule is None else causal & rule
+
+
+def _stream(
+    mechanism: Mechanism, case: Case, tensors: Triple, state: Any, sizes: list[int], bias: Tensor | None = None
+) -> tuple[Tensor, Any]:
+    q, k, v = tensors
+    parts, at = [q.new_zeros(*q.shape[:2], 0, v.shape[3])], state.length
+    for size in sizes:
+        piece = slice(at, at + size)
+        rule, rows = _causal_rule(case, at + size), None if bias is None else bias[piece, : at + size]
+        out, state = mechanism.extend(q[:, :, piece], k[:, :, piece], v[:, :, piece], state, mask=rule, bias=rows)
+        parts.append(out)
+        at += size
+    return torch.cat(parts, dim=2), state
+
+
+def _no_stream(mechanism: Mechanism, case: Case) -> str | None:
+    return mechanism.streams(case.qk_length, structure(_causal_rule(case), case.queries, case.keys))
+
+
+@torch.no_grad()
+def _streamed(mechanism: Mechanism, case: Case) -> None:
+    q, k, v = case.tensors()
+    out, state = _stream(mechanism, case, (q, k, v), _start(mechanism, case, case.keys), _pieces(case))
+    if state.length != case.queries:
+        raise Broken(f"the state says it has met {state.length} tokens, not {case.queries}")
+    agrees("the stream", out, mechanism, q, k, v, _causal_rule(case))
+    agrees("the whole", attend(q, k, v, mechanism, _causal_rule(case)), mechanism, q, k, v, _causal_rule(case))
+
+
+@torch.no_grad()
+def _forked(mechanism: Mechanism, case: Case) -> None:
+    q, k, v = case.tensors()
+    half, rest = case.queries // 2, case.queries - case.queries // 2
+    _, early = _stream(mechanism, case, (q, k, v), _start(mechanism, case, case.keys), [half] if half else [])
+    other = each(lambda t: torch.cat([t[:, :, :half], t[:, :, half:].flip(2)], dim=2), (q, k, v))
+    # The two futures take turns, so that one writing into the other's history would show.
+    stories, states = [(q, k, v), other], [early, early]
+    outs: list[list[Tensor]] = [[], []]
+    for size in (rest - rest // 2, rest // 2):
+        for turn in (0, 1):
+            if size:
+                out, states[turn] = _stream(mechanism, case, stories[turn], states[turn], [size])
+                outs[turn].append(out)
+    for turn, (story, parts) in enumerate(zip(stories, outs, strict=True)):
+        rule, future = _causal_rule(case), slice(half, None)
+        exact, plain = exact_output(mechanism, *story, rule), plain_output(mechanism, *story, rule)
+        if parts:
+            out = torch.cat(parts, dim=2)
+            within_budget(f"fork {turn + 1}", out, exact[:, :, future], plain[:, :, future])
+    if early.length != half:
+        raise Broken(f"a fork changed the length of its origin from {half} to {early.length}")
+    _reordered(mechanism, case, (q, k, v), early, [rest] if rest else [])
+    _cropped(mechanism, case, (q, k, v), early, [rest] if rest else [])
+
+
+def _reordered(mechanism: Mechanism, case: Case, tensors: Triple, early: Any, rest: list[int]) -> None:
+    rule = _causal_rule(case)
+    if case.batch < 2 or not rest or structure(rule, case.queries, case.keys).paddings:
+        return  # a padded row cannot change places under a mask that stays
+    index = torch.arange(case.batch).roll(1)
+    q, k, v = each(lambda t: torch.cat([t[:, :, : early.length][index], t[:, :, early.length :]], dim=2), tensors)
+    piece = slice(early.length, None)
+    out, _ = mechanism.extend(q[:, :, piece], k[:, :, piece], v[:, :, piece], early.reorder(index), mask=rule)
+    exact, plain = exact_output(mechanism, q, k, v, rule), plain_output(mechanism, q, k, v, rule)
+    within_budget("a reordered state", out, exact[:, :, piece], plain[:, :, piece])
+
+
+def _cropped(mechanism: Mechanism, case: Case, tensors: Triple, early: Any, rest: list[int]) -> None:
+    if not rest or not early.length:
+        return
+    q, k, v = tensors
+    full = _stream(mechanism, case, (q, k, v), early, rest)[1]
+    if full.earliest > early.length:
+        return  # sums cannot be taken apart, and say so
+    out, _ = _stream(mechanism, case, (q, k, v), full.crop(early.length), rest)
+    piece, rule = slice(early.length, None), _causal_rule(case)
+    exact, plain = exact_output(mechanism, q, k, v, rule), plain_output(mechanism, q, k, v, rule)
+    within_budget("a cropped state", out, exact[:, :, piece], plain[:, :, piece])
+
+
+@torch.no_grad()
+def _batched(mechanism: Mechanism, case: Case) -> None:
+    q, k, v = case.tensors()
+    rule = case.rule()
+    together = attend(q, k, v, mechanism, rule)
+    agrees("the batch", together, mechanism, q, k, v, rule)
+    visible = None if rule is None else rule.visible(case.batch, q.shape[1], case.queries, case.keys)
+    for row in range(case.batch):
+        alone = q[row : row + 1], k[row : row + 1], v[row : row + 1]
+        one = rule if visible is None or visible.shape[0] == 1 else _row(rule, case, row)
+        agrees("a row alone", attend(*alone, mechanism, one), mechanism, *alone, one)
+        exact, plain = exact_output(mechanism, *alone, one), plain_output(mechanism, *alone, one)
+        within_budget("a row in the batch", together[row : row + 1], exact, plain)
+
+
+def _row(rule: Mask | None, case: Case, row: int) -> Mask | None:
+    """One row's own mask: its padding as intervals where there is nothing else, else the row as it is."""
+    known = structure(rule, case.queries, case.keys)
+    if known == EVERYTHING:
+        return None
+    assert rule is not None
+    if known.rest is None and known.rows is not None and not known.windowed:
+        low, high = known.rows[row]
+        place = torch.arange(case.keys)
+        one = padding(valid=((place >= low) & (place < high))[None])
+        return causal & one if known.causal else one
+    return dense(rule.visible(case.batch, 1, case.queries, case.keys)[row : row + 1])
+
+
+@torch.no_grad()
+def _padded(mechanism: Mechanism, case: Case) -> None:
+    q, k, v = case.tensors()
+    lengths = [min(n, case.keys) for n in case.lengths(salt=2)]
+    left = case.mask == "padding left"
+    own = None if case.mask.startswith("padding") else case.rule()
+    if case.mask == "combined":
+        own = causal & (window(before=4) | global_tokens(1))
+    place = torch.arange(case.keys)
+    ends = torch.tensor(lengths, dtype=torch.long)[:, None]
+    pads = padding(valid=place >= case.keys - ends) if left else padding(lengths)
+    rule = pads if own is None else own & pads
+    out = attend(q, k, v, mechanism, rule)
+    for row, length in enumerate(lengths):
+        real = slice(case.keys - length, case.keys) if left else slice(0, length)
+        alone = q[row : row + 1, :, real], k[row : row + 1, :, real], v[row : row + 1, :, real]
+        exact, plain = exact_output(mechanism, *alone, own), plain_output(mechanism, *alone, own)
+        within_budget("a padded row", out[row : row + 1, :, real], exact, plain)
+
+
+@torch.no_grad()
+def _weighed(mechanism: Mechanism, case: Case) -> None:
+    q, k, v = case.tensors()
+    rule = case.rule()
+    before = attend(q, k, v, mechanism, rule)
+    table = weights(q, k, mechanism, rule)
+    if not torch.equal(before, attend(q, k, v, mechanism, rule)):
+        raise Broken("asking for the weights changed the output")
+    if table.numel() == 0:
+        return
+    visible = None if rule is None else _visible(rule, case)
+    exact, plain = exact_output(mechanism, q, k, v, rule), plain_output(mechanism, q, k, v, rule)
+    within_budget("weights @ v", mechanism.mix(table, v, visible), exact, plain)
+    within_budget("the output", before, exact, plain)
+    if weighs_tokens(mechanism, case.qk_length) and case.queries:
+        some = weights(q, k, mechanism, rule, rows=[-1], heads=[2])
+        if not torch.allclose(some, table[:, [2], -1:], rtol=0, atol=4 * torch.finfo(case.kind).eps * _size(table)):
+            raise Broken("the weights of one row and head differ from the same row and head among all")
+
+
+def _visible(rule: Mask, case: Case) -> Tensor:
+    return rule.visible(case.batch, 4, case.queries, case.keys).to(case.device)
+
+
+def _size(tensor: Tensor) -> float:
+    return max(1.0, tensor.abs().max().item())
+
+
+@torch.no_grad()
+def _normalised(mechanism: Mechanism, case: Case) -> None:
+    q, k, _ = case.tensors()
+    rule = ordered(mechanism, case.rule())
+    table = weights(q, k, mechanism, rule)
+    if table.numel() == 0:
+        return
+    if not bool((table >= 0).all()):
+        raise Broken(f"a weight is {table.min().item():.3g}")
+    total = table.double().sum(-1)
+    none = total == 0
+    size = {torch.float64: 1e-12, torch.float32: 1e-5}.get(case.kind, torch.finfo(case.kind).eps)
+    if not bool(((total - 1).abs() <= size)[~none].all()):
+        raise Broken(f"a row of weights sums to {total[~none].flatten()[(total[~none] - 1).abs().argmax()].item():.6g}")
+    if not weighs_tokens(mechanism, case.qk_length):
+        return
+    visible = table.new_ones(1, 1, 1, 1).bool() if rule is None else _visible(rule, case)
+    sees = visible.any(-1).expand(case.batch, 4, case.queries)
+    # Only a similarity that can be 0 for every visible key may leave a row without weights.
+    if type(mechanism).weigh is not Mechanism.weigh and bool((none & sees).any()):
+        raise Broken("a query that sees a key has no weights")
+    if bool((~none & ~sees).any()):
+        raise Broken("a query that sees no key has weights")
+
+
+def _blind(mechanism: Mechanism, case: Case) -> None:
+    q, k, v = (t.requires_grad_() for t in case.tensors())
+    rule, nobody = case.rule(), padding([0] * case.batch)
+    out = attend(q, k, v, mechanism, nobody if rule is None else rule & nobody)
+    if out.abs().sum() != 0:
+        raise Broken(f"a query with no visible key gets {out.abs().max().item():.3g}, not 0")
+    if case.keys and weights(q, k, mechanism, nobody if rule is None else rule & nobody).abs().sum() != 0:
+        raise Broken("a query with no visible key has weights")
+    _finite_gradients(out, (q, k, v))
+    if weighs_tokens(mechanism, case.qk_length):
+        first = attend(torch.cat([q, q], 2), k, v, mechanism, _past(case))
+        if first[:, :, : case.queries * 2 - case.keys].abs().sum() != 0:
+            raise Broken("a query before the first key gets something")
+        _finite_gradients(first, (q, k, v))
+
+
+def _past(case: Case) -> Mask:
+    """A causal mask for twice the queries, so that the first of them stand before the first key."""
+    return causal & padding([case.keys] * case.batch)
+
+
+def _finite_gradients(out: Tensor, inputs: tuple[Tensor, ...], to: Tensor | None = None) -> list[Tensor]:
+    found = torch.autograd.grad(
+        out, inputs, torch.ones_like(out) if to is None else to, allow_unused=True, materialize_grads=True
+    )
+    for name, one in zip("qkv", found, strict=True):
+        if not bool(one.isfinite().all()):
+            raise Broken(f"the gradient of {name} is not finite")
+    return list(found)
+
+
+def _leakless(mechanism: Mechanism, case: Case) -> None:
+    q, k, v = case.tensors()
+    rule = ordered(mechanism, case.rule())
+    if rule is None or 0 in (case.batch, case.queries, case.keys):
+        return
+    visible = _visible(rule, case).expand(case.batch, 4, case.queries, case.keys)
+    if bool(visible.all()):
+        return
+    hidden = ~visible.any(2).any(1)  # keys nobody sees, and one that some may see
+    bad = hidden.clone()
+    tokens = weighs_tokens(mechanism, case.qk_length)
+    if tokens:
+        bad[:, int(torch.randint(0, case.keys, (1,), generator=case.generator))] = True
+    sees = (visible & bad[:, None, None]).any(-1)
+    for poison in (float("nan"), float("inf"), float("-inf"), 50.0):
+        dirty_k, dirty_v = (
+            torch.where(bad[:, None, :, None], torch.full_like(t, poison), t).requires_grad_() for t in (k, v)
+        )
+        query = q.clone().requires_grad_()
+        out = attend(query, dirty_k, dirty_v, mechanism, rule)
+        with torch.no_grad():  # by other paths, and by other ways of the same
+            underived = attend(query, dirty_k, dirty_v, mechanism, rule)
+        clean = k.masked_fill(bad[:, None, :, None], 0), v.masked_fill(bad[:, None, :, None], 0)
+        exact, plain = exact_output(mechanism, q, *clean, rule), plain_output(mechanism, q, *clean, rule)
+        kept = ~sees[..., None]
+        if not tokens:
+            kept = ~hidden[:, None, :, None].expand(case.batch, 4, case.queries, 1)
+        zero = q.new_zeros(())
+        for result in (out.detach(), underived):
+            within_budget(
+                f"a query that does not see a masked {poison}",
+                torch.where(kept, result, zero.to(out.dtype)),
+                torch.where(kept, exact, zero.double()),
+                torch.where(kept, plain, zero.to(plain.dtype)),
+            )
+            if poison != 50 and tokens and bool(result[sees].isfinite().any()):
+                raise Broken(f"a visible {poison} is hidden from a query that sees it")
+        grads = _finite_gradients(out, (query, dirty_k, dirty_v), kept.expand_as(out).to(out.dtype))
+        for name, one in zip("kv", grads[1:], strict=True):
+            if one[bad[:, None].expand(one.shape[:3])].abs().sum() != 0:
+                raise Broken(f"gradient reaches a masked {name}")
+
+
+def _no_hidden(mechanism: Mechanism, case: Case) -> str | None:
+    return "no key is hidden" if case.mask == "none" and not mechanism.ordered else None
+
+
+@torch.no_grad()
+def _permuted(mechanism: Mechanism, case: Case) -> None:
+    q, k, v = case.tensors()
+    order = torch.randperm(case.keys, generator=case.generator)
+    moved = each(lambda t: t[:, :, order], (q, k, v))
+    rule = case.rule()
+    if rule is None:
+        other = None
+    else:
+        valid = structure(rule, case.queries, case.keys).valid(case.keys)
+        other = None if valid is None else padding(valid=valid[:, order])
+    agrees("the whole", attend(q, k, v, mechanism, rule), mechanism, q, k, v, rule)
+    exact, plain = exact_output(mechanism, q, k, v, rule), plain_output(mechanism, q, k, v, rule)
+    out = attend(*moved, mechanism, other)
+    within_budget("the permuted sequence", out, exact[:, :, order], plain[:, :, order])
+
+
+def _positional(mechanism: Mechanism, case: Case) -> str | None:
+    return None if case.mask in ("none", "padding left", "padding right") else "the mask speaks of positions"
+
+
+def _differentiable(mechanism: Mechanism, case: Case) -> None:
+    q, k, v = (t.requires_grad_() for t in case.tensors())
+    if 0 in (case.batch, case.queries, case.keys):
+        return
+    rule = case.rule()
+    try:
+        torch.autograd.gradcheck(lambda q, k, v: attend(q, k, v, mechanism, rule), (q, k, v), fast_mode=True)
+    except torch.autograd.gradcheck.GradcheckError as wrong:  # type: ignore[attr-defined]
+        raise Broken(f"gradcheck fails: {str(wrong).splitlines()[0]}") from None
+
+
+def _double_only(mechanism: Mechanism, case: Case) -> str | None:
+    return (
+        None if case.kind == torch.float64 else "derivatives are compared in float64; the law of paths covers the rest"
+    )
+
+
+def _extreme(mechanism: Mechanism, case: Case) -> None:
+    q, k, v = case.tensors()
+    if 0 in (case.batch, case.queries, case.keys):
+        return
+    # Scores of ±1e4: q·k = ±100² along one direction.
+    direction = torch.nn.functional.normalize(torch.ones(case.qk_length), dim=0).to(q)
+    q = (q[..., :1].sign() * 100 * direction).detach().requires_grad_()
+    k = (k[..., :1].sign() * 100 * direction).detach().requires_grad_()
+    v = v.requires_grad_()
+    out = attend(q, k, v, mechanism, case.rule())
+    if not bool(out.isfinite().all()):
+        raise Broken("scores of ±1e4 give an output that is not finite")
+    if out.abs().max() > v.abs().max() * 1.02:
+        raise Broken("scores of ±1e4 give an output beyond every value")
+    _finite_gradients(out, (q, k, v))
+
+
+@torch.no_grad()
+def _grouped(mechanism: Mechanism, case: Case) -> None:
+    q, k, v = case.tensors()
+    rule, repeats = case.rule(), q.shape[1] // k.shape[1]
+    wide = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
+    out = attend(q, k, v, mechanism, rule)
+    within_budget(
+        "grouped heads", out, exact_output(mechanism, q, *wide, rule), plain_output(mechanism, q, *wide, rule)
+    )
+
+
+def _ungrouped(mechanism: Mechanism, case: Case) -> str | None:
+    return "every query head has keys of its own" if case.heads == "MHA" else None
+
+
+def _paths_agree(mechanism: Mechanism, case: Case) -> None:
+    rule = case.rule()
+
+    def run(compute: Callable[..., Tensor], *tensors: Tensor) -> list[Tensor]:
+        leaves = tuple(t.detach().clone().requires_grad_() for t in tensors)
+        out = compute(*leaves)
+        to = torch.randn(out.shape, generator=case.generator, dtype=torch.float64).to(out)
+        return [out.detach(), *_finite_gradients(out, leaves, to)]
+
+    tensors = case.tensors()
+    exact = run(lambda q, k, v: exact_output(mechanism, q, k, v, rule), *(t.double() for t in tensors))
+    plain = run(lambda q, k, v: plain_output(mechanism, q, k, v, rule), *tensors)
+    call = Call(mechanism, *each(lambda t: t.detach().requires_grad_(), tensors), rule)
+    for path in mechanism.paths():
+        if path.cannot(call) is not None:  # those that have no derivative serve the laws that take none
+            continue
+        found = run(lambda q, k, v, name=path.name: attend(q, k, v, mechanism, rule, path=name), *tensors)
+        for what, one, good, rough in zip(("output", "q", "k", "v"), found, exact, plain, strict=True):
+            name = f"path {path.name!r}: " + (what if what == "output" else f"the gradient of {what}")
+            within_budget(name, one, good, rough, gradient=what != "output")
+
+
+def _learned(mechanism: Mechanism, case: Case) -> None:
+    if 0 in (case.batch, case.queries, case.keys):
+        return
+    q, k, v = _short(case)
+    streams = mechanism.streams(case.qk_length, structure(_causal_rule(case), FOREVER, FOREVER)) is None
+    rule = _causal_rule(case) if streams else case.rule()
+    term = torch.randn(case.queries, case.keys, generator=case.generator, dtype=case.kind).to(q).requires_grad_()
+    bias = term if mechanism.refuses(Call(mechanism, q, k, v, rule, term)) is None else None
+    own = (*mechanism.parameters(), *(() if bias is None else (bias,)))
+    call = Call(mechanism, q, k, v, rule, bias)
+    ways: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+        f"path {path.name!r}": partial(attend, mechanism=mechanism, mask=rule, bias=bias, path=path.name)
+        for path in mechanism.paths()
+        if path.cannot(call) is None
+    }
+    if streams:
+        state = _start(mechanism, case, case.keys)
+        ways["the stream"] = lambda q, k, v: _stream(mechanism, case, (q, k, v), state, _pieces(case), bias)[0]
+    to = torch.randn(*q.shape[:3], case.value_length, generator=case.generator, dtype=case.kind).to(q)
+    # What is learned, with tokens that are not; and the tokens themselves.
+    plain, derived = (q, k, v), each(lambda t: t.clone().requires_grad_(), (q, k, v))
+    for tokens, leaves in ((plain, own), (derived, (*own, *derived))):
+        if not leaves:
+            continue
+        exact = _gradients(attend(*tokens, mechanism, rule, bias=bias, path="reference"), leaves, to)
+        names = [f"learned tensor {number + 1}" for number in range(len(own))] + [*"qkv"]
+        for way, compute in ways.items():
+            for name, grad, good in zip(names, _gradients(compute(*tokens), leaves, to), exact, strict=False):
+                within_budget(f"{way}: the gradient of {name}", grad, good, good, gradient=True)
+
+
+def _short(case: Case) -> Triple:
+    """Short queries and keys: near a zero of a polynomial similarity, sums and second derivatives lose their digits."""
+    q, k, v = case.tensors()
+    return q / 4, k / 4, v
+
+
+def _gradients(out: Tensor, leaves: tuple[Tensor, ...], to: Tensor) -> tuple[Tensor, ...]:
+    if not out.requires_grad:  # nothing is visible
+        return tuple(torch.zeros_like(leaf) for leaf in leaves)
+    return torch.autograd.grad(out, leaves, to, allow_unused=True, materialize_grads=True)
+
+
+def _curved(mechanism: Mechanism, case: Case) -> None:
+    if 0 in (case.batch, case.queries, case.keys):
+        return
+    tokens = each(lambda t: t.requires_grad_(), _short(case))
+    leaves = (*tokens, *mechanism.parameters())
+    call = Call(mechanism, *tokens, case.rule())
+
+    def second(path: str) -> tuple[Tensor, ...]:
+        out = attend(*tokens, mechanism, case.rule(), path=path)
+        options: dict[str, Any] = {"allow_unused": True, "materialize_grads": True}
+        first = torch.autograd.grad(out.sum() + out.square().sum(), leaves, create_graph=True, **options)
+        total = out.sum() + sum(grad.square().sum() for grad in first)
+        return torch.autograd.grad(total, leaves, **options)
+
+    exact = second("reference")
+    for path in mechanism.paths():
+        if path.name == "reference" or path.cannot(call) is not None:
+            continue
+        try:
+            found = second(path.name)
+        except RuntimeError as refusal:  # by torch or by the path
+            if "not implemented" not in str(refusal):
+                raise
+            continue
+        for name, one, good in zip((*"qkv", *["a learned tensor"] * len(leaves)), found, exact, strict=False):
+            size = max(1.0, good.abs().max().item())
+            if not error(one, good) <= 1e-9 * size:
+                raise Broken(f"path {path.name!r}: the second derivative by {name} is off by {error(one, good):.2g}")
+
+
+def _counted(mechanism: Mechanism, case: Case) -> None:
+    # FLOPs are those of the formula, and PyTorch counts those of its own operators.
+    if case.device != "cpu":
+        case, mechanism = replace(case, device="cpu"), in_dtype(mechanism, case.kind, "cpu")
+    q, k, v = case.tensors()
+    rule = case.rule()
+    work = _work(case, rule)
+    stated = cost(mechanism, work)
+    if case.queries and case.keys and case.batch:
+        counted = _count_flops(mechanism, case, (q, k, v), rule, stated.form)
+        if counted != stated.flops:
+            raise Broken(f"{stated.flops} FLOPs stated, {counted} counted")
+    if mechanism.streams(case.qk_length) is None:
+        held = _start(mechanism, case, case.keys).nbytes
+        if held != stated.state_bytes:
+            raise Broken(f"{stated.state_bytes} bytes of state stated, {held} held")
+
+
+def _work(case: Case, rule: Mask | None) -> Work:
+    heads, groups = HEADS[case.heads]
+    return Work(
+        batch=case.batch,
+        query_length=case.queries,
+        key_length=case.keys,
+        num_heads=heads,
+        num_kv_heads=groups,
+        qk_length=case.qk_length,
+        value_length=case.value_length,
+        dtype=case.kind,
+        cached=False,
+        mask=rule,
+    )
+
+
+@torch.no_grad()
+def _count_flops(mechanism: Mechanism, case: Case, tensors: Triple, rule: Mask | None, form: str) -> int:
+    """FLOPs as torch counts them: the linear form as it runs; of the score form the plain formula's, and of what each
+    pair costs there, the visible pairs' share."""
+    q, k, v = tensors
+    if form == "linear":
+        return count_flops(lambda: attend(q, k, v, mechanism, rule))
+    whole = count_flops(lambda: reference.run(Call(mechanism, q, k, v, None)))
+    none, rule = (q[:, :, :0], k[:, :, :0]), ordered(mechanism, rule)
+    tokens = count_flops(lambda: mechanism.compare_heads(q, none[1]))
+    tokens += count_flops(lambda: mechanism.compare_heads(none[0], k))
+    tokens -= count_flops(lambda: mechanism.compare_heads(*none))
+    seen = 1 if rule is None else rule.visible(case.batch, 1, case.queries, case.keys).double().mean().item()
+    return tokens + round((whole - tokens) * seen)
+
+
+def _refusing(mechanism: Mechanism, case: Case) -> None:
+    q, k, v = replace(case, batch=2, queries=5, keys=5).tensors()
+    wrong: dict[str, Callable[[], object]] = {
+        "q": lambda: attend(q[0], k, v, mechanism),
+        "q ": lambda: attend(q.long(), k, v, mechanism),
+        "k": lambda: attend(q, k[..., :0], v, mechanism),
+        "k ": lambda: attend(q[:, :3], k[:, :1].expand(2, 2, 5, -1), v[:, :1].expand(2, 2, 5, -1), mechanism),
+        "v": lambda: attend(q, k, v[:, :, :4], mechanism),
+        "v ": lambda: attend(q, k, v.to(torch.float32 if case.kind != torch.float32 else torch.float64), mechanism),
+        "mask": lambda: attend(q, k, v, mechanism, torch.zeros(5, 5)),
+        "mask ": lambda: attend(q, k, v, mechanism, padding([1, 2, 3])),
+        "mask  ": lambda: attend(q, k, v, mechanism, dense(torch.ones(5, 4, dtype=torch.bool))),
+        "path": lambda: attend(q, k, v, mechanism, path="nowhere"),
+    }
+    if mechanism.refuses(Call(mechanism, q, k, v, bias=torch.zeros(5, 5, dtype=case.kind))) is not None:
+        wrong["bias"] = lambda: attend(q, k, v, mechanism, bias=torch.zeros(5, 5, dtype=case.kind))
+    for name, mistake in wrong.items():
+        try:
+            mistake()
+        except ValueError as said:
+            if not str(said).startswith(name.strip()):
+                raise Broken(f"the error for a wrong {name.strip()} does not name it: {said}") from None
+        else:
+            raise Broken(f"a wrong {name.strip()} passes")
+
+
+LAWS: dict[str, Law] = {
+    law.name: law
+    for law in (
+        Law("streamed", "whole = streamed = streamed in any chunks", _streamed, _no_stream, square=True),
+        Law("forked", "a forked, reordered or cropped state is its own history", _forked, _no_stream, square=True),
+        Law("batched", "batch = one by one", _batched, always),
+        Law("padded", "padded = unpadded", _padded, always, square=True),
+        Law("weights", "weights @ v = output, asking changes nothing, chosen rows are those of all", _weighed, always),
+        Law("normalised", "weights ≥ 0, rows sum to 1", _normalised, always),
+        Law("empty", "a query with no visible key gives exactly 0, and finite gradients", _blind, always, square=True),
+        Law(
+            "leakless", "nothing masked leaks, not even NaN, and gets gradient exactly 0", _leakless, _no_hidden, SHORT
+        ),
+        Law("permuted", "permuted tokens give permuted outputs", _permuted, _positional, square=True),
+        Law("gradients", "gradients pass gradcheck", _differentiable, _double_only, SHORT[:-1]),
+        Law("extremes", "scores of ±1e4 stay finite", _extreme, always),
+        Law("groups", "query head h reads key/value head h // (H // G)", _grouped, _ungrouped),
+        Law("paths", "every path agrees with the plain formula, forward and backward", _paths_agree, always),
+        Law(
+            "learned",
+            "what is learned gets the plain formula's gradient, whole and streamed",
+            _learned,
+            _double_only,
+            SHORT,
+            square=True,
+        ),
+        Law("curved", "second derivatives are the plain formula's, or refused", _curved, _double_only, SHORT),
+        Law("cost", "FLOPs equal the counted ones, state bytes the held ones", _counted, always, SHORT),
+        Law("refusals", "bad input is an error that names the argument, before any compute", _refusing, always, (1,)),
+    )
+}

@@ -1,0 +1,284 @@
+"""What a mask is, and its algebra: `&`, `|` and `~` make a small expression tree."""
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from regard.core.masks.arguments import count
+from regard.core.masks.drawing import Drawing
+
+if TYPE_CHECKING:
+    from regard.core.masks.paddings import Padding
+    from regard.core.masks.positions import Band
+
+Span: TypeAlias = tuple[int, int]
+"""A half-open range of key positions, [low, high)."""
+MaskFunction: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""FlexAttention's `mask_mod(b, h, q_idx, kv_idx) -> bool`."""
+
+
+class Terms(NamedTuple):
+    """The masks that all must hold, by what is known of them."""
+
+    bands: "tuple[Band, ...]" = ()
+    paddings: "tuple[Padding, ...]" = ()
+    rest: "tuple[Mask, ...]" = ()
+
+
+class Mask:
+    """A rule over positions. Build one with `causal`, `padding`, `window`, … and combine with `&`, `|`, `~`.
+
+    >>> import regard as rg
+    >>> rg.causal & rg.window(before=2)
+    causal & window(before=2, after=0)
+    >>> print((rg.causal & rg.window(before=1)).draw(4, 4))
+    ■ · · ·
+    ■ ■ · ·
+    · ■ ■ ·
+    · · ■ ■
+    """
+
+    __slots__ = "_at_any_length", "_at_last"  # what structure.py remembers of it
+
+    def __getstate__(self) -> object:
+        # A copy or a pickle is the mask alone, without what is remembered of it. A user's class may have slots too.
+        state = super().__getstate__()
+        if not isinstance(state, tuple):
+            return state
+        fields, slots = state
+        return fields, {name: value for name, value in slots.items() if name not in Mask.__slots__}
+
+    structured = True
+    """Whether the rule is known to us; False for a dense tensor or a user's function, which can only be evaluated."""
+
+    @property
+    def sizes(self) -> tuple[int | None, int | None]:
+        """How many sequences and heads the mask is made for; None is any number."""
+        return None, None
+
+    def __call__(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def __and__(self, other: "Mask | MaskFunction") -> "Mask":
+        return And(self, _operand(other))
+
+    def __or__(self, other: "Mask | MaskFunction") -> "Mask":
+        return Or(self, _operand(other))
+
+    def __invert__(self) -> "Mask":
+        return Not(self)
+
+    __rand__ = __and__
+    __ror__ = __or__
+    __array_ufunc__ = None
+    """NumPy leaves `array & mask` to the mask."""
+
+    def __bool__(self) -> bool:
+        # `causal and padding(…)` would be its right side alone, and lose the left one without a word.
+        raise ValueError("mask: expected &, | or ~ to combine masks, got `and`, `or`, `not` or `if`")
+
+    def spans(self, low: int, high: int, keys: int) -> list[Span]:
+        """Key ranges that cover every key visible to the queries at positions [low, high). May cover more."""
+        return [(0, keys)]
+
+    def terms(self) -> Terms:
+        """The masks of a conjunction, or this one alone."""
+        return Terms(rest=(self,))
+
+    def part(self, rows: tuple[int, ...], begin: int, keys: int) -> "Mask | None":
+        """What the mask over `keys` keys says of some batch rows and the keys from `begin` on, positions from there;
+        None if all of those are visible."""
+        return Part(self, rows, begin)
+
+    def sequences(self, batch: int) -> tuple[tuple[int, int, int], ...] | None:
+        """Sequences one after another that see themselves alone: the batch row, first token and number of tokens of
+        each; None if the mask is something else."""
+        return None
+
+    def fits(self, batch: int, heads: int, queries: int, keys: int) -> None:
+        """Raise ValueError if the mask cannot belong to attention of this shape."""
+
+    def visible(
+        self, batch: int, heads: int, queries: int, keys: int, device: torch.device | str | None = None
+    ) -> Tensor:
+        """The mask as a bool tensor, broadcastable to (B, H, T, S)."""
+        return self.at(batch, heads, torch.arange(keys - queries, keys), torch.arange(keys), device)
+
+    def at(
+        self, batch: int, heads: int, query: Tensor, key: Tensor, device: torch.device | str | None = None
+    ) -> Tensor:
+        """The mask at chosen absolute query and key positions, broadcastable to (B, H, len(query), len(key))."""
+        found = self(
+            torch.arange(batch, device=device)[:, None, None, None],
+            torch.arange(heads, device=device)[:, None, None],
+            query.to(device)[:, None],
+            key.to(device),
+        )
+        full = (batch, heads, query.shape[0], key.shape[0])
+        try:
+            torch.broadcast_shapes(found.shape, full)
+        except RuntimeError:
+            raise ValueError(
+                f"mask: expected {self!r} to broadcast to {full}, got a tensor of shape {tuple(found.shape)}"
+            ) from None
+        return found.reshape((1,) * (4 - found.ndim) + tuple(found.shape)) if found.ndim < 4 else found
+
+    def draw(self, queries: int, keys: int | None = None, *, batch: int = 0, head: int = 0) -> "Drawing":
+        """A picture of the mask, as text (`print`) and as an image (`.save("mask.png")`, `.figure()`).
+
+        `keys` defaults to `queries`; `batch` and `head` choose the slice to draw.
+
+        >>> import regard as rg
+        >>> print(rg.causal.draw(2, 4))
+        ■ ■ ■ ·
+        ■ ■ ■ ■
+        """
+        keys = count("queries", queries) if keys is None else count("keys", keys)
+        sequences, heads = (size or least for size, least in zip(self.sizes, (batch + 1, head + 1), strict=True))
+        for name, one, most in (("batch", batch, sequences), ("head", head, heads)):
+            if not 0 <= one < most:
+                raise ValueError(f"{name}: expected 0 to {most - 1} for {self!r}, got {one}")
+        self.fits(sequences, heads, count("queries", queries), keys)
+        found = self.visible(sequences, heads, queries, keys).expand(sequences, heads, queries, keys)
+        return Drawing(visible=found[batch, head], title=repr(self))
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class _Pair(Mask):
+    left: Mask
+    right: Mask
+
+    @property
+    def structured(self) -> bool:  # type: ignore[override]
+        return self.left.structured and self.right.structured
+
+    @property
+    def sizes(self) -> tuple[int | None, int | None]:
+        left, right = self.left.sizes, self.right.sizes
+        return (right[0] if left[0] is None else left[0]), (right[1] if left[1] is None else left[1])
+
+    def fits(self, batch: int, heads: int, queries: int, keys: int) -> None:
+        self.left.fits(batch, heads, queries, keys)
+        self.right.fits(batch, heads, queries, keys)
+
+    def _text(self, symbol: str) -> str:
+        parts = (f"({part!r})" if isinstance(part, _Pair) and type(part) is not type(self) else repr(part)
+                 for part in (self.left, self.right))  # fmt: skip
+        return f" {symbol} ".join(parts)
+
+
+class And(_Pair):
+    """Both must hold."""
+
+    def __call__(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return self.left(batch, head, query, key) & self.right(batch, head, query, key)
+
+    def at(
+        self, batch: int, heads: int, query: Tensor, key: Tensor, device: torch.device | str | None = None
+    ) -> Tensor:
+        return self.left.at(batch, heads, query, key, device) & self.right.at(batch, heads, query, key, device)
+
+    def spans(self, low: int, high: int, keys: int) -> list[Span]:
+        mine, other = self.left.spans(low, high, keys), self.right.spans(low, high, keys)
+        return [(max(a, c), min(b, d)) for a, b in mine for c, d in other if max(a, c) < min(b, d)]
+
+    def terms(self) -> Terms:
+        return Terms(*map(operator.add, self.left.terms(), self.right.terms()))
+
+    def part(self, rows: tuple[int, ...], begin: int, keys: int) -> Mask | None:
+        left, right = self.left.part(rows, begin, keys), self.right.part(rows, begin, keys)
+        return right if left is None else left if right is None else left & right
+
+    def __repr__(self) -> str:
+        return self._text("&")
+
+
+class Or(_Pair):
+    """One of both must hold."""
+
+    def __call__(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return self.left(batch, head, query, key) | self.right(batch, head, query, key)
+
+    def at(
+        self, batch: int, heads: int, query: Tensor, key: Tensor, device: torch.device | str | None = None
+    ) -> Tensor:
+        return self.left.at(batch, heads, query, key, device) | self.right.at(batch, heads, query, key, device)
+
+    def spans(self, low: int, high: int, keys: int) -> list[Span]:
+        merged: list[Span] = []  # in order, and apart from each other
+        for start, stop in self.left.spans(low, high, keys) + self.right.spans(low, high, keys):
+            # Compared one by one: Dynamo cannot sort bounds that a trace holds open.
+            before = [span for span in merged if span[1] < start]
+            after = [span for span in merged if span[0] > stop]
+            touched = merged[len(before) : len(merged) - len(after)]
+            whole = (min(start, touched[0][0]), max(stop, touched[-1][1])) if touched else (start, stop)
+            merged = [*before, whole, *after]
+        return merged
+
+    def __repr__(self) -> str:
+        return self._text("|")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Not(Mask):
+    """What another mask hides."""
+
+    inner: Mask
+
+    @property
+    def structured(self) -> bool:  # type: ignore[override]
+        return self.inner.structured
+
+    @property
+    def sizes(self) -> tuple[int | None, int | None]:
+        return self.inner.sizes
+
+    def __call__(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return ~self.inner(batch, head, query, key)
+
+    def fits(self, batch: int, heads: int, queries: int, keys: int) -> None:
+        self.inner.fits(batch, heads, queries, keys)
+
+    def __repr__(self) -> str:
+        return f"~({self.inner!r})" if isinstance(self.inner, _Pair) else f"~{self.inner!r}"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Part(Mask):
+    """A mask over some batch rows and the keys from `begin` on, positions counted from there."""
+
+    inner: Mask
+    rows: tuple[int, ...]
+    begin: int
+
+    @property
+    def structured(self) -> bool:  # type: ignore[override]
+        return self.inner.structured
+
+    @property
+    def sizes(self) -> tuple[int | None, int | None]:
+        return len(self.rows), self.inner.sizes[1]
+
+    def __call__(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        rows = torch.tensor(self.rows, device=key.device)[batch]
+        return self.inner(rows, head, query + self.begin, key + self.begin)
+
+    def spans(self, low: int, high: int, keys: int) -> list[Span]:
+        inner = self.inner.spans(low + self.begin, high + self.begin, keys + self.begin)
+        return [(max(a, self.begin) - self.begin, b - self.begin) for a, b in inner if b > self.begin]
+
+    def __repr__(self) -> str:
+        return f"{self.inner!r} from {self.begin} on"
+
+
+def _operand(other: Mask | MaskFunction) -> Mask:
+    from regard.core.masks.unstructured import as_mask  # masks of tensors and functions are built on this file
+
+    mask = as_mask(other)
+    if mask is None:
+        raise ValueError("mask: expected a mask on both sides of &, | or ~, got None")
+    return mask

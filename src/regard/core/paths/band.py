@@ -1,0 +1,52 @@
+"""Softmax within windows, causality, padding and packed sequences on a GPU, in Triton: hidden keys are not read."""
+
+import torch
+from torch import Tensor
+
+from regard.core.calls.call import Call
+from regard.core.calls.choice import Again, Path, never
+from regard.core.eager import untouched
+from regard.core.paths import gpu, sdpa
+
+
+def cannot(call: Call) -> str | None:
+    """Why this path cannot serve a call; None if it can."""
+    return gpu.missing(call) or unfit(call)
+
+
+def unfit(call: Call) -> str | None:
+    """Why the kernels cannot compute a call, wherever it is; None if they can."""
+    return gpu.unfit(call, packed=True)
+
+
+def run(call: Call) -> Tensor:
+    """tiles of queries with the keys that they see, in Triton: windows, causality, padding, packed sequences."""
+    # Triton is imported only where it is used.
+    from regard.core.kernels import band_attention
+
+    q, scale = gpu.scaled(call)
+    q, k, v = gpu.unit_strides(q, call.k, call.v)
+    known, bounds = call.structure, gpu.bounds(call)
+    parts, longest = None, 0
+    if known.rest is not None:
+        sequences = gpu.parts(call) or ()
+        parts, longest = gpu.table(sequences, q.device), max((length for _, _, length in sequences), default=0)
+    if untouched() and not torch.is_grad_enabled():
+        work = band_attention.work_of(q, k, v, scale, known.before, known.after, bounds, parts, longest)
+        return band_attention.forward(work, q, k, v, bounds, parts)[0]
+    return band_attention.band(q, k, v, bounds, parts, scale, known.before, known.after, longest)[0]
+
+
+def again(call: Call) -> Again | None:
+    """What runs calls like this one."""
+    from regard.core.kernels import band_attention
+
+    known, scale = call.structure, sdpa.scale(call)
+    if scale == 0 or known.rest is not None or not gpu.dense(call):
+        return None
+    bounds = gpu.bounds(call)
+    work = band_attention.work_of(call.q, call.k, call.v, scale, known.before, known.after, bounds)
+    return lambda q, k, v: band_attention.forward(work, q, k, v, bounds)[0]
+
+
+PATH = Path("band", cannot, run, never, again=again)

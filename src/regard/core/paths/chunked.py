@@ -1,0 +1,280 @@
+"""Kernel attention by running sums: time and memory linear in the length, in the backward pass too.
+
+The walk is that of sums.py. The backward pass keeps the inputs alone and walks the same steps twice: forward for the
+queries' gradients, backward for the keys' and values'. Second derivatives go through the plain walk, recorded by
+autograd; so does a call with learned tensors that the mechanism does not list.
+"""
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from regard.core.calls.call import Call, in_own_dtype, nothing
+from regard.core.calls.choice import Path, never
+from regard.core.eager import readable, recorded, symbolic, transformed
+from regard.core.masks.guard import finite, not_finite
+from regard.core.masks.structure import EVERYTHING, Structure, reached
+from regard.core.paths.rows import by_interval
+from regard.core.paths.sums import (
+    Step,
+    Walk,
+    alone,
+    compare,
+    diagonal_of,
+    fold,
+    meet,
+    no_sums,
+    steps,
+    sweep,
+    tiled,
+    untiled,
+)
+
+if TYPE_CHECKING:
+    from regard.core.families.features import FeatureMechanism
+
+
+def quadratic(mechanism: "FeatureMechanism", qk_length: int, known: Structure) -> str | None:
+    """Why sums cannot serve, so that only the score form is left; None if they can."""
+    if known.rest is not None:
+        return "the mask hides keys pair by pair, which sums over keys cannot"
+    if known.windowed:
+        return "a window takes keys out again, which sums over keys cannot"
+    if not mechanism.linear(qk_length):
+        return f"phi has {mechanism.summed_length(qk_length):,} features"
+    return None
+
+
+def cannot(call: Call) -> str | None:
+    """Why this path cannot serve a call; None if it can."""
+    mechanism: Any = call.mechanism
+    if symbolic(call.queries, call.keys):
+        return "a trace that holds a length open cannot cut it into chunks"
+    return quadratic(mechanism, call.qk_length, call.structure)
+
+
+def run(call: Call) -> Tensor:
+    """running sums in chunks of 256: time and memory linear in the length."""
+    known, offset = call.structure, call.keys - call.queries
+
+    guarded = known is not EVERYTHING and not finite()
+
+    def rows(q: Tensor, k: Tensor, v: Tensor, low: int, high: int) -> Tensor:
+        return _whole(call.mechanism, q, k, v, offset - low if known.causal else None, None, guarded)
+
+    if known.rows is not None:
+        return by_interval(call, rows)
+    valid = known.valid(call.keys, call.q.device)
+    if valid is not None and not known.causal and readable(valid):
+        # Sums over few keys lose digits that the score form keeps: take the real keys out of the holes first.
+        each = [
+            _whole(call.mechanism, q[None], k[None, :, real], v[None, :, real], None, None, guarded)
+            if bool(real.any())
+            else nothing(call, call.queries)[:1]
+            for q, k, v, real in zip(call.q, call.k, call.v, valid, strict=True)
+        ]
+        return torch.cat(each)
+    q = call.q
+    if valid is not None:  # a query that sees nothing must not reach the keys' gradients either
+        sees = reached(call.mask, torch.ones_like(call.k[..., 0], dtype=torch.bool), call.heads, call.queries)
+        q = q.masked_fill(~sees[..., None], 0)
+    return _whole(call.mechanism, q, call.k, call.v, offset if known.causal else None, valid, guarded)
+
+
+def _whole(
+    mechanism: Any, q: Tensor, k: Tensor, v: Tensor, offset: int | None, valid: Tensor | None, guarded: bool
+) -> Tensor:
+    rows, keys, values, real = tiled(q, k, v, valid)
+    tainted = not_finite(keys, values) if guarded else None
+    if tainted is not None and real is not None:
+        tainted = tainted & real
+    walk = Walk(steps(q.shape[2], k.shape[2], offset), offset, real, tainted)
+    learned = mechanism.parameters()
+    traced = torch.compiler.is_compiling() or transformed()
+    if recorded(q, k, v, *learned) and not traced and not mechanism.captured(q.shape[3]):
+        out = _Sweep.apply(mechanism, walk, rows, keys, values, *learned)  # type: ignore[no-untyped-call]
+    else:
+        out = _sweep(mechanism, walk, rows, keys, values)
+    return untiled(out, k)
+
+
+def _sweep(mechanism: Any, walk: Walk, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """`sweep` from no history, NaN for the queries that see a tainted key."""
+    out, spoiled = sweep(mechanism, walk, q, k, v, *no_sums(mechanism, k, v))[0], walk.spoiled(q.shape[2])
+    if spoiled is None:
+        return out
+    if out.requires_grad or transformed() or torch.compiler.is_compiling():
+        return torch.where(spoiled[:, None, :, None], math.nan, out)  # in nine times the time
+    return out.add_(out.new_zeros(spoiled.shape).masked_fill_(spoiled, math.nan)[:, None, :, None])
+
+
+class _Sweep(torch.autograd.Function):
+    """`_sweep`, with a backward pass that keeps only the inputs and works a chunk at a time."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        mechanism: Any,
+        walk: Walk,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *learned: Tensor,
+    ) -> Tensor:
+        ctx.mechanism, ctx.walk = mechanism, walk
+        ctx.save_for_backward(q, k, v, *learned)
+        return _sweep(mechanism, walk, q, k, v)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        grads = _Gradients.apply(ctx.mechanism, ctx.walk, grad, *ctx.saved_tensors)  # type: ignore[no-untyped-call]
+        return (None, None, *grads)
+
+
+class _Gradients(torch.autograd.Function):
+    """The gradients of `_Sweep`, as a function that can be derived itself.
+
+    `once_differentiable` would not do: the error that it leaves in the graph is passed by where only some inputs'
+    gradients are asked for, and where the incoming gradient is a constant it leaves none.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        mechanism: Any,
+        walk: Walk,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *learned: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.mechanism, ctx.walk = mechanism, walk
+        ctx.save_for_backward(grad, q, k, v, *learned)
+        back = _Backward(mechanism, walk, q, k, v, list(learned), grad)
+        with in_own_dtype(q):
+            back.queries_forward()
+            back.keys_backward()
+        grads = (back.q_grad.to(q.dtype), back.k_grad.to(k.dtype), back.v_grad.to(v.dtype))
+        return (*grads, *back.learned_grads)
+
+    @staticmethod
+    def backward(ctx: Any, *directions: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise NotImplementedError("chunked: third derivatives are not implemented; compute with path='reference'")
+        # Copies, so that what they were made from, perhaps by this very mechanism, is not derived a second time.
+        grad, q, k, v = (tensor.detach().requires_grad_() for tensor in ctx.saved_tensors[:4])
+        inputs = [q, k, v, *ctx.saved_tensors[4:]]
+        with torch.enable_grad(), in_own_dtype(q):
+            out = _sweep(ctx.mechanism, ctx.walk, q, k, v)
+            first = torch.autograd.grad(out, inputs, grad, create_graph=True, allow_unused=True, materialize_grads=True)
+            pairs = [pair for pair in zip(first, directions, strict=True) if pair[0].requires_grad]
+            second = torch.autograd.grad(
+                [one for one, _ in pairs],
+                [grad, *inputs],
+                [direction for _, direction in pairs],
+                allow_unused=True,
+            )
+        return (None, None, *second)
+
+
+class _Backward:
+    """The two walks of the backward pass.
+
+    With out = num / den, the gradient reaching num is g / den and the one reaching den is -(g·out) / den.
+    """
+
+    def __init__(
+        self,
+        mechanism: Any,
+        walk: Walk,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        learned: list[Tensor],
+        grad: Tensor,
+    ) -> None:
+        self.mechanism, self.walk = mechanism, walk
+        self.q, self.k, self.v, self.learned = q, k, v, learned
+        self.sums, self.normaliser = no_sums(mechanism, k, v)
+        kind = self.sums.dtype
+        spoiled, self.grad = walk.spoiled(q.shape[2]), grad.to(kind)
+        if spoiled is not None:  # an output of NaN depends on nothing
+            self.grad = torch.where(spoiled[:, None, :, None], 0, self.grad)
+        self.through_sums: dict[Step, tuple[Tensor, Tensor]] = {}
+        """The gradients of numerator and denominator, for each step whose queries read the sums."""
+        self.q_grad, self.k_grad, self.v_grad = (torch.zeros_like(t, dtype=kind) for t in (q, k, v))
+        self.learned_grads = [torch.zeros_like(t) for t in learned]
+
+    def _leaves(self, step: Step) -> tuple[Tensor, Tensor, Tensor | None]:
+        k, v, real = self.walk.chunk(step, self.k, self.v, derived=True)
+        kind = self.sums.dtype
+        return k.to(kind).detach().requires_grad_(), v.to(kind).detach().requires_grad_(), real
+
+    def _pull(self, outputs: tuple[Tensor, ...], grads: tuple[Tensor, ...], inputs: list[Tensor]) -> list[Tensor]:
+        found = torch.autograd.grad(outputs, inputs + self.learned, grads, allow_unused=True, materialize_grads=True)
+        for total, more in zip(self.learned_grads, found[len(inputs) :], strict=True):
+            total += more
+        return list(found[: len(inputs)])
+
+    def queries_forward(self) -> None:
+        """Every gradient of the chunks' own part, and the queries' through the sums."""
+        history = False
+        for step in self.walk.plan:
+            k, v, real = self._leaves(step)
+            if step.folds:
+                folded_phi, shown, count = fold(self.mechanism, k.detach(), v.detach(), real)
+                self.sums.baddbmm_(folded_phi.transpose(-1, -2), shown)
+                self.normaliser += count
+                history = True
+                continue
+            here = (slice(None), slice(None), slice(step.start, step.stop))
+            q = self.q[here].to(k.dtype).detach().requires_grad_()
+            grad = self.grad[here].flatten(1, 2)
+            with torch.enable_grad():
+                similar, phi = compare(self.mechanism, q, k, diagonal_of(step, self.walk.offset), real)
+                if history:
+                    num, den = meet(self.mechanism, q.flatten(1, 2), similar, phi, v, self.sums, self.normaliser)
+                else:
+                    out = alone(similar, v)
+            if history:
+                none = den.detach() == 0
+                inverse = den.detach().masked_fill(none, 1).reciprocal().masked_fill(none, 0)[..., None]
+                num_grad = grad * inverse
+                den_grad = -(num_grad * num.detach() * inverse).sum(-1)
+                self.through_sums[step] = num_grad, den_grad
+                grads = self._pull((num, den), (num_grad, den_grad), [q, k, v])
+            else:
+                grads = self._pull((out,), (grad,), [q, k, v])
+            self.q_grad[here] += grads[0]
+            self.k_grad[:, step.low : step.high] += grads[1]
+            self.v_grad[:, step.low : step.high] += grads[2]
+
+    def keys_backward(self) -> None:
+        """The keys' and values' gradients through the sums, which later queries have read."""
+        sums_grad, normaliser_grad = torch.zeros_like(self.sums), torch.zeros_like(self.normaliser)
+        for step in reversed(self.walk.plan):
+            if step.folds:
+                k, v, real = self._leaves(step)
+                with torch.enable_grad():
+                    phi, shown, count = fold(self.mechanism, k, v, real)
+                    added = phi.transpose(-1, -2) @ shown
+                grads = self._pull((added, count), (sums_grad, normaliser_grad), [k, v])
+                self.k_grad[:, step.low : step.high] += grads[0]
+                self.v_grad[:, step.low : step.high] += grads[1]
+                continue
+            if step not in self.through_sums:
+                continue
+            num_grad, den_grad = self.through_sums[step]
+            q = self.q[:, :, step.start : step.stop].to(sums_grad.dtype).flatten(1, 2)
+            phi = self.mechanism.summed_features(q)
+            sums_grad += phi.transpose(-1, -2) @ num_grad
+            with torch.enable_grad():
+                normaliser = self.normaliser.detach().requires_grad_()
+                den = self.mechanism.denominator(q, phi, normaliser)
+            normaliser_grad += torch.autograd.grad(den, normaliser, den_grad)[0]
+
+
+PATH = Path("chunked", cannot, run, never)

@@ -1,0 +1,142 @@
+"""Programs of machine_code.py, JIT-compiled for this processor by LLVM (llvmlite), once, and kept on disk.
+
+Compiling takes 0.1 s and more for each set of sizes, so that a new process would wait at its first tokens. Objects are
+kept under `$XDG_CACHE_HOME/regard` (`~/.cache/regard`), named by all they depend on: the program's text, the processor,
+and the versions of LLVM and llvmlite. An object is executed, so that it is taken only from a folder that nobody else
+may write to or replace, and only if its checksum is right. A folder that cannot be used is no error: then nothing is
+kept.
+"""
+
+import hashlib
+import os
+import stat
+import threading
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import llvmlite
+import llvmlite.binding as llvm
+
+from regard.core import cpu, files
+
+MOST_OBJECTS = 256
+"""Objects that are kept, some 20 kB each; those used longest ago are deleted."""
+_compiling = threading.Lock()
+_engines: list[Any] = []
+"""They own the compiled code, which stays for as long as the process."""
+
+
+def compiled(program: Callable[..., str], *sizes: Any) -> int:
+    """The address of the function that `program(*sizes)` writes, for the instructions that torch was told of."""
+    with _compiling:
+        return _compiled(program, sizes, cpu.LANES)
+
+
+@cache
+def _compiled(program: Callable[..., str], sizes: tuple[Any, ...], lanes: int) -> int:
+    text, machine, processor = program(*sizes), *host(lanes)
+    name = hashlib.sha256(
+        "\n".join((*processor, llvmlite.__version__, str(llvm.llvm_version_info), text)).encode()
+    ).hexdigest()
+    code = load(name)
+    if code is None:
+        code = machine.emit_object(optimized(text, machine))
+        store(name, code)
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
+    engine.add_object_file(llvm.ObjectFileRef.from_data(code))
+    engine.finalize_object()
+    _engines.append(engine)
+    return engine.get_function_address("step")
+
+
+def host(lanes: int) -> tuple[Any, tuple[str, ...]]:
+    """LLVM's machine for this processor, with no more than AVX2 where there are 8 lanes, and what it was made from."""
+    features = llvm.get_host_cpu_features()
+    if lanes == 8:
+        features.update({name: False for name in features if name.startswith(("avx512", "avx10", "evex", "amx"))})
+    processor = (llvm.get_process_triple(), llvm.get_host_cpu_name(), features.flatten())
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    return _machine(*processor), processor
+
+
+def elsewhere(triple: str, processor: str, features: str) -> Any:
+    """LLVM's machine for another processor, whose code can be looked at here and not run."""
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    return _machine(triple, processor, features)
+
+
+def _machine(triple: str, processor: str, features: str) -> Any:
+    return llvm.Target.from_triple(triple).create_target_machine(cpu=processor, features=features, opt=3)
+
+
+def optimized(text: str, machine: Any) -> Any:
+    """A program as LLVM's module, ready for a machine."""
+    module = llvm.parse_assembly(text)
+    module.triple = machine.triple
+    options = llvm.create_pipeline_tuning_options(speed_level=2)
+    # Programs are written in vectors and unrolled where that pays; to look for more takes longer than all the rest.
+    options.loop_unrolling = options.loop_vectorization = options.loop_interleaving = options.slp_vectorization = False
+    passes = llvm.create_pass_builder(machine, options)
+    passes.getModulePassManager().run(module, passes)
+    return module
+
+
+def load(name: str) -> bytes | None:
+    """An object that was kept; None if there is none that is whole and this user's alone."""
+    try:
+        folder = _folder()
+        if folder is None or not _private(folder):
+            return None
+        data = (folder / name).read_bytes()
+        if data[:32] != _checksum(name, data[32:]):
+            return None
+        os.utime(folder / name)
+        return data[32:]
+    except OSError:
+        return None
+
+
+def store(name: str, code: bytes) -> None:
+    """Keep an object for later processes, if there is a place for it, and delete those used longest ago."""
+    try:
+        folder = _folder()
+        if folder is None:
+            return
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not _private(folder):
+            return
+        files.write(folder / name, lambda beside: beside.write_bytes(_checksum(name, code) + code))
+        for path in sorted(folder.iterdir(), key=lambda path: path.lstat().st_mtime)[:-MOST_OBJECTS]:
+            path.unlink(missing_ok=True)
+    except OSError:  # a full disk, another process that deletes the same
+        return
+
+
+def _folder() -> Path | None:
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(base):  # the standard says to ignore it then
+        base = os.path.expanduser("~/.cache")
+    return Path(base, "regard", "code") if os.path.isabs(base) else None
+
+
+def _private(folder: Path) -> bool:
+    """Whether nobody but this user and root can have written to a folder, or put another one in its place."""
+    status = folder.stat()
+    if status.st_uid != os.geteuid() or status.st_mode & 0o022:
+        return False
+    return all(_keeps(parent) for parent in {*folder.parents, *folder.resolve().parents})
+
+
+def _keeps(parent: Path) -> bool:
+    """Whether nobody else can rename what is in a folder: its owner can, and who may write to it unless it is sticky,
+    as /tmp is."""
+    status = parent.stat()
+    return status.st_uid in (0, os.geteuid()) and (not status.st_mode & 0o022 or bool(status.st_mode & stat.S_ISVTX))
+
+
+def _checksum(name: str, code: bytes) -> bytes:
+    return hashlib.sha256(name.encode() + code).digest()

@@ -1,0 +1,290 @@
+"""A few queries over many keys on a CPU, in machine code of our own: keys and values are read once.
+
+PyTorch reads a decode step's cache once a query head, or through products made for many rows. Here all query heads of a
+key/value head, and all new tokens, share one pass (see decode_code.py), on PyTorch's own threads. Causality, padding
+and a window leave an interval of keys to each query; what they hide from all is not read, and what they hide from some
+reaches those alone who see it: nobody has to look for NaN.
+"""
+
+import ctypes
+from collections.abc import Callable, Sequence
+from functools import cache
+from itertools import chain
+from math import e, gcd, log, log2
+from struct import Struct, pack
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils.flop_counter import register_flop_formula
+
+from regard.core import cpu
+from regard.core.calls.call import Call
+from regard.core.calls.choice import Path, never
+from regard.core.eager import direct, recorded, symbolic, transformed
+from regard.core.masks import FAR, Span
+from regard.core.paths import probe, sdpa
+
+LONGEST = 256
+"""The longest heads this code is made for."""
+MOST_IN_HALF = 64
+"""Queries in half precision up to which reading the keys takes longer than arithmetic in matrix units would."""
+LEAST_SHARED = 1 << 19
+"""Multiplications from which on a second thread is worth waking."""
+_LOG2E = log2(e)
+_NO_SCALES: tuple[int, ...] = (0,) * 6
+_TOLD = Struct("32qd2q")
+"""The fields of decode_code.py, with one span."""
+
+
+def cannot(call: Call) -> str | None:
+    """Why this path cannot serve a call; None if it can."""
+    if symbolic(call.queries, call.keys):
+        return "a trace that holds a length open takes one form for all of them"
+    if (reason := sdpa.unfit(call)) is not None:
+        return reason
+    if call.bias is not None:
+        return "a bias needs the score form"
+    if not call.q.is_cpu:
+        return "made for the CPU"
+    if call.structure.rest is not None or (call.structure.paddings and call.structure.rows is None):
+        return "the keys that the mask shows are no interval"
+    if (reason := missing()) is not None:
+        return reason
+    if call.q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return "made for float32, bfloat16 and float16"
+    if cpu.MATRIX_UNITS and call.q.dtype != torch.float32 and call.queries > MOST_IN_HALF:
+        return f"more than {MOST_IN_HALF} queries in half precision are faster in this processor's matrix units"
+    if call.qk_length % cpu.LANES or call.value_length % cpu.LANES or max(call.qk_length, call.value_length) > LONGEST:
+        return f"made for heads whose lengths are multiples of {cpu.LANES}, up to {LONGEST}"
+    return _derived(call)
+
+
+def missing() -> str | None:
+    """Why machine code cannot be used on this machine; None if it can.
+
+    >>> from regard.core.paths import decode
+    >>> reason = decode.missing()
+    >>> reason is None or isinstance(reason, str)
+    True
+    """
+    if (reason := cpu.missing()) is not None:
+        return reason
+    return probe.off(torch.ops.regard.decode) if cpu.LANES == 4 else None
+
+
+def _derived(call: Call) -> str | None:
+    """Why PyTorch would have to look inside, to derive or to transform; None if it need not."""
+    if torch.compiler.is_exporting():
+        return "an exported program holds PyTorch's operators alone"
+    if torch.compiler.is_compiling():
+        return "a trace with gradients enabled may have to derive it" if torch.is_grad_enabled() else None
+    if recorded(call.q, call.k, call.v):
+        return "gradients are recorded"
+    return "a transform of torch.func, or forward derivatives, would have to reach inside" if transformed() else None
+
+
+def run(call: Call) -> Tensor:
+    """one pass over keys and values, in machine code made for this processor."""
+    known, scale = call.structure, sdpa.scale(call)
+    k_scales, v_scales = call.scales or (None, None)
+    if direct(call.q, call.k, call.v):
+        return _attention(
+            call.q, call.k, call.v, k_scales, v_scales, scale, known.rows, known.before, known.after, call.q.dtype
+        )
+    spans = None if known.rows is None else torch.tensor(known.rows, device=call.q.device)
+    return torch.ops.regard.decode(call.q, call.k, call.v, scale, spans, known.before, known.after, k_scales, v_scales)
+
+
+PATH = Path("decode", cannot, run, never, reads_int8=True)
+
+_LIBRARY = torch.library.Library("regard", "DEF")
+_SCALES = "Tensor? k_scales=None, Tensor? v_scales=None"
+_LIBRARY.define(
+    f"decode(Tensor q, Tensor k, Tensor v, float scale, Tensor? spans, int? before, int? after, {_SCALES}) -> Tensor"
+)
+_LIBRARY.define(f"decode_part(Tensor q, Tensor k, Tensor v, float scale, int? after, {_SCALES}) -> (Tensor, Tensor)")
+
+
+def _decode(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, spans: Tensor | None, before: int | None, after: int | None,
+    k_scales: Tensor | None = None, v_scales: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Softmax attention of queries (B, H, T, K), the last of which stands at the last key: each sees the keys from
+    `before` before it to `after` behind it, of those [spans[b, 0], spans[b, 1]) in batch row b. 0 if it sees none.
+
+    int8 keys and values have scales, (B, G, S, 1) in float32: a token's numbers are k[…, s, :] · k_scales[…, s, :]."""
+    return _attention(q, k, v, k_scales, v_scales, scale, _spans(len(q), spans), before, after, q.dtype)
+
+
+def _decode_part(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, after: int | None,
+    k_scales: Tensor | None = None, v_scales: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The same without spans, and its log-sum-exp (B, H, T), both in float32."""
+    tops = torch.empty(2, *q.shape[:3], dtype=torch.float32, device="cpu")
+    out = _attention(q, k, v, k_scales, v_scales, scale, None, None, after, torch.float32, tops)
+    return out, (tops[1].log2() + tops[0]) * log(2)
+
+
+def part(call: Call) -> tuple[Tensor, Tensor]:
+    """Attention to keys that are a part of all, without padding or a window, and its log-sum-exp, both in float32."""
+    compute = _decode_part if direct(call.q, call.k, call.v) else torch.ops.regard.decode_part
+    return compute(call.q, call.k, call.v, sdpa.scale(call), call.structure.after, *(call.scales or (None, None)))
+
+
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, k_scales: Tensor | None, v_scales: Tensor | None, scale: float,
+    spans: Sequence[Span] | None, before: int | None, after: int | None, result: torch.dtype,
+    tops: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """The output, (B, H, T, V), in the dtype `result`. `tops`, (2, B, H, T), takes each query's largest score, in base
+    2, and the sum of weights relative to it. Every line is paid for by steps that take some microseconds in all."""
+    batch, heads, queries, qk_length = q.shape
+    _, groups, keys, value_length = v.shape
+    kind, stored = q.dtype, k.dtype
+    rows = heads // groups * queries
+    scales = _NO_SCALES
+    if stored is not kind or v.dtype is not kind:
+        k_scales, v_scales = _checked(q, k, v, k_scales, v_scales)
+        scales = k_scales.data_ptr(), v_scales.data_ptr(), *k_scales.stride()[:2], *v_scales.stride()[:2]
+    step, chunks, chunk, block, most = _program(qk_length, value_length, rows, kind, stored, result, cpu.LANES)
+    units = tasks = batch * groups * chunks
+    parts = threads = 1
+    reach = keys if before is None else min(keys, before + queries)
+    if batch * heads * queries * reach * (qk_length + value_length) >= LEAST_SHARED:
+        threads = torch.get_num_threads()
+        # As many parts as give every thread as much to do, within what their sums may take.
+        parts = max(1, min(threads // gcd(units, threads), 8 * threads // units, reach // block))
+        tasks = units * parts
+    q = q.contiguous()
+    k_batch, k_head, k_token, k_number = k.stride()
+    v_batch, v_head, v_token, v_number = v.stride()
+    if k_number != 1 or v_number != 1:
+        k, v = k.contiguous(), v.contiguous()
+        (k_batch, k_head, k_token, _), (v_batch, v_head, v_token, _) = k.stride(), v.stride()
+    if qk_length == value_length and result is kind:
+        out = torch.empty_like(q)
+    else:
+        out = torch.empty(batch, heads, queries, value_length, dtype=result, device="cpu")
+    size = 8 * units + 4 * tasks * chunk * (value_length + 2)
+    room = torch.empty(size, dtype=torch.uint8, device="cpu") if size > most else None
+    told = (
+        0, tasks, parts, chunks, chunk, groups, rows, queries, keys - queries,
+        FAR if before is None else before, FAR if after is None else after, 0 if spans is None else 2,
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(),
+        0 if tops is None else tops.data_ptr(), 0 if room is None else room.data_ptr(),
+        k_batch, k_head, k_token, v_batch, v_head, v_token, *scales,
+        threads, 0 if threads == 1 else cpu.openmp(), scale * _LOG2E,
+    )  # fmt: skip
+    if spans is None:
+        step(_TOLD.pack(*told, 0, keys))
+    else:
+        step(_TOLD.pack(*told, *spans[0]) + pack(f"{2 * len(spans) - 2}q", *chain.from_iterable(spans[1:])))
+    return out
+
+
+def _checked(
+    q: Tensor, k: Tensor, v: Tensor, k_scales: Tensor | None, v_scales: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Scales of int8 keys and values, those of one head's tokens one behind the other."""
+    if k_scales is None or v_scales is None or k.dtype is not torch.int8 or v.dtype is not torch.int8:
+        raise ValueError(f"decode: expected one dtype, or int8 with scales, got {q.dtype}, {k.dtype} and {v.dtype}")
+    for name, scales in (("k_scales", k_scales), ("v_scales", v_scales)):
+        if scales.shape != (*k.shape[:3], 1) or scales.dtype is not torch.float32:
+            raise ValueError(
+                f"{name}: expected torch.float32 {(*k.shape[:3], 1)}, got {scales.dtype} {tuple(scales.shape)}"
+            )
+    return _dense(k_scales), _dense(v_scales)
+
+
+def _dense(scales: Tensor) -> Tensor:
+    return scales if scales.stride(2) == 1 else scales.contiguous()
+
+
+@cache
+def _program(
+    qk_length: int,
+    value_length: int,
+    rows: int,
+    kind: torch.dtype,
+    stored: torch.dtype,
+    result: torch.dtype,
+    lanes: int,
+) -> tuple[Callable[[bytes], None], int, int, int, int]:
+    """The code for query rows of a key/value head, into how many chunks they are cut, the rows of a chunk, the tokens
+    that are read at a time, and the bytes of sums that need no memory of their own."""
+    if (reason := cpu.missing()) is not None:
+        raise ValueError(f"decode: expected a machine that can run it, got one that cannot: {reason}")
+    if qk_length % lanes or value_length % lanes:
+        raise ValueError(f"decode: expected head lengths that are multiples of {lanes}, got {qk_length, value_length}")
+    # llvmlite is imported only when a pass needs it.
+    from regard.core.paths.compiler import compiled
+    from regard.core.paths.decode_code import CHUNK, ROOM, block, source, tiles
+
+    tile, width = tiles(rows, lanes)
+    chunk = -(-rows // (-(-rows // CHUNK) * tile)) * tile
+    names = [str(dtype).removeprefix("torch.") for dtype in (kind, stored, result)]
+    code = compiled(source, qk_length, value_length, tile, *names, width)
+    size = block(qk_length, value_length, tile, names[1], width)
+    return ctypes.CFUNCTYPE(None, ctypes.c_char_p)(code), -(-rows // chunk), chunk, size, ROOM
+
+
+def _spans(batch: int, spans: Tensor | None) -> list[Span] | None:
+    """The keys that each batch row may see; None: all."""
+    if spans is None:
+        return None
+    if len(spans) != batch:
+        raise ValueError(f"spans: expected one for each of {batch} batch rows, got {len(spans)}")
+    return [(low, high) for low, high in spans.tolist()]
+
+
+def _shape(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+    return q.new_empty(*q.shape[:3], v.shape[3])
+
+
+def _part_shapes(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return q.new_empty(*q.shape[:3], v.shape[3], dtype=torch.float32), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+def _underived(operator: Any) -> Any:
+    """Better an error than no gradient, where PyTorch derives what `cannot` did not foresee."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
+        tangents = (forward_ad.unpack_dual(t).tangent for t in (q, k, v)) if forward_ad._current_level >= 0 else ()
+        if recorded(q, k, v) or any(tangent is not None for tangent in tangents):
+            raise NotImplementedError(f"{operator.name()} has no derivative; compute with path='reference'")
+        with torch._C._AutoDispatchBelowAutograd():
+            return operator(q, k, v, *rest)
+
+    return run
+
+
+def _flops(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, spans: Tensor | None, before: int | None, after: int | None,
+    *_: Any, **__: Any,
+) -> int:  # fmt: skip
+    """Of the pairs that are seen."""
+    batch, heads, queries, qk_length = q.shape
+    keys, pairs = k.shape[2], 0
+    for low, high in _spans(batch, spans) or [(0, keys)] * batch:
+        low, high = max(low, 0), min(high, keys)
+        for position in range(keys - queries, keys):
+            first = low if before is None else max(low, position - before)
+            pairs += max(0, (high if after is None else min(high, position + after + 1)) - first)
+    return 2 * heads * pairs * (qk_length + v.shape[3])
+
+
+def _part_flops(q: Tensor, k: Tensor, v: Tensor, scale: float, after: int | None, *_: Any, **__: Any) -> int:
+    return _flops(q, k, v, scale, None, None, after)
+
+
+for _name, _compute, _fake, _count in (
+    ("decode", _decode, _shape, _flops),
+    ("decode_part", _decode_part, _part_shapes, _part_flops),
+):
+    _LIBRARY.impl(_name, _compute, "CPU")
+    _LIBRARY.impl(_name, _underived(getattr(torch.ops.regard, _name).default), "Autograd")
+    torch.library.register_fake(f"regard::{_name}", _fake)
+    register_flop_formula(getattr(torch.ops.regard, _name), get_raw=True)(_count)

@@ -1,0 +1,51 @@
+"""The exact weights of chosen query rows and heads, and of no others."""
+
+import torch
+from torch import Tensor
+
+from regard.core.calls.call import Call, in_own_dtype
+from regard.core.masks.guard import cleaned, taint
+from regard.core.masks.structure import EVERYTHING
+from regard.core.owned import weigh
+
+
+def weights(call: Call, rows: list[int] | None, heads: list[int] | None) -> Tensor:
+    """Weights (B, heads, rows, S) between queries and keys, by the mechanism's plain formula."""
+    if call.mechanism.ordered and (rows is not None or heads is not None):  # which token or head it is matters to it
+        return choose_scores(weights(call, None, None), rows, heads)
+    tainted = None if call.structure is EVERYTHING else taint(call.k, call.k)
+    q, k, bias, repeats = call.q, cleaned(call.k, tainted), call.bias, call.heads // call.groups
+    every_row = range(call.queries) if rows is None else rows
+    every_head = list(range(call.heads)) if heads is None else heads
+    size = (call.batch, len(every_head), len(every_row), call.keys)
+    if 0 in size:
+        return q.new_zeros(size) + q[..., :0].sum() + k[..., :0].sum()
+    visible = _visible(call, every_row)
+    if visible is not None and visible.shape[1] > 1:
+        visible = visible[:, every_head]
+    if bias is not None:
+        bias = choose_scores(bias.expand(call.batch, call.heads, call.queries, call.keys), rows, heads)
+    # Every chosen query head brings its own key head, unless all are wanted and groups stay whole.
+    if heads is not None:
+        q, k = q[:, heads], k[:, [head // repeats for head in heads]]
+    q = q if rows is None else q[:, :, rows]
+    with in_own_dtype(q):
+        result = weigh(call.mechanism, q, k, visible, bias).to(q.dtype)
+    if tainted is None:
+        return result
+    flags = tainted.repeat_interleave(repeats, dim=1)[:, every_head, None]
+    seen = flags if visible is None else flags & visible
+    return result.masked_fill(seen.any(-1, keepdim=True), torch.nan)
+
+
+def choose_scores(table: Tensor, rows: list[int] | None, heads: list[int] | None) -> Tensor:
+    """Chosen rows and heads of a table (B, H, T, S); None is all of them."""
+    table = table if heads is None else table[:, heads]
+    return table if rows is None else table[:, :, rows]
+
+
+def _visible(call: Call, rows: range | list[int]) -> Tensor | None:
+    if call.mask is None:
+        return None
+    place = torch.tensor(rows, dtype=torch.long) + call.keys - call.queries
+    return call.mask.at(call.batch, call.heads, place, torch.arange(call.keys), call.q.device)

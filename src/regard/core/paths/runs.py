@@ -1,0 +1,85 @@
+"""Attention to a state's keys and values: one call for each of its runs, mostly one.
+
+Keys and values are kept as they came, a NaN or infinity among them too: each call is guarded as any other.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from regard.core.calls.call import Call
+from regard.core.calls.choice import choose, compute
+from regard.core.eager import transformed
+from regard.core.masks import Mask
+from regard.core.masks.structure import FOREVER, part_of, structure
+from regard.core.paths import shared
+from regard.core.states.key_values import KeyValueState
+
+if TYPE_CHECKING:
+    from regard.core.families.mechanism import Mechanism
+
+
+def with_space(state: KeyValueState, mask: Mask | None, new: int) -> KeyValueState:
+    """The state with room for `new` tokens: where it is full, without the keys that a window has left behind."""
+    if not state.forgotten and state.length + new <= state.capacity:
+        return state
+    before = structure(mask, FOREVER, FOREVER).before
+    first = 0 if before is None else max(0, state.length - before)
+    if first < state.forgotten:
+        shown = "all keys" if before is None else f"keys from position {first} on"
+        raise ValueError(
+            f"mask: expected a window that does not reach the first {state.forgotten} tokens, which were left behind "
+            f"by a window and forgotten to make room, got {mask!r}, which shows {shown}"
+        )
+    return state.forget(first) if state.length + new - state.forgotten > state.capacity else state
+
+
+def settled(
+    mechanism: "Mechanism", q: Tensor, state: KeyValueState, mask: Mask | None, bias: Tensor | None, recorded: bool
+) -> KeyValueState:
+    """The state as this attention can use it: without shared prefixes, if that is what it takes."""
+    if state.whole or not state.has_prefix:
+        return state
+    for run in state.runs:
+        part, keys = part_of(mask, run.rows, run.begin, state.length), state.length - run.begin
+        if run.prefix is None:
+            continue
+        derived = recorded or run.derived or run.prefix.derived
+        if shared.cannot(mechanism, q, keys, part, bias, derived) is not None:
+            return state.apart()
+    return state
+
+
+def over_runs(
+    mechanism: "Mechanism", q: Tensor, state: KeyValueState, mask: Mask | None, bias: Tensor | None
+) -> Tensor:
+    """The output of the newest tokens' queries, (B, H, T, K) -> (B, H, T, V), over the whole history."""
+    if state.whole:
+        k, v, scales = state.buffer.stored(state.length)
+        return _run(Call(mechanism, q, k, v, mask, bias, scales))
+    causal = structure(mask, q.shape[2], state.length).causal
+    outputs = q.new_zeros(*q.shape[:3], state.buffer.values.shape[3])
+    if transformed():  # a transform of keys or values alone reaches the output
+        outputs = outputs + sum(t[..., :0].sum() for run in state.runs for t in (run.buffer.keys, run.buffer.values))
+    for run in state.runs:
+        keys = state.length - run.begin
+        if keys == 0:  # rows of padding alone
+            continue
+        # Causal queries of positions before the run's first key see padding alone, and give 0.
+        first = max(0, q.shape[2] - keys) if causal else 0
+        if run.prefix is not None:
+            outputs[list(run.rows)] = shared.attend(mechanism, run.of(q), run, state.length)
+            continue
+        part = part_of(mask, run.rows, run.begin, state.length)
+        scores = bias
+        if bias is not None:
+            scores = run.of(bias.expand(*q.shape[:3], state.length))[:, :, first:, run.begin :]
+        k, v, scales = run.buffer.stored(keys)
+        outputs[list(run.rows), :, first:] = _run(Call(mechanism, run.of(q)[:, :, first:], k, v, part, scores, scales))
+    return outputs
+
+
+def _run(call: Call) -> Tensor:
+    derived = torch.is_grad_enabled() and (call.q.requires_grad or call.k.requires_grad or call.v.requires_grad)
+    return compute(call, choose(call), derived=derived)

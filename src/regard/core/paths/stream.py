@@ -1,0 +1,124 @@
+"""A kernel's stream: the sums of what is old, and the newest tokens as they are."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from regard.core.eager import recorded, transformed
+from regard.core.masks import Padding
+from regard.core.masks import causal as causal_mask
+from regard.core.masks.guard import cleaned, not_finite, poisoned, taint
+from regard.core.masks.structure import both
+from regard.core.paths import fused_stream
+from regard.core.paths.sums import Walk, step, steps, sweep, tiled, unreadable, untiled
+from regard.core.states.kernel_state import KernelState
+
+
+def folded(length: int, recent: int) -> int:
+    """How many of `length` tokens a stream has folded: all but the newest recent/2 … recent, whatever the chunks."""
+    half = recent // 2
+    return half * max(0, math.ceil(length / half) - 2)
+
+
+def stream(
+    mechanism: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: KernelState,
+    causal: bool,
+    padding: Padding | None,
+    recent: int,
+) -> tuple[Tensor, KernelState]:
+    """Append tokens to a state and attend from them. `padding` speaks of the tokens not yet folded, new ones included.
+
+    A key the padding hides is left out of the sums for good.
+    """
+    new, length = k.shape[2], state.length + k.shape[2]
+    # After a crop more may be folded than the length alone would have: then nothing is, until the stream catches up.
+    fold_to = max(0, folded(length, recent) - state.folded)
+    held = state.recent if state.recent.length + new <= recent else state.recent.resized(state.recent.length + new)
+    held = held.append(k, v, None, recorded=q.requires_grad or mechanism.learns(k.shape[3]))
+    if padding is not None:
+        held = replace(held, padding=both(held.padding, padding, held.length))
+    holes = held.padding is not None and held.padding.rows is None
+    keys, values = held.keys, held.values
+    if fused_stream.cannot(mechanism, q, k, v, state.sums, causal, holes) is None:
+        before = state.sums, state.normaliser
+        out, sums, normaliser = fused_stream.run(mechanism, q, keys, values, held.padding, *before, fold_to)
+    else:
+        out, sums, normaliser = _guarded(mechanism, q, keys, values, held.padding, causal, state, fold_to)
+    longer = KernelState(
+        mechanism=state.mechanism,
+        sums=sums,
+        normaliser=normaliser,
+        folded=state.folded + fold_to,
+        recent=held.resized(recent, fold_to) if fold_to else held,
+        padding=state.padding_after(held.padding, fold_to, held.length),
+    )
+    return out, longer
+
+
+def _guarded(
+    mechanism: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    padding: Padding | None,
+    causal: bool,
+    state: KernelState,
+    fold_to: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`_walk` so that a NaN or infinity reaches those who see it and no others, nor the gradients of others."""
+    valid = None if padding is None else padding.valid(k.shape[2], k.device)
+    derived = recorded(q, k, v, state.sums) or mechanism.learns(k.shape[3]) or transformed()
+    if not derived and (q.shape[2] == 1 or not causal):  # all queries see all keys, and the sums
+        return _walk(mechanism, q, k, v, valid, None, causal, state, fold_to)
+    tainted = taint(k, v)
+    if tainted is None:
+        return _walk(mechanism, q, k, v, valid, None, causal, state, fold_to)
+    if valid is not None:
+        tainted = tainted & valid[:, None]
+    clean, seen = state, tainted
+    if derived and state.folded:  # a bad value is in all rows of the sums, a bad key in the normaliser
+        lines = not_finite(state.normaliser.unsqueeze(2), state.sums[:, :, :1])
+        zeros = torch.where(lines, 0, state.normaliser)
+        clean, seen = replace(state, sums=cleaned(state.sums, lines), normaliser=zeros), torch.cat([lines, tainted], -1)
+    out, sums, normaliser = _walk(mechanism, q, k, v, valid, tainted, causal, clean, fold_to)
+    if not fold_to:
+        sums, normaliser = state.sums, state.normaliser
+    else:  # what has been folded is before the other keys, and every later query divides by this
+        bad = seen[..., : seen.shape[-1] - k.shape[2] + fold_to].any(-1)
+        normaliser = torch.where(bad[..., None], math.nan, normaliser)
+    return poisoned(out, causal_mask if causal else None, seen), sums, normaliser
+
+
+def _walk(
+    mechanism: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    valid: Tensor | None,
+    tainted: Tensor | None,
+    causal: bool,
+    state: KernelState,
+    fold_to: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The output of the last tokens of k and v, and the sums with the first `fold_to` of them, by PyTorch."""
+    new, length = q.shape[2], k.shape[2]
+    rows, keys, values, real = tiled(q, k, v, valid)
+    tainted = None if tainted is None else tainted.flatten(0, 1)
+    if new == 1 and not fold_to:
+        hidden = unreadable(real, tainted)
+        keys, values = cleaned(keys, hidden), cleaned(values, hidden)
+        out = step(mechanism, real, rows, keys, values, state.sums, state.normaliser, history=state.folded > 0)
+        return untiled(out, k), state.sums, state.normaliser
+    offset = length - new if causal else None
+    walk = Walk(steps(new, length, offset, fold_to), offset, real, tainted)
+    sums, normaliser = state.sums.flatten(0, 1), state.normaliser.flatten(0, 1)
+    out, sums, normaliser = sweep(mechanism, walk, rows, keys, values, sums, normaliser, history=state.folded > 0)
+    shape = state.sums.shape[:2]
+    return untiled(out, k), sums.unflatten(0, shape), normaliser.unflatten(0, shape)

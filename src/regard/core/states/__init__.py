@@ -1,0 +1,1 @@
+"""States: what a stream keeps."""

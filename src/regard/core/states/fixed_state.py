@@ -1,0 +1,191 @@
+"""A state whose size does not grow: what a mechanism with a state of its own keeps, and how tokens come to it."""
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from regard.core.eager import transformed
+from regard.core.masks import Mask, Padding, causal
+from regard.core.masks.guard import cleaned, poisoned, taint
+from regard.core.masks.padded import check_taken_in, join_padding, reorder_padding
+from regard.core.masks.structure import padding_between
+from regard.core.states.state import Sizes, State, Stored, check_tokens, frozen, row_index
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class FixedState(State):
+    """A state whose size does not grow: some tensors, each with the batch and the key/value heads as its first axes.
+
+    A subclass is a frozen dataclass with tensors as its fields. Batch rows are chosen, bytes counted and files written
+    by those fields. A field may also be None (a tensor that is not there yet), a number, a string or a bool, alike for
+    all rows; other fields cannot be saved. It cannot be cropped: what it has met is not kept.
+    """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.__repr__ = cls.__repr__  # type: ignore[method-assign] # its own, so that dataclass makes no other
+
+    mechanism: Any
+    sizes: Sizes
+    length: int = 0
+    padding: Padding | None = None
+    """Which of the tokens met are real; None while all are."""
+
+    def _tensors(self) -> dict[str, Tensor]:
+        values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
+    def _added(self) -> dict[str, Any]:
+        """The fields of the subclass."""
+        common = {entry.name for entry in fields(FixedState)}
+        return {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name not in common}
+
+    @property
+    def batch(self) -> int:
+        return self.sizes.batch
+
+    @property
+    def nbytes(self) -> int:
+        table = None if self.padding is None else self.padding.table
+        tensors = [*self._tensors().values(), *(() if table is None else (table,))]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    def check(self, k: Tensor, v: Tensor) -> None:
+        sizes = self.sizes
+        for name, tensor, length in (("k", k, sizes.qk_length), ("v", v, sizes.value_length)):
+            check_tokens(name, tensor, (sizes.batch, sizes.num_kv_heads, length), sizes.dtype, self.device)
+
+    @property
+    def device(self) -> torch.device:
+        tensors = [*self._tensors().values()] or [self.sizes.zeros(0)]
+        return tensors[0].device
+
+    def reorder(self, index: Tensor) -> "FixedState":
+        index = row_index(index, self.batch, self.device)
+        chosen: dict[str, Any] = {name: tensor[index] for name, tensor in self._tensors().items()}
+        padding = reorder_padding(self.padding, index, self.length)
+        return replace(self, **chosen, padding=padding, sizes=replace(self.sizes, batch=len(index)))
+
+    def crop(self, length: int) -> "FixedState":
+        if type(length) is not int or length != self.length:
+            raise ValueError(
+                f"length: expected {self.length}, since {type(self).__name__} cannot be taken back, got {length!r}"
+            )
+        return self
+
+    def saved(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        padding = {} if self.padding is None else {"padding": self.padding.valid(self.length).clone()}
+        described = {name: _described(self, name, value) for name, value in self._added().items()}
+        return {"fields": described}, self._tensors() | padding
+
+    def restored(self, stored: Stored) -> "FixedState":
+        described = stored.plan.get("fields", {})
+        added = {name: _field(stored, name, described.get(name, {}), like) for name, like in self._added().items()}
+        sizes = replace(self.sizes, batch=stored.batch)
+        padding = stored.padding("padding", stored.length)
+        return replace(self, **added, padding=padding, length=stored.length, sizes=sizes)
+
+    def recordable(self) -> "FixedState":
+        changes: dict[str, Any] = {name: tensor.clone() for name, tensor in self._tensors().items() if frozen(tensor)}
+        return replace(self, **changes) if changes else self
+
+    def receive(self, k: Tensor, v: Tensor, rule: Mask | None) -> "Received":
+        """New keys and values as a mechanism's `advance` can take them in, given a mask over the whole history.
+
+        ValueError if the mask hides a token that the state has taken in: that cannot be undone.
+        """
+        count = k.shape[2]
+        total = self.length + count
+        check_taken_in(self.padding, self.length, self.batch, padding_between(rule, 0, self.length, total))
+        fresh = padding_between(rule, self.length, total, total)
+        if fresh is not None:
+            hidden = ~fresh.valid(count, k.device)[:, None]
+            k, v = cleaned(k, hidden), cleaned(v, hidden)
+        derived = torch.is_grad_enabled() or transformed()
+        tainted = taint(k, v) if count > 1 or derived else None
+        if tainted is None or not (derived and self.length):
+            return Received(self, self, cleaned(k, tainted), cleaned(v, tainted), fresh, tainted)
+        kept = {name: tensor for name, tensor in self._tensors().items() if tensor.is_floating_point()}
+        flat = [tensor.flatten(2)[:, :, None] for tensor in kept.values()]
+        before = torch.stack([flags for x in flat if (flags := taint(x, x)) is not None]).any(0)
+        clean: dict[str, Any] = {name: _marked(tensor, before[..., 0], 0) for name, tensor in kept.items()}
+        flags = torch.cat([before, tainted], dim=-1)
+        return Received(self, replace(self, **clean), cleaned(k, tainted), cleaned(v, tainted), fresh, flags)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.mechanism!r}, length={self.length}, nbytes={self.nbytes})"
+
+
+@dataclass(frozen=True, eq=False)
+class Received:
+    """Tokens that came to a `FixedState`, and the state, as they can be computed with.
+
+    What padding hides is 0. A NaN or infinity is 0 too, where queries that do not see it, or their gradients, could be
+    reached by it: `attended` puts it back. Otherwise it is as it came, and shows by itself in all that is computed.
+    """
+
+    before: FixedState
+    state: Any
+    """The state to go on from."""
+    k: Tensor
+    v: Tensor
+    fresh: Padding | None
+    """Which of the tokens are real; None if all are."""
+    tainted: Tensor | None
+    """What was bad, (B, G, T) or (B, G, 1 + T) with the history as if it were one key; None if nobody has to know."""
+
+    @property
+    def real(self) -> Tensor | None:
+        """Which of the tokens are real, (B, 1, T, 1); None if all are."""
+        return None if self.fresh is None else self.fresh.valid(self.k.shape[2], self.k.device)[:, None, :, None]
+
+    def attended(self, out: Tensor, **tensors: Tensor) -> tuple[Tensor, Any]:
+        """The output of the tokens' queries, each of which saw the tokens up to its own, and the state after them."""
+        state, count = self.before, self.k.shape[2]
+        if self.tainted is not None:
+            bad = self.tainted.any(-1)
+            tensors = {name: _marked(tensor, bad, torch.nan) for name, tensor in tensors.items()}
+        padding = join_padding(state.padding, state.length, self.fresh, count, state.batch, state.device)
+        changes: dict[str, Any] = {**tensors, "length": state.length + count, "padding": padding}
+        return poisoned(out, causal, self.tainted), replace(state, **changes)
+
+
+def _marked(tensor: Tensor, rows: Tensor, number: float) -> Tensor:
+    """A tensor (B, G, …) with a number in place of some rows and heads (B, G); whole numbers and bools as they are."""
+    if not tensor.is_floating_point():
+        return tensor
+    return torch.where(rows[(..., *[None] * (tensor.ndim - 2))], number, tensor)
+
+
+PLAIN = (type(None), bool, int, float, str)
+"""Fields that a file holds as they are."""
+
+
+def _described(state: FixedState, name: str, value: Any) -> Any:
+    """A field of a state as JSON: a tensor's dtype and shape without the batch, anything else as it is."""
+    if isinstance(value, Tensor):
+        return {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape[1:])}
+    if type(value) in PLAIN:
+        return value
+    raise ValueError(
+        f"{name}: expected a tensor, a number, a string, a bool or None in a {type(state).__name__} that is saved, "
+        f"got {type(value).__name__}"
+    )
+
+
+def _field(stored: Stored, name: str, described: Any, like: Any) -> Any:
+    """A field from a file, given what it is in an empty state; a tensor that is None there is as the file says."""
+    if isinstance(described, dict) and isinstance(like, Tensor):
+        return stored.tensor(name, like.dtype, stored.batch, *like.shape[1:])
+    if isinstance(described, dict) and like is None:
+        dtype = getattr(torch, described["dtype"], None)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"{name} of dtype {described['dtype']!r:.40}")
+        return stored.tensor(name, dtype, stored.batch, *described["shape"])
+    numbers = type(like) in (int, float) and type(described) in (int, float)
+    alike = numbers or like is None or described is None or type(like) is type(described)
+    if type(described) not in PLAIN or not alike:
+        raise ValueError(f"{name}: {described!r:.40}")
+    return described

@@ -1,0 +1,142 @@
+"""Keys and values of some batch rows, one after another in a buffer: what a KV cache is made of."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from regard.core.eager import recorded
+from regard.core.masks import Span
+from regard.core.states.buffer import Buffer, roomy
+
+PAGE = 64
+"""Tokens of padding that a batch row may store for the sake of sharing a run with others."""
+SHARED = 256
+"""Tokens from which on rows that have them in common share them: for fewer, a copy costs less than a second pass."""
+
+
+@dataclass(frozen=True, eq=False)
+class Prefix:
+    """The first tokens of some histories, stored once for all batch rows that have them in common."""
+
+    buffer: Buffer
+    length: int
+    places: tuple[int, ...]
+    """The row in the buffer, for each row of the run."""
+
+    @property
+    def derived(self) -> bool:
+        """Whether autograd records what it holds."""
+        return recorded(*self.buffer.tensors)
+
+    def of(self, chosen: list[int]) -> "Prefix":
+        """The prefix of other rows of the run, without histories that none of them has."""
+        places = [self.places[row] for row in chosen]
+        parents = sorted(set(places))
+        if len(parents) == len(self.buffer.keys):
+            return replace(self, places=tuple(places))
+        kept = torch.tensor(parents, device=self.buffer.keys.device)
+        buffer = self.buffer.moved(0, self.length, self.length, kept)
+        return Prefix(buffer, self.length, tuple(parents.index(place) for place in places))
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """Keys and values of some batch rows from one position on, one after another in one buffer.
+
+    A batch of unequal prompts, padded on the left, is kept in a few runs, so that its padding takes no memory.
+    """
+
+    rows: tuple[int, ...]
+    buffer: Buffer
+    begin: int = 0
+    """The position of its first key."""
+    waiting: bool = True
+    """Whether none of its rows has met a real token: it has no keys yet, and may still begin later."""
+    prefix: Prefix | None = None
+    """Its first tokens, if they are stored apart; the buffer has those after them."""
+
+    @property
+    def prefix_length(self) -> int:
+        """Tokens that are stored apart."""
+        return 0 if self.prefix is None else self.prefix.length
+
+    def read(self, which: int, length: int) -> Tensor:
+        """The keys (0) or values (1) of a history of `length` tokens, (rows, G, length - begin, ·)."""
+        count = max(0, length - self.begin)
+        if self.prefix is None:
+            return self.buffer.read(which, count)
+        first = self.prefix.buffer.read(which, self.prefix.length)[list(self.prefix.places)]
+        return torch.cat([first, self.buffer.read(which, count - self.prefix.length)], dim=2)
+
+    def apart(self, length: int) -> "Run":
+        """The run with all its tokens in a buffer of its own."""
+        if self.prefix is None:
+            return self
+        prefix, rest = self.prefix, length - self.begin - self.prefix.length
+        places = torch.tensor(self.prefix.places, device=self.buffer.keys.device)
+        buffer = prefix.buffer.moved(0, prefix.length, prefix.length + max(rest, self.buffer.room), places)
+        for whole, tail in zip(buffer.tensors, self.buffer.tensors, strict=True):
+            whole.narrow(2, prefix.length, rest).copy_(tail.narrow(2, 0, rest))
+        buffer.used = prefix.length + rest
+        return replace(self, buffer=buffer, prefix=None)
+
+    def cropped(self, length: int) -> "Run":
+        """The run of a shorter history."""
+        count = max(0, length - self.begin)
+        if self.prefix is None or count >= self.prefix.length:
+            return self
+        return replace(self, prefix=replace(self.prefix, length=count) if count else None)
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Its rows of a tensor (B, …): a view where they are neighbours."""
+        if len(self.rows) == len(tensor):
+            return tensor
+        low, high = self.rows[0], self.rows[-1] + 1
+        return tensor[low:high] if high - low == len(self.rows) else tensor[list(self.rows)]
+
+    def split(self, spans: tuple[Span, ...] | None, start: int, end: int, capacity: int) -> "list[Run]":
+        """The runs of rows that waited until `start`, once tokens up to `end` come, real at `spans` (None: all)."""
+        begins = {row: start if spans is None else max(start, spans[row][0]) for row in self.rows}
+        later = tuple(row for row in self.rows if spans is not None and spans[row][0] >= min(spans[row][1], end))
+        groups = _together({row: begin for row, begin in begins.items() if row not in later}, start, end)
+        if not self.rows or (not later and [begin for _, begin in groups] == [self.begin] and self.buffer.room):
+            return [replace(self, waiting=False)]
+
+        runs = [Run(rows, self.buffer.blank(len(rows), capacity - begin), begin, False) for rows, begin in groups]
+        return [*runs, Run(later, self.buffer.blank(len(later), 0), end)] if later else runs
+
+    def chosen(self, index: list[int], length: int, capacity: int, may_share: bool) -> "Run | None":
+        """What is left of it where batch row i becomes row `index[i]`; None if nothing is.
+
+        Rows that repeat share what they have in common, where `may_share` says that attention can do with that.
+        """
+        rows = tuple(new for new, old in enumerate(index) if old in self.rows)
+        if not rows:
+            return None
+        kept, places = max(0, length - self.begin), [self.rows.index(index[new]) for new in rows]
+        prefix = None if self.prefix is None else self.prefix.of(places)
+        if prefix is None and may_share and kept >= SHARED and len(set(places)) < len(places) and not self.derived:
+            prefix = Prefix(self.buffer, kept, tuple(range(len(self.rows)))).of(places)
+            buffer = self.buffer.blank(len(rows), roomy(0, capacity - self.begin - kept))
+            return replace(self, rows=rows, buffer=buffer, prefix=prefix)
+        kept, room = kept - self.prefix_length, capacity - self.begin - self.prefix_length
+        room = roomy(kept, room) if kept else min(room, self.buffer.room)
+        place = torch.tensor(places, device=self.buffer.keys.device)
+        return replace(self, rows=rows, buffer=self.buffer.moved(0, kept, room, place), prefix=prefix)
+
+    @property
+    def derived(self) -> bool:
+        """Whether autograd records what it holds."""
+        return recorded(*self.buffer.tensors)
+
+
+def _together(begins: dict[int, int], start: int, end: int) -> list[tuple[tuple[int, ...], int]]:
+    """Rows that share a run, and where it begins, so that little of it is padding and the runs are few."""
+    groups: list[tuple[list[int], int]] = []
+    for begin, row in sorted((begin, row) for row, begin in begins.items()):
+        if groups and begin - groups[-1][1] <= max(PAGE, (end - begin) // 4):
+            groups[-1][0].append(row)
+        else:
+            groups.append(([row], max(start, begin - begin % PAGE)))
+    return [(tuple(sorted(rows)), begin) for rows, begin in groups]

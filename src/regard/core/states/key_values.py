@@ -1,0 +1,317 @@
+"""Keys and values of a history: the state of mechanisms that look at every key again.
+
+Appending does not copy: states of one history share buffers with room to spare (buffer.py), each with its own length.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from regard.core.masks import Padding
+from regard.core.masks.padded import join_padding, reorder_padding
+from regard.core.states.buffer import Buffer
+from regard.core.states.key_value_runs import Run
+from regard.core.states.state import Sizes, State, Stored, check_tokens, row_index
+
+PARTS = ("keys", "values", "key_scales", "value_scales")
+"""What a file calls the tensors of a buffer; scales are those of int8 ones."""
+LEAST_MORE = 256
+"""New tokens that a state gets room for at the least, if it may have so many."""
+
+
+@dataclass(frozen=True, eq=False)
+class KeyValueState(State):
+    """All keys and values met so far, for mechanisms that look at each of them again.
+
+    >>> import regard as rg, torch
+    >>> state = rg.Softmax().start(batch=1, num_kv_heads=2, qk_length=4, value_length=4, capacity=8)
+    >>> q = k = v = torch.randn(1, 2, 3, 4)
+    >>> out, longer = rg.Softmax().extend(q, k, v, state, mask=rg.causal)
+    >>> state.length, longer.length, longer.nbytes
+    (0, 3, 512)
+    """
+
+    runs: tuple[Run, ...]
+    """Every batch row is in one of them."""
+    capacity: int
+    """Tokens it may hold at most. A fork's buffer grows up to it; that of `start` has the room from the beginning."""
+    length: int = 0
+    padding: Padding | None = None
+    """Which of the keys are real; None while all are."""
+    mechanism: None = None
+    """Keys and values are alike for every mechanism that keeps them."""
+    may_share: bool = False
+    """Whether batch rows that repeat share their first tokens: for mechanisms that can attend to parts and merge."""
+    forgotten: int = 0
+    """How many of the first tokens are not held any more: a window had left them behind, and room was needed."""
+
+    @classmethod
+    def empty(
+        cls, sizes: Sizes, capacity: int, storage: torch.dtype | None = None, *, may_share: bool = False
+    ) -> "KeyValueState":
+        """No tokens, and room for `capacity`; `storage=torch.int8` keeps numbers and scales."""
+
+        def room(length: int, dtype: torch.dtype) -> Tensor:
+            shape = sizes.batch, sizes.num_kv_heads, capacity, length
+            return torch.empty(shape, dtype=dtype, device=sizes.device)
+
+        kind = storage or sizes.dtype
+        keys, values = room(sizes.qk_length, kind), room(sizes.value_length, kind)
+        if storage is None:
+            buffer = Buffer(keys, values)
+        else:
+            fine = torch.promote_types(sizes.dtype, torch.float32)
+            buffer = Buffer(keys, values, scales=(room(1, fine), room(1, fine)), rounded=sizes.dtype)
+        return cls((Run(tuple(range(sizes.batch)), buffer),), capacity, may_share=may_share)
+
+    @property
+    def whole(self) -> bool:
+        """Whether all rows are in one buffer from the first position on."""
+        return len(self.runs) == 1 and self.runs[0].begin == 0 and self.runs[0].prefix is None
+
+    @property
+    def has_prefix(self) -> bool:
+        """Whether some rows share their first tokens."""
+        return any(run.prefix is not None for run in self.runs)
+
+    def apart(self) -> "KeyValueState":
+        """The state with every row's tokens in buffers of its own."""
+        return replace(self, runs=tuple(run.apart(self.length) for run in self.runs), may_share=False)
+
+    @property
+    def buffer(self) -> Buffer:
+        """What holds the tokens of the first run: all of them, where the state is whole."""
+        return self.runs[0].buffer
+
+    @property
+    def batch(self) -> int:
+        return len(self.runs[0].rows) if len(self.runs) == 1 else sum(len(run.rows) for run in self.runs)
+
+    @property
+    def earliest(self) -> int:
+        return self.forgotten
+
+    def check(self, k: Tensor, v: Tensor) -> None:
+        buffer, batch = self.buffer, self.batch
+        _, groups, _, qk_length = buffer.keys.shape
+        device, dtype = buffer.keys.device, buffer.dtype
+        check_tokens("k", k, (batch, groups, qk_length), dtype, device)
+        check_tokens("v", v, (batch, groups, buffer.values.shape[3]), dtype, device)
+
+    @property
+    def keys(self) -> Tensor:
+        """The keys met so far, (B, G, length, K): a view, unless they are int8 or in several runs, 0 in between."""
+        return self._read(0)
+
+    @property
+    def values(self) -> Tensor:
+        """The values met so far, (B, G, length, V): a view, unless they are int8 or in several runs, 0 in between."""
+        return self._read(1)
+
+    def _read(self, which: int) -> Tensor:
+        if self.whole:
+            return self.buffer.read(which, self.length)
+        parts = [run.read(which, self.length) for run in self.runs]
+        padded = torch.cat([F.pad(part, (0, 0, self.length - part.shape[2], 0)) for part in parts])
+        rows = [row for run in self.runs for row in run.rows]
+        return padded[torch.tensor(rows, device=padded.device).argsort()]
+
+    @property
+    def nbytes(self) -> int:
+        held = [tensor for run in self.runs for tensor in run.buffer.tensors]
+        held += [tensor for run in self.runs if run.prefix is not None for tensor in run.prefix.buffer.tensors]
+        table = None if self.padding is None else self.padding.table
+        held += [] if table is None else [table]
+        return sum(t.numel() * t.element_size() for t in held)
+
+    def append(
+        self,
+        k: Tensor,
+        v: Tensor,
+        padding: Padding | None = None,
+        *,
+        recorded: bool = False,
+    ) -> "KeyValueState":
+        """The state with T more keys and values. `padding` says which of the T are real, in positions 0…T.
+
+        `recorded` says that autograd will hold views of the longer state for gradients of something else.
+        """
+        new = k.shape[2]
+        end = self.length + new
+        if end - self.forgotten > self.capacity:
+            raise ValueError(
+                f"state: expected at most {self.capacity} tokens (its capacity), got {self.length - self.forgotten} + "
+                f"{new}; start it with capacity={end - self.forgotten} or more"
+            )
+        if self.padding is not None or padding is not None:
+            padding = join_padding(self.padding, self.length, padding, new, k.shape[0], k.device)
+        runs: Iterable[Run] = self.runs
+        if new and any([run.waiting for run in runs]):
+            spans, room = None if padding is None else padding.rows, self.capacity + self.forgotten
+            split = (run.split(spans, self.length, end, room) if run.waiting else [run] for run in runs)
+            runs = [run for parts in split for run in parts]
+        longer = tuple([self._extended(run, k, v, recorded) for run in runs])
+        return KeyValueState(longer, self.capacity, end, padding, None, self.may_share, self.forgotten)
+
+    def _extended(self, run: Run, k: Tensor, v: Tensor, recorded: bool) -> Run:
+        """A run with its rows of T more keys and values, those from where it begins."""
+        early = run.begin - self.length
+        if max(early, 0) >= k.shape[2]:
+            return run
+        keys, values = run.of(k), run.of(v)
+        if early > 0:
+            keys, values = keys[:, :, early:], values[:, :, early:]
+        first = run.begin + run.prefix_length
+        room = self.capacity + self.forgotten - first
+        buffer = run.buffer.extended(max(self.length, run.begin) - first, keys, values, room, recorded)
+        return run if buffer is run.buffer else replace(run, buffer=buffer)
+
+    def forget(self, first: int) -> "KeyValueState":
+        """The state without the keys before position `first`, which no later token sees."""
+        if first <= self.forgotten:
+            return self
+
+        def later(run: Run) -> Run:
+            if run.begin >= first:
+                return run
+            run = run.apart(self.length)
+            buffer = run.buffer.moved(first - run.begin, self.length - run.begin, self.capacity, recorded=run.derived)
+            return replace(run, buffer=buffer, begin=first)
+
+        return replace(self, runs=tuple(later(run) for run in self.runs), forgotten=first)
+
+    def reorder(self, index: Tensor) -> "KeyValueState":
+        index = row_index(index, self.batch, self.buffer.keys.device)
+        order = index.tolist()
+        room = self.capacity + self.forgotten
+        chosen = (run.chosen(order, self.length, room, self.may_share) for run in self.runs)
+        runs = tuple(run for run in chosen if run is not None)
+        return replace(
+            self,
+            runs=runs or (Run((), self.buffer.blank(0, self.capacity), waiting=False),),
+            padding=reorder_padding(self.padding, index, self.length),
+        )
+
+    def crop(self, length: int) -> "KeyValueState":
+        if not isinstance(length, int) or not self.forgotten <= length <= self.length:
+            raise ValueError(f"length: expected {self.forgotten} to {self.length} (the state's length), got {length}")
+        padding = self.padding
+        if padding is not None:
+            padding = padding.between(0, length, self.length)
+        return replace(
+            self,
+            # Rows that began later wait again: what they had before was padding.
+            runs=tuple(
+                run.cropped(length)
+                if run.begin < length or (len(self.runs) == 1 and run.begin == 0)
+                else replace(run, begin=length, waiting=True, prefix=None)
+                for run in self.runs
+            ),
+            length=length,
+            padding=padding,
+        )
+
+    def __repr__(self) -> str:
+        return f"KeyValueState(length={self.length}, capacity={self.capacity}, nbytes={self.nbytes})"
+
+    def windowed(self, before: int, new: int) -> "KeyValueState":
+        if self.length + new <= self.capacity:
+            return self
+        kept = min(self.length, before)
+        return self.resized(max(kept + new, 2 * (before + 1)), self.length - kept)
+
+    def with_room(self, more: int, most: int) -> "KeyValueState":
+        held = self.length - self.forgotten
+        return self if held + more <= self.capacity else self.resized(held + max(more, first_room([held], most)))
+
+    def history(self) -> tuple[Tensor, Tensor, Padding | None]:
+        return self.keys, self.values, self.padding
+
+    def saved(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        tensors: dict[str, Tensor] = {}
+        for index, run in enumerate(self.apart().runs):
+            for part, tensor in zip(PARTS, run.buffer.tensors, strict=False):
+                tensors[f"{index}.{part}"] = tensor.narrow(2, 0, max(0, self.length - run.begin))
+        if self.padding is not None:
+            # Layers share their tables, and a file holds no tensor twice: clones.
+            tensors["padding"] = self.padding.valid(self.length).clone()
+        runs = [{"rows": run.rows, "begin": run.begin, "waiting": run.waiting} for run in self.runs]
+        return {"kind": "keys", "length": self.length, "forgotten": self.forgotten, "runs": runs}, tensors
+
+    def restored(self, stored: Stored) -> "KeyValueState":
+        count = stored.plan["length"]
+        least = stored.length if stored.window is None else min(stored.length, stored.window - 1)
+        if type(count) is not int or not least <= count <= stored.length:
+            raise ValueError(f"{count!r} tokens of {stored.length}")
+        forgotten = stored.plan["forgotten"]
+        return self.filled(stored, count, count - forgotten if type(forgotten) is int else count)
+
+    def filled(self, stored: Stored, count: int, capacity: int) -> "KeyValueState":
+        """A state of `count` tokens from a file, given an empty one like it."""
+        padding, forgotten = stored.padding("padding", count), stored.plan["forgotten"]
+        if type(forgotten) is not int or not 0 <= forgotten <= count:
+            raise ValueError(f"{forgotten!r} forgotten tokens of {count}")
+        runs = [_restored_run(stored, index, self.buffer, count, padding) for index in range(len(stored.plan["runs"]))]
+        if sorted(row for run in runs for row in run.rows) != list(range(stored.batch)):
+            raise ValueError(f"runs that are not of {stored.batch} rows, each once")
+        return KeyValueState(tuple(runs), capacity, count, padding, may_share=self.may_share, forgotten=forgotten)
+
+    def resized(self, capacity: int, drop: int = 0) -> "KeyValueState":
+        """The state in buffers of its own with another capacity, without its first `drop` tokens."""
+        kept, forgotten = self.length - drop, max(0, self.forgotten - drop)
+        assert kept - forgotten <= capacity
+
+        def moved(run: Run) -> Run:
+            run = run.apart(self.length) if drop else run
+            begin = max(0, run.begin - drop)
+            low, high = max(0, drop - run.begin), max(0, self.length - run.begin) - run.prefix_length
+            room = (
+                capacity + forgotten - begin - run.prefix_length
+                if high > low or run.prefix_length or not self.length
+                else 0
+            )
+            return replace(run, begin=begin, buffer=run.buffer.moved(low, high, room, recorded=run.derived))
+
+        padding = self.padding
+        if padding is not None:
+            padding = padding.between(drop, self.length, self.length)
+        runs = tuple(moved(run) for run in self.runs)
+        return KeyValueState(runs, capacity, kept, padding, may_share=self.may_share, forgotten=forgotten)
+
+
+def first_room(lengths: Iterable[int], most: int) -> int:
+    """New tokens to make room for before any has come: not by what is allowed, but by what is there."""
+    return min(most, max(LEAST_MORE, *lengths))
+
+
+def _restored_run(stored: Stored, index: int, like: Buffer, count: int, padding: Padding | None) -> Run:
+    plan = stored.plan["runs"][index]
+    rows, begin, waiting = tuple(plan["rows"]), plan["begin"], plan["waiting"]
+    if not all(type(row) is int for row in rows) or (not rows and stored.batch):
+        raise ValueError(f"a run of rows {rows!r:.40}")
+    if type(begin) is not int or not 0 <= begin <= count or type(waiting) is not bool or list(rows) != sorted(rows):
+        raise ValueError(f"a run that begins at {begin!r} of {count} tokens")
+    first = stored.plan["forgotten"]
+    hides = begin <= first or (padding is not None and not padding.valid(count)[list(rows), first:begin].any())
+    if not hides or begin < first or (waiting and begin < count):
+        raise ValueError(f"a run without the first {begin} tokens, which are real")
+    return Run(rows, stored_buffer(stored, f"{index}.", like, len(rows), count - begin), begin, waiting)
+
+
+def stored_buffer(stored: Stored, prefix: str, like: Buffer, rows: int, count: int) -> Buffer:
+    """Keys and values from a file, as int8 numbers with their scales if the file has scales."""
+    small = stored.holds(prefix + PARTS[2])
+
+    def read(part: int, dtype: torch.dtype, length: int) -> Tensor:
+        return stored.tensor(prefix + PARTS[part], dtype, rows, like.keys.shape[1], count, length)
+
+    pairs = enumerate((like.keys, like.values))
+    keys, values = (read(part, torch.int8 if small else held.dtype, held.shape[3]) for part, held in pairs)
+    if not small:
+        return Buffer(keys, values, count)
+    fine = torch.promote_types(like.dtype, torch.float32)
+    return Buffer(keys, values, count, scales=(read(2, fine, 1), read(3, fine, 1)), rounded=like.dtype)

@@ -1,0 +1,315 @@
+"""A prompt that a model has read: a value to hold, to generate from as often as wanted, and to keep in a file."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from regard.checkpoints.errors import CheckpointError
+from regard.checkpoints.sources import Source, open_safetensors, parse_json, refuse
+from regard.core.families.mechanism import Mechanism
+from regard.core.files import write
+from regard.core.masks import Padding, padding, padding_of
+from regard.core.states.buffer import Buffer
+from regard.core.states.key_values import PARTS, KeyValueState, stored_buffer
+from regard.core.states.state import Sizes
+from regard.models.base import Model
+from regard.models.decoder import Decoder
+from regard.models.layers.attention import MultiHeadAttention
+from regard.models.layers.streaming import ModelState
+from regard.models.transformer import Transformer
+
+KEY, VERSION = "regard.prompt", 5
+UNREAD = ("dropout", "attention_dropout", "end_tokens", "padding_token")
+"""Fields of a config that a model's state does not depend on."""
+SAMPLE = 1024
+"""About how many numbers of each weight tell a model from another."""
+CHUNK = 512
+"""Tokens of a prompt that are read at once: memory is bounded by it, not by the prompt."""
+
+
+@dataclass(frozen=True, eq=False)
+class Prompt:
+    """What a model keeps of prompts it has read: its state, their tokens, and the logits of what comes next (B, D).
+
+    >>> import regard as rg, torch
+    >>> model = rg.Decoder(rg.DecoderConfig(vocabulary_size=11, embedding_dim=8, num_layers=2, num_heads=2))
+    >>> prompt = rg.prefill(model, [[1, 2, 3]])
+    >>> again = rg.generate(model, state=prompt, max_new_tokens=2)
+    >>> prompt.length, again == rg.generate(model, [[1, 2, 3]], max_new_tokens=2)
+    (3, True)
+    """
+
+    state: ModelState
+    tokens: tuple[tuple[int, ...], ...]
+    logits: Tensor
+    reader: str = ""
+    """The model that read it, as `fingerprint` describes it: no other can go on with its state."""
+
+    @property
+    def length(self) -> int:
+        """Of the longest prompt."""
+        return self.state.length
+
+    @property
+    def nbytes(self) -> int:
+        return self.state.nbytes
+
+    def chosen(self, rows: Sequence[int]) -> "Prompt":
+        """Other rows of the batch; rows may repeat."""
+        index = torch.tensor(rows, dtype=torch.long, device=self.logits.device)
+        tokens = tuple(self.tokens[row] for row in rows)
+        return replace(self, state=self.state.reorder(index), tokens=tokens, logits=self.logits[index])
+
+    def save(self, path: str | Path) -> Path:
+        """Write the prompt to one file, whole or not at all."""
+        from safetensors.torch import save_file
+
+        tensors, plan = _flatten(self)
+        plain = _unshared({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
+        return write(path, lambda beside: save_file(plain, beside, metadata={KEY: json.dumps(plan)}))
+
+    @staticmethod
+    def load(path: str | Path, model: Model) -> "Prompt":
+        """The prompt of a file, for the model that read it; another model, and other weights, are refused."""
+        if not isinstance(model, Decoder | Transformer):
+            raise ValueError(f"model: expected the decoder or encoder-decoder that read it, got {type(model).__name__}")
+        source = open_safetensors(path)
+        text = source.metadata.get(KEY)
+        if not isinstance(text, str):
+            refuse(source.path, "a file that Prompt.save wrote", "a safetensors file of something else")
+        plan = parse_json(text, source.path)
+        if plan.get("version") != VERSION or not isinstance(plan.get("reader"), str):
+            refuse(source.path, f"a prompt of version {VERSION}", f"version {plan.get('version')!r:.40}")
+        if reason := unlike(plan["reader"], model):
+            refuse(source.path, "a prompt that this model read", reason)
+        try:
+            return _unflatten(source, plan, model)
+        except CheckpointError:
+            raise
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            raise CheckpointError(f"{path}: expected a saved prompt of this model, got {error!r:.100}") from None
+
+
+def fingerprint(model: Decoder | Transformer) -> str:
+    """What tells a model from others: its kind, and checksums of its config and of some numbers of each weight.
+
+    A weight gives fewer than 2,048, all of them if it has no more. Reading every number of a model would take longer
+    than some of the tokens.
+
+    >>> import regard as rg
+    >>> from regard.inference.generation.prompt import fingerprint
+    >>> config = rg.DecoderConfig(vocabulary_size=11, embedding_dim=8, num_layers=1, num_heads=2)
+    >>> fingerprint(rg.Decoder(config)) == fingerprint(rg.Decoder(config))  # random weights
+    False
+    """
+    config, weights = hashlib.blake2b(digest_size=8), hashlib.blake2b(digest_size=8)
+    for entry in fields(model.config):
+        if entry.name not in UNREAD:
+            value = getattr(model.config, entry.name)
+            # A mechanism of the user's own may hold functions, which have another name in every process.
+            config.update(f"{entry.name}={type(value).__name__ if isinstance(value, Mechanism) else value}\n".encode())
+            config.update(_plain_fields(value).encode())
+    for name, tensor in model.state_dict().items():
+        flat = tensor.detach().reshape(-1)
+        sample = flat[:: max(1, len(flat) // SAMPLE) | 1]  # an odd step: over all columns of most matrices
+        weights.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        weights.update(sample.contiguous().cpu().view(torch.uint8).numpy().tobytes())
+    kind = f"{'quantized ' if model.quantized else ''}{type(model).__name__}"
+    return f"{kind}, {config.hexdigest()}, {weights.hexdigest()}"
+
+
+def _plain_fields(value: object) -> str:
+    plain = (bool, int, float, str, tuple, type(None))
+    held = vars(value).items() if isinstance(value, Mechanism) else ()
+    named = {name: f"{one.__module__}.{one.__qualname__}" for name, one in held if hasattr(one, "__qualname__")}
+    return ", ".join(f"{name}={named.get(name, one)}" for name, one in held if isinstance(one, plain) or name in named)
+
+
+def unlike(reader: str, model: Decoder | Transformer) -> str | None:
+    """How the model that read a prompt differs from another one; None if it does not."""
+    theirs, ours = reader.split(", "), fingerprint(model).split(", ")
+    if len(theirs) != len(ours):
+        return "one of an unknown model"
+    names = (f"that of a {theirs[0]}", "that of a model with another config", "that of a model with other weights")
+    return next((name for name, one, other in zip(names, theirs, ours, strict=True) if one != other), None)
+
+
+def read(
+    model: Model,
+    prompts: Sequence[Sequence[int]],
+    *,
+    room: int = 0,
+    chunk: int = CHUNK,
+    storage: torch.dtype | None = None,
+) -> Prompt:
+    """Let a model read prompts, left-padded to one length, `chunk` tokens at a time, with room for more."""
+    if isinstance(model, Transformer):
+        return _read_source(model, prompts, room, storage)
+    assert isinstance(model, Decoder)
+    longest = max(len(one) for one in prompts)
+    tokens = torch.tensor([[0] * (longest - len(one)) + list(one) for one in prompts], device=model.device)
+    valid = torch.tensor([[at >= longest - len(one) for at in range(longest)] for one in prompts])
+    state = model.start(batch=len(prompts), capacity=longest + room, storage=storage)
+    hidden = tokens.new_zeros(0)
+    for begin in range(0, longest, chunk):
+        end = min(begin + chunk, longest)
+        part = valid[:, :end]
+        mask = None if bool(part.all()) else padding(valid=part)
+        hidden, state = model.advance(tokens[:, begin:end], state, mask)
+    return Prompt(state, tuple(tuple(one) for one in prompts), model.predict(hidden[:, -1:])[:, 0])
+
+
+def _read_source(
+    model: Transformer, sources: Sequence[Sequence[int]], room: int, storage: torch.dtype | None
+) -> Prompt:
+    longest = max(len(one) for one in sources)
+    tokens = torch.tensor([list(one) + [0] * (longest - len(one)) for one in sources], device=model.device)
+    lengths = [len(one) for one in sources]
+    mask = padding(lengths) if min(lengths) < longest else None
+    state = model.start(tokens, mask, capacity=1 + room, storage=storage)
+    first = torch.full((len(sources), 1), model.config.start_token or 0, device=model.device)
+    hidden, state = model.advance(first, state)
+    return Prompt(state, tuple(tuple(one) for one in sources), model.predict(hidden)[:, 0])
+
+
+def with_room(state: ModelState, more: int, most: int) -> ModelState:
+    """The state with room for `more` tokens; a layer without gets room for as many as it holds, `most` at the most."""
+    pairs = zip(state.layers, state.windows, strict=True)
+    # A layer with a window makes room by forgetting.
+    layers = (layer.with_room(more, most) if size is None else layer for layer, size in pairs)
+    return replace(state, layers=tuple(layers))
+
+
+def _flatten(prompt: Prompt) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    state = prompt.state
+    tensors = {"logits": prompt.logits}
+    layers = []
+    for index, layer in enumerate(state.layers):
+        plan, parts = layer.saved()
+        layers.append(plan)
+        tensors |= {f"layer.{index}.{name}": tensor for name, tensor in parts.items()}
+    if state.padding is not None:
+        tensors["padding"] = state.padding.valid(state.length)
+    for index, layer in enumerate(state.memory or ()):
+        tensors |= {f"memory.{index}.{name}": tensor for name, tensor in zip(PARTS, layer, strict=False)}
+    if isinstance(state.memory_mask, Padding) and state.memory:
+        tensors["memory.padding"] = state.memory_mask.valid(state.memory[0][0].shape[2])
+    plan = {
+        "version": VERSION,
+        "reader": prompt.reader,
+        "tokens": prompt.tokens,
+        "length": state.length,
+        "layers": layers,
+    }
+    return tensors, plan
+
+
+def _unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors as a file takes them, no two in the same memory: layers may share a table, or what a state holds."""
+    memories: set[int] = set()
+    result = {}
+    for name, tensor in tensors.items():
+        memory = tensor.untyped_storage().data_ptr()
+        result[name] = tensor.clone() if memory in memories else tensor
+        memories.add(memory)
+    return result
+
+
+@dataclass(frozen=True, eq=False)
+class _Stored:
+    """A layer's state in a file, as `regard.core.states.state.Stored` asks for it."""
+
+    source: Source
+    device: torch.device
+    prefix: str
+    """Of the names of its tensors."""
+    batch: int
+    length: int
+    plan: dict[str, Any] = field(default_factory=dict)
+    window: int | None = None
+
+    def holds(self, name: str) -> bool:
+        return self.prefix + name in self.source.shapes
+
+    def tensor(self, name: str, dtype: torch.dtype, *shape: int) -> Tensor:
+        name = self.prefix + name
+        _expect(name, self.source.shapes[name], shape)
+        tensor = self.source.read(name)
+        if tensor.dtype != dtype:
+            raise TypeError(f"{name} in {tensor.dtype}, not {dtype}")
+        return tensor.clone().to(self.device)
+
+    def padding(self, name: str, count: int) -> Padding | None:
+        return padding_of(self.tensor(name, torch.bool, self.batch, count).cpu()) if self.holds(name) else None
+
+    def part(self, name: str, plan: dict[str, Any]) -> "_Stored":
+        return replace(self, prefix=f"{self.prefix}{name}.", plan=plan)
+
+
+def _unflatten(source: Source, plan: dict[str, Any], model: Decoder | Transformer) -> Prompt:
+    """The prompt of a file whose every size agrees with its model and with the bytes that are there.
+
+    Nothing is made by a number in the file: tensors are as large as the file holds them.
+    """
+    decoder = isinstance(model, Decoder)
+    most = model.config.vocabulary_size
+    [batch, _] = shape = source.shapes["logits"]
+    _expect("logits", shape, (batch, most if decoder else model.config.target_size))  # type: ignore[union-attr]
+    tokens = tuple(tuple(row) for row in plan["tokens"])
+    if len(tokens) != batch or not batch or not all(tokens):
+        raise ValueError(f"tokens of {len(tokens)} prompts for {batch}")
+    if not all(type(token) is int and 0 <= token < most for row in tokens for token in row):
+        raise ValueError(f"tokens that are not from 0 to {most - 1}")
+    length, longest = plan["length"], max(map(len, tokens))
+    if type(length) is not int or (length != longest if decoder else not 1 <= length <= model.config.context_length):
+        raise ValueError(f"a length of {length!r} for prompts of {longest} tokens")
+
+    stack = model.stack if isinstance(model, Decoder) else model.decoder
+    empty = stack.start(batch=1, capacity=0)
+
+    def stored(prefix: str, plan: dict[str, Any] | None = None, window: int | None = None) -> _Stored:
+        return _Stored(source, model.device, prefix, batch, length, plan or {}, window)
+
+    def layer(index: int, plan: dict[str, Any], like: Any, window: int | None) -> Any:
+        if plan.get("kind") != (kind := like.saved()[0].get("kind")):
+            raise TypeError(f"{plan.get('kind')} where {kind} is expected in layer {index}")
+        return like.restored(stored(f"layer.{index}.", plan, window))
+
+    parts = zip(plan["layers"], empty.layers, empty.windows, strict=True)
+    memory, sources = None, 0
+    if not decoder:
+        sources = source.shapes[f"memory.0.{PARTS[0]}"][2]
+        crosses = [_empty(block.cross) for block in stack.layers]
+        buffers = (
+            stored_buffer(stored(f"memory.{index}."), "", like, batch, sources) for index, like in enumerate(crosses)
+        )
+        memory = tuple(buffer.tensors for buffer in buffers)
+    state = replace(
+        empty,
+        layers=tuple(layer(index, *part) for index, part in enumerate(parts)),
+        length=length,
+        padding=stored("").padding("padding", length),
+        memory=memory,
+        memory_mask=stored("memory.").padding("padding", sources),
+    )
+    logits = source.read("logits").clone().to(model.device)
+    if not logits.is_floating_point():
+        raise TypeError(f"logits in {logits.dtype}")
+    return Prompt(state, tokens, logits, plan["reader"])
+
+
+def _empty(layer: MultiHeadAttention) -> Buffer:
+    """Keys and values like those a layer's cross-attention remembers, of no tokens."""
+    sizes = layer.num_kv_heads, layer.qk_length, layer.value_length
+    return KeyValueState.empty(Sizes(1, *sizes, layer.dtype, layer.W_k.weight.device), 0).buffer
+
+
+def _expect(name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    if shape != expected:
+        raise ValueError(f"{name} of shape {shape}, not {expected}")

@@ -1,0 +1,206 @@
+"""What is asked for, checked before any work: models that can speak, prompts, limits, seeds; and how it begins."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from regard.core.states.key_values import first_room
+from regard.inference.generation.engine import Growth, Limits, Row
+from regard.inference.generation.prompt import CHUNK, Prompt, read, unlike
+from regard.inference.generation.sampling import Sampling
+from regard.inference.generation.text import Writer
+from regard.models.base import Model
+from regard.models.decoder import Decoder
+from regard.models.transformer import Transformer
+
+
+def begin(
+    model: Decoder | Transformer,
+    given: Sequence[tuple[int, ...]],
+    *,
+    sampling: Sampling,
+    limits: Limits,
+    seeds: Sequence[Sequence[int]],
+    state: Prompt | None = None,
+    log_probabilities: bool = False,
+    chunk: int = CHUNK,
+    storage: torch.dtype | None = None,
+) -> tuple[Growth, list[Row]]:
+    """Read prompts, unless `state` has them, and make a row of each seed of each of them, ready to grow."""
+    rooms = [room_for(model, tokens) for tokens in given]
+    room = min(limits.max_new_tokens, max(rooms))
+    room = first_room(map(len, given), room)
+    prompt = state if state is not None else read_prompts(model, given, room, chunk, storage)
+    samples = [(at, seed) for at, own in enumerate(seeds) for seed in own]
+    rows = [
+        new_row(model, place, given[at], rooms[at], seed, limits, log_probabilities)
+        for place, (at, seed) in enumerate(samples)
+    ]
+    if len(rows) > len(given):
+        prompt = prompt.chosen([at for at, _ in samples])
+    return Growth(model, prompt, rows, sampling, limits), rows
+
+
+@torch.inference_mode()
+def read_prompts(
+    model: Decoder | Transformer, given: Any, room: int, chunk: int, storage: torch.dtype | None
+) -> Prompt:
+    """What the model keeps of the prompts, with room for `room` new tokens."""
+    return read(model, given, room=room, chunk=chunk, storage=storage)
+
+
+def speaking(model: Model) -> Decoder | Transformer:
+    """The model, if it can generate."""
+    if not isinstance(model, Decoder | Transformer):
+        raise ValueError(f"model: expected a decoder or an encoder-decoder, got {type(model).__name__}")
+    if model.training and (model.config.dropout or model.config.attention_dropout):
+        raise ValueError("model: expected one in eval mode, got one in training: call model.eval()")
+    return model
+
+
+def given_tokens(
+    model: Decoder | Transformer, prompts: Any, state: Prompt | None, storage: torch.dtype | None = None
+) -> list[tuple[int, ...]]:
+    """The prompts' tokens, checked."""
+    if (prompts is None) == (state is None):
+        raise ValueError(f"prompts: expected either prompts or a state, got {'none' if prompts is None else 'both'}")
+    if state is not None:
+        if not isinstance(state, Prompt):
+            raise ValueError(f"state: expected what prefill gives, got {type(state).__name__}")
+        if reason := unlike(state.reader, model):
+            raise ValueError(f"state: expected a prompt that this model read, got {reason}")
+        if storage is not None:
+            raise ValueError(f"storage: expected none beside a state, whose storage is prefill's choice, got {storage}")
+        return list(state.tokens)
+    prompts = _plain(prompts)
+    if isinstance(prompts, str) or (isinstance(prompts, list | tuple) and prompts and type(prompts[0]) is int):
+        prompts = [prompts]
+    if not isinstance(prompts, list | tuple):
+        raise ValueError(f"prompts: expected a text, a list of texts, or lists of tokens, got {type(prompts).__name__}")
+    if not prompts:
+        raise ValueError("prompts: expected at least one, got none")
+    return [prompt_tokens(model, prompt, at) for at, prompt in enumerate(prompts)]
+
+
+def prompt_tokens(model: Decoder | Transformer, prompt: Any, at: int) -> tuple[int, ...]:
+    """The tokens of one prompt."""
+    prompt = _plain(prompt)
+    if isinstance(prompt, str):
+        if model.tokenizer is None:
+            raise ValueError("prompts: expected lists of tokens, the model has no tokenizer, got text")
+        prompt = model.tokenizer.encode(prompt)
+    if not isinstance(prompt, list | tuple):
+        raise ValueError(f"prompts: expected a text or a list of tokens at place {at}, got {type(prompt).__name__}")
+    if not prompt:
+        raise ValueError(f"prompts: expected at least one token, got an empty prompt at place {at}")
+    most = model.config.vocabulary_size
+    if not all(type(token) is int and 0 <= token < most for token in prompt):
+        raise ValueError(f"prompts: expected tokens from 0 to {most - 1}, got others at place {at}")
+    return tuple(prompt)
+
+
+def check_single(prompt: Any) -> None:
+    """Raise ValueError for several prompts where one is wanted."""
+    listed = _plain(prompt)
+    if isinstance(listed, list | tuple) and any(isinstance(_plain(part), str | list | tuple) for part in listed):
+        raise ValueError(
+            f"prompt: expected one text or one list of tokens, got a list of {len(listed)} prompts; "
+            "generate takes several"
+        )
+
+
+def _plain(values: Any) -> Any:
+    """Lists of what tensors and arrays hold; everything else as it is."""
+    return values.tolist() if hasattr(values, "tolist") else values
+
+
+def room_for(model: Decoder | Transformer, tokens: Sequence[int]) -> int:
+    """How many new tokens the context has room for."""
+    limit = model.config.context_length
+    if isinstance(model, Transformer):
+        if model.config.positions == "learned" and len(tokens) > limit:
+            raise ValueError(f"prompts: expected at most {limit} tokens (the model's context), got {len(tokens)}")
+        return limit - 1
+    if len(tokens) >= limit:
+        raise ValueError(f"prompts: expected fewer than {limit} tokens (the model's context), got {len(tokens)}")
+    return limit - len(tokens)
+
+
+def limits_of(model: Decoder | Transformer, max_new_tokens: int, stop: Any) -> Limits:
+    """When sequences end: by length, by the model's own tokens, by `stop`."""
+    if type(max_new_tokens) is not int or max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens: expected a whole number of at least 1, got {max_new_tokens!r}")
+    if stop is not None and not isinstance(stop, str | int | list | tuple | set | frozenset):
+        raise ValueError(f"stop: expected texts and tokens, or None, got {type(stop).__name__}")
+    given = () if stop is None else (stop,) if isinstance(stop, str | int) else tuple(stop)
+    most = model.config.target_size if isinstance(model, Transformer) else model.config.vocabulary_size
+    for one in given:
+        if isinstance(one, bool) or not isinstance(one, str | int) or one == "":
+            raise ValueError(f"stop: expected texts and tokens, got {one!r}")
+        if isinstance(one, int) and not 0 <= one < most:
+            raise ValueError(f"stop: expected tokens from 0 to {most - 1}, got {one}")
+    ends = set(model.config.end_tokens)
+    if model.tokenizer is not None and model.tokenizer.eos is not None:
+        ends.add(model.tokenizer.eos)
+    return Limits(
+        max_new_tokens=max_new_tokens,
+        ends=frozenset(ends),
+        stop_tokens=frozenset(one for one in given if isinstance(one, int)),
+        stop_strings=tuple(one for one in given if isinstance(one, str)),
+    )
+
+
+def check_reading(chunk: int, room: int = 0) -> None:
+    """Raise ValueError for sizes that prompts cannot be read with."""
+    for name, value, least in (("chunk", chunk, 1), ("room", room, 0)):
+        if type(value) is not int or value < least:
+            raise ValueError(f"{name}: expected a whole number of at least {least}, got {value!r}")
+
+
+def check_counts(n: int, beams: int, length_penalty: float, sampling: Sampling) -> None:
+    """Raise ValueError for samples and beams that cannot be."""
+    for name, value in (("n", n), ("beams", beams)):
+        if type(value) is not int or value < 1:
+            raise ValueError(f"{name}: expected a whole number of at least 1, got {value!r}")
+    if not isinstance(length_penalty, int | float) or not math.isfinite(length_penalty):
+        raise ValueError(f"length_penalty: expected a finite number, got {length_penalty!r}")
+    if beams > 1 and not sampling.greedy:
+        raise ValueError(f"beams: expected 1 with a temperature, which draws and does not search, got {beams}")
+    if beams > 1 and sampling.repetition_penalty != 1:
+        raise ValueError(f"beams: expected 1 with a repetition penalty, got {beams}")
+    if beams > 1 and n > beams:
+        raise ValueError(f"n: expected at most {beams} (beams), got {n}")
+
+
+def seeds_of(seed: Any, count: int, n: int) -> list[list[int]]:
+    """A seed for each sample of each prompt."""
+    if seed is None:
+        bases = [int(torch.randint(2**62, ())) for _ in range(count)]
+    elif isinstance(seed, int) and not isinstance(seed, bool):
+        bases = [seed] * count
+    else:
+        bases = list(seed) if isinstance(seed, list | tuple | range) else []
+        if len(bases) != count or not all(type(one) is int for one in bases):
+            raise ValueError(f"seed: expected a whole number, or one for each of {count} prompts, got {seed!r:.80}")
+    if any(not 0 <= one < 2**63 for one in bases):
+        raise ValueError(f"seed: expected whole numbers from 0 to 2**63 - 1, got {seed!r}")
+    return [[(base + sample * 0x9E3779B97F4A7C15) % 2**63 for sample in range(n)] for base in bases]
+
+
+def new_row(
+    model: Decoder | Transformer,
+    place: int,
+    tokens: tuple[int, ...],
+    room: int,
+    seed: int,
+    limits: Limits,
+    scored: bool,
+) -> Row:
+    """A sequence that has not begun."""
+    # A source is another text than the target, so its tokens are no repetitions.
+    before = () if isinstance(model, Transformer) else tokens
+    generator = torch.Generator().manual_seed(seed)
+    writer = Writer(model.tokenizer, limits.stop_strings)
+    return Row(place, before, room, generator, writer, [] if scored else None)

@@ -1,0 +1,112 @@
+"""See inside a model's attention: queries, keys, values, scores and weights of every layer and head, as they ran.
+
+Works on our models, whatever their mechanism, and on Hugging Face models; the model knows nothing of it. Outputs are
+the same with a trace and without: bit for bit for ours, and those of eager attention for Hugging Face's. Saved traces
+are one file. What follows from a trace: `rollout`, `value_weighted`, `patterns`.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+from torch import nn
+
+from regard.inference.tracing import huggingface, ours
+from regard.inference.tracing.analysis import rollout, value_weighted
+from regard.inference.tracing.gather import Chosen, Recorder
+from regard.inference.tracing.patterns import HeadPatterns, Patterns, patterns, word_ids
+from regard.inference.tracing.record import KEEP, Layers, Tokens, Trace, TracedLayer
+
+__all__ = [
+    "HeadPatterns",
+    "Layers",
+    "Patterns",
+    "Trace",
+    "TracedLayer",
+    "patterns",
+    "rollout",
+    "trace",
+    "value_weighted",
+    "word_ids",
+]
+
+
+@contextmanager
+def trace(
+    model: nn.Module,
+    *,
+    layers: Sequence[int] | None = None,
+    heads: Sequence[int] | None = None,
+    rows: Sequence[int] | None = None,
+    keep: Sequence[str] = ("weights", "queries", "keys", "values"),
+    tokens: Tokens | None = None,
+    source_tokens: Tokens | None = None,
+) -> Iterator[Trace]:
+    """Record a model's attention while the context lasts.
+
+    `layers` are numbers in the order attention runs in one pass, cross-attention counted too; `rows` are positions of
+    queries, negative ones from the end of each pass, so `rows=[-1]` while generating is every newest token. Ours
+    compute nothing for what is not chosen. `keep` may name "scores" as well, which are computed only then.
+
+    Passes that go on from a cache (`generate`, `extend`) are joined: more rows, more keys, weights of 0 on keys that
+    did not exist yet. Anything else, such as another input or a beam that changed places, replaces what was recorded.
+    Tensors are detached. In training, weights are those before dropout.
+
+    >>> import regard as rg, torch
+    >>> layer = rg.MultiHeadAttention(16, 4, num_kv_heads=2, mechanism=rg.Quadratic())
+    >>> x = torch.randn(1, 6, 16)
+    >>> with rg.trace(layer, rows=[-1], tokens="a b c d e f".split()) as found:
+    ...     y = layer(x, mask=rg.causal)
+    >>> found.layers[0].weights.shape, found.layers[0].keys.shape, torch.equal(y, layer(x, mask=rg.causal))
+    (torch.Size([1, 4, 1, 6]), torch.Size([1, 2, 6, 4]), True)
+    """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model: expected a torch module, got {type(model).__name__}")
+    if hasattr(model, "_orig_mod"):
+        raise ValueError("model: expected one that is not compiled, got a compiled one; trace the model inside it")
+    chosen = _chosen(layers, heads, rows, keep)
+    found, starts = ours.find(model)
+    theirs, their_starts = huggingface.find(model)
+    if not found and not theirs:
+        raise ValueError(
+            f"model: expected attention of regard's layers or of a Hugging Face model, got {type(model).__name__}, "
+            "which has neither"
+        )
+    both = {module: name for name, module in model.named_modules() if module in found or module in theirs}
+    traced = Trace(tokens=tokens, source_tokens=source_tokens, model=type(model).__name__)
+    recorder = Recorder(traced, chosen, both)
+    with ExitStack() as stack:
+        for handle in recorder.watch(list(dict.fromkeys([model, *starts, *their_starts]))):
+            stack.callback(handle.remove)
+        if found:
+            for handle in ours.Adapter(recorder).attach(model):
+                stack.callback(handle.remove)
+        if theirs:
+            adapter = huggingface.Adapter(recorder, theirs)
+            for handle in adapter.attach():
+                stack.callback(handle.remove)
+            stack.enter_context(huggingface.eager(model, adapter))
+        try:
+            yield traced
+        finally:
+            recorder.finish()
+    recorder.check()
+
+
+def _chosen(
+    layers: Sequence[int] | None, heads: Sequence[int] | None, rows: Sequence[int] | None, keep: Sequence[str]
+) -> Chosen:
+    for name, numbers, least in (("layers", layers, 0), ("heads", heads, None), ("rows", rows, None)):
+        if numbers is None:
+            continue
+        whole = isinstance(numbers, Sequence) and all(type(n) is int for n in numbers)
+        if not whole or not numbers or (least is not None and min(numbers) < least):
+            above = "" if least is None else f" from {least}"
+            raise ValueError(f"{name}: expected a list of whole numbers{above}, got {numbers!r}")
+    if isinstance(keep, str) or not keep or not set(keep) <= set(KEEP):
+        raise ValueError(f"keep: expected some of {', '.join(KEEP)}, got {keep!r}")
+    return Chosen(
+        None if layers is None else frozenset(layers),
+        None if heads is None else tuple(heads),
+        None if rows is None else tuple(rows),
+        frozenset(keep),
+    )

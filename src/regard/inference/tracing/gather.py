@@ -1,0 +1,317 @@
+"""How a trace is gathered while a model runs.
+
+Attention modules are numbered in the order the model lists them, which is the order they run in; a module that runs
+several times in one pass (ALBERT) gets a new number each time. Passes that continue each other through a cache are
+joined into one layer with more rows; a pass that begins anew replaces what was there.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from regard.inference.tracing.record import KEEP, Kind, Trace, TracedLayer
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Which layers, heads and rows to record, and what of them; None is all."""
+
+    layers: frozenset[int] | None
+    heads: tuple[int, ...] | None
+    rows: tuple[int, ...] | None
+    keep: frozenset[str]
+
+    def these_heads(self, count: int) -> list[int]:
+        """The chosen ones of `count` heads, from 0."""
+        if self.heads is None:
+            return list(range(count))
+        if wrong := [head for head in self.heads if not -count <= head < count]:
+            raise ValueError(f"heads: expected whole numbers from {-count} to {count - 1}, got {wrong[0]}")
+        return [head % count for head in self.heads]
+
+    def these_rows(self, start: int, count: int) -> tuple[list[int], set[int]]:
+        """The chosen ones of `count` rows that stand at `start` and after, from 0, and the choices they answer."""
+        if self.rows is None:
+            return list(range(count)), set()
+        places = {row: row + count if row < 0 else row - start for row in self.rows}
+        answered = {row for row, place in places.items() if 0 <= place < count}
+        return list(dict.fromkeys(places[row] for row in self.rows if row in answered)), answered
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Met:
+    """One run of attention, as an adapter met it. What is costly is a function of the rows and heads wanted."""
+
+    kind: Kind
+    mechanism: str
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    weigh: Callable[[list[int] | None, list[int] | None], Tensor]
+    score: Callable[[list[int] | None, list[int] | None], Tensor | None]
+    see: Callable[[list[int] | None, list[int] | None], Tensor | None]
+    real: Tensor | None = None
+    causal: bool = False
+    by_pairs: bool = True
+    hidden_score: float = -torch.inf
+
+
+@dataclass(frozen=True, eq=False)
+class _Piece:
+    """The rows of one run and where its keys stand among all."""
+
+    columns: tuple[int, int]
+    rows: tuple[int, ...]
+    tensors: dict[str, Tensor]
+    visible: Tensor | None
+    real: Tensor | None
+    causal: bool
+
+
+@dataclass(eq=False)
+class Gathered:
+    """A layer while the model runs: the pieces of passes that continue each other."""
+
+    index: int
+    name: str
+    kind: Kind
+    mechanism: str
+    by_pairs: bool
+    hidden_score: float
+    heads: tuple[int, ...]
+    size: tuple[int, int]
+    """Sequences and heads."""
+    device: torch.device
+    pieces: list[_Piece] = field(default_factory=list)
+    keys: int = 0
+    queries: int = 0
+    joined: TracedLayer | None = None
+
+    def takes(self, met: Met) -> bool:
+        """Whether a run can go on where the last one ended."""
+        if (met.kind, tuple(met.q.shape[:2])) != (self.kind, self.size):
+            return False
+        keys = met.k.shape[2]
+        return keys <= self.keys + met.q.shape[2] if met.kind == "self" else keys == self.keys
+
+    def layer(self) -> TracedLayer:
+        """All pieces as one layer."""
+        if self.joined is None:
+            tensors = {name: self._joined(name) for name in KEEP if any(name in p.tensors for p in self.pieces)}
+            self.joined = TracedLayer(
+                index=self.index,
+                name=self.name,
+                kind=self.kind,
+                mechanism=self.mechanism,
+                heads=self.heads,
+                rows=tuple(row for piece in self.pieces for row in piece.rows),
+                visible=self._visible(),
+                real=self._real(),
+                causal=all(piece.causal for piece in self.pieces),
+                by_pairs=self.by_pairs,
+                **tensors,
+            )
+        return self.joined
+
+    def _joined(self, name: str) -> Tensor:
+        parts = [(piece.columns, piece.tensors[name]) for piece in self.pieces if name in piece.tensors]
+        if name in ("weights", "scores") and self.by_pairs:
+            empty = 0.0 if name == "weights" else self.hidden_score
+            parts = [(columns, _spread(part, columns, self.keys, empty)) for columns, part in parts]
+        return parts[0][1] if len(parts) == 1 else torch.cat([part for _, part in parts], dim=2)
+
+    def _visible(self) -> Tensor | None:
+        seen = [piece for piece in self.pieces if piece.rows]
+        if len(seen) == 1 and seen[0].columns == (0, self.keys):
+            return seen[0].visible
+        if all(piece.visible is None and piece.columns == (0, self.keys) for piece in seen):
+            return None
+        parts = []
+        for piece in seen:
+            size = (len(piece.rows), piece.columns[1] - piece.columns[0])
+            one = torch.ones(1, 1, *size, dtype=torch.bool, device=self.device)
+            one = one if piece.visible is None else piece.visible.expand(*piece.visible.shape[:2], *size)
+            parts.append(_spread(one, piece.columns, self.keys, False))
+        shape = [max(part.shape[axis] for part in parts) for axis in (0, 1)] if parts else []
+        return torch.cat([part.expand(*shape, *part.shape[2:]) for part in parts], dim=2) if parts else None
+
+    def _real(self) -> Tensor | None:
+        if all(piece.real is None for piece in self.pieces):
+            return None
+        real = torch.zeros(self.size[0], self.keys, dtype=torch.bool, device=self.device)
+        for piece in self.pieces:
+            low, high = piece.columns
+            real[:, low:high] |= True if piece.real is None else piece.real
+        return real
+
+
+def _spread(part: Tensor, columns: tuple[int, int], keys: int, empty: float | bool) -> Tensor:
+    """A piece (…, s) in its columns of (…, S), `empty` elsewhere."""
+    if columns == (0, keys):
+        return part
+    room = part.new_full((*part.shape[:-1], keys), empty)
+    room[..., columns[0] : columns[1]] = part
+    return room
+
+
+@dataclass(eq=False)
+class _Pass:
+    """One run of a module under which attention is numbered from its beginning."""
+
+    starter: nn.Module
+    continues: bool | None = None
+    """Whether it goes on where the starter's last pass ended; None until its first self-attention tells."""
+
+
+class Recorder:
+    """Numbers the attention of a model as it runs and gathers what is chosen of it."""
+
+    def __init__(self, trace: Trace, chosen: Chosen, attentions: dict[nn.Module, str]) -> None:
+        self.trace, self.chosen, self.names = trace, chosen, attentions
+        self.numbers: dict[tuple[nn.Module, int], int] = {}
+        self.met_rows: set[int] = set()
+        self._order = {module: place for place, module in enumerate(attentions)}
+        self._runs: dict[nn.Module, int] = {}
+        self._open: list[_Pass] = []
+        self._anchors: dict[nn.Module, Tensor] = {}
+        self._current: dict[nn.Module, tuple[_Pass, int, int]] = {}
+        """For each module, the pass and number of its last run, and how many times it attended in it."""
+
+    def watch(self, starters: Sequence[nn.Module]) -> list[Any]:
+        """Hooks by which a pass begins and ends at each of these modules."""
+        handles = []
+        for starter in starters:
+            beneath = [module for module in starter.modules() if module in self._order]
+            begin = _begin(self, beneath)
+            handles.append(starter.register_forward_pre_hook(begin))
+            handles.append(starter.register_forward_hook(self._end, always_call=True))
+        return handles
+
+    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+        while self._open and self._open.pop().starter is not module:
+            pass
+
+    def begin(self, starter: nn.Module, beneath: list[nn.Module]) -> None:
+        """A pass begins: what is beneath it runs for the first time again."""
+        self._open.append(_Pass(starter))
+        for module in beneath:
+            self._runs[module] = 0
+
+    def enter(self, module: nn.Module) -> int:
+        """An attention module begins to run; its number."""
+        if self._open:
+            under = self._open[-1]
+        else:
+            under, self._runs[module] = _Pass(module), 0
+        run = self._runs.get(module, 0)
+        self._runs[module] = run + 1
+        key = (module, run)
+        if key not in self.numbers:
+            place, used = self._order[module], self.numbers.values()
+            self.numbers[key] = place if run == 0 and place not in used else max(used, default=-1) + 1
+        self._current[module] = under, self.numbers[key], 0
+        return self.numbers[key]
+
+    def wants(self, module: nn.Module) -> bool:
+        """Whether the module's run that is going on is to be recorded."""
+        return self.chosen.layers is None or self._current[module][1] in self.chosen.layers
+
+    def meet(self, module: nn.Module, met: Met, *, packed: bool = False) -> None:
+        """Record one run of attention. With `packed`, a module attends once for each of several sequences in a row."""
+        under, index, times = self._current[module]
+        if times and not packed:
+            raise ValueError(
+                f"model: expected {type(module).__name__} ({self.names[module]}) to attend once a run, got twice"
+            )
+        if met.kind == "self" and under.continues is None:
+            under.continues = met.by_pairs and self._goes_on(under.starter, met)
+        self._current[module] = under, index, times + 1
+        if self.wants(module):
+            self._gather(module, index, met, under.continues is True, times > 0)
+
+    def _goes_on(self, starter: nn.Module, met: Met) -> bool:
+        """Whether the keys before the new ones are the very ones that were there last."""
+        past, before = met.k.shape[2] - met.q.shape[2], self._anchors.get(starter)
+        self._anchors[starter] = met.k.detach()
+        if before is None or not 0 < past <= before.shape[2]:
+            return False
+        return torch.equal(met.k[:, :, :past], before[:, :, before.shape[2] - past :])
+
+    def _gather(self, module: nn.Module, index: int, met: Met, continues: bool, apart: bool) -> None:
+        gathered, queries, keys = self.trace._gathered.get(index), met.q.shape[2], met.k.shape[2]
+        heads = tuple(self.chosen.these_heads(met.q.shape[1]))
+        fresh = keys
+        if gathered is None or not (apart or (continues and gathered.takes(met))):
+            gathered = self.trace._gathered[index] = Gathered(
+                index=index,
+                name=self.names[module],
+                kind=met.kind,
+                mechanism=met.mechanism,
+                by_pairs=met.by_pairs,
+                hidden_score=met.hidden_score,
+                heads=heads,
+                size=(met.q.shape[0], met.q.shape[1]),
+                device=met.q.device,
+            )
+        elif not apart:
+            fresh = queries if met.kind == "self" else 0
+        gathered.keys += fresh
+        gathered.joined = None
+        start = gathered.keys - queries if met.kind == "self" else gathered.queries
+        columns = (gathered.keys - keys, gathered.keys)
+        gathered.queries += queries
+        with torch.no_grad():
+            gathered.pieces.append(self._piece(met, heads, start, columns, fresh))
+
+    def _piece(self, met: Met, heads: tuple[int, ...], start: int, columns: tuple[int, int], fresh: int) -> _Piece:
+        places, answered = self.chosen.these_rows(start, met.q.shape[2])
+        self.met_rows |= answered
+        rows = None if self.chosen.rows is None else places
+        chosen_heads = None if self.chosen.heads is None else list(heads)
+        tensors: dict[str, Tensor] = {}
+        if places:
+            if "weights" in self.chosen.keep:
+                tensors["weights"] = met.weigh(rows, chosen_heads).detach()
+            if "scores" in self.chosen.keep and (scores := met.score(rows, chosen_heads)) is not None:
+                tensors["scores"] = scores.detach()
+        for name, whole in (("queries", met.q), ("keys", met.k), ("values", met.v)):
+            if name in self.chosen.keep:
+                part = whole if name == "queries" else whole[:, :, whole.shape[2] - fresh :]
+                part = part if chosen_heads is None else _of_heads(part, chosen_heads, met.q.shape[1])
+                # A copy: caches write into the tensors they lend.
+                tensors[name] = part[:, :, places].detach() if name == "queries" else part.detach().clone()
+        positions = tuple(start + place for place in places)
+        visible = met.see(rows, chosen_heads) if places else None
+        return _Piece(columns, positions, tensors, visible, met.real, met.causal)
+
+    def finish(self) -> None:
+        """Join what was gathered and let go of its pieces."""
+        self.trace._layers = self.trace.layers
+        self.trace._gathered = {}
+
+    def check(self) -> None:
+        """Raise ValueError for choices that nothing answered, and for attention that went by unseen."""
+        if unseen := [module for module, (_, _, times) in self._current.items() if not times]:
+            kind, name = type(unseen[0]).__name__, self.names[unseen[0]]
+            raise ValueError(f"model: expected {kind} ({name}) to compute attention where a trace can see, got none")
+        met = sorted(self.numbers.values())
+        if wrong := sorted((self.chosen.layers or frozenset()) - set(met)):
+            raise ValueError(f"layers: expected some of those that ran, {_span(met)}, got {wrong}")
+        if self.chosen.rows is not None and met and (missed := sorted(set(self.chosen.rows) - self.met_rows)):
+            raise ValueError(f"rows: expected positions of queries that ran, got {missed}")
+
+
+def _begin(recorder: Recorder, beneath: list[nn.Module]) -> Callable[[nn.Module, Any], None]:
+    return lambda module, args: recorder.begin(module, beneath)
+
+
+def _of_heads(part: Tensor, heads: list[int], count: int) -> Tensor:
+    """One key head, or query head, for each chosen query head of `count`."""
+    return part[:, [head // (count // part.shape[1]) for head in heads]]
+
+
+def _span(numbers: list[int]) -> str:
+    return f"{numbers[0]} to {numbers[-1]}" if numbers else "none"

@@ -1,0 +1,264 @@
+"""The trace of Hugging Face models, through transformers' AttentionInterface.
+
+While a trace is on, the model's attention implementation is "eager" and the interface answers that name with a
+function of ours, which calls the model's own eager function and records what it computed. So everything else is what
+eager is, masks included: the outputs are eager's, exactly.
+"""
+
+import inspect
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from threading import RLock
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from regard.inference.tracing.gather import Met, Recorder
+from regard.inference.tracing.record import Kind
+
+SOURCES = ("key_value_states", "encoder_hidden_states", "cross_attention_states")
+"""What attention modules call the sequence they attend to, if it is not their own."""
+CROSS_NAMES = ("cross", "encoder_attn", "encdecattention")
+
+_TRACED: dict[nn.Module, list["Adapter"]] = {}
+_UPCASTING: set[nn.Module] = set()
+_LOCK = RLock()
+
+
+def find(model: nn.Module) -> tuple[dict[nn.Module, str], list[nn.Module]]:
+    """The attention modules of a model with their paths, and the modules at which a pass begins."""
+    transformers = sys.modules.get("transformers")
+    if transformers is None:
+        return {}, []
+    starters = [module for module in model.modules() if isinstance(module, transformers.PreTrainedModel)]
+    if not starters:
+        return {}, []
+    attentions = {module: name for name, module in model.named_modules() if eager_of(module) is not None}
+    # Half a model's attention would look like all of it.
+    aside = [type(one).__name__ for one in starters if not _uses_interface(type(one), transformers.PreTrainedModel)]
+    aside += [type(one).__name__ for one in model.modules() if _computes_alone(one)]
+    if aside or not attentions:
+        raise ValueError(
+            f"model: expected attention that goes through transformers' AttentionInterface, "
+            f"got {aside[0] if aside else type(model).__name__}, which computes it in its own way"
+        )
+    return attentions, starters
+
+
+def _uses_interface(kind: type, base: type) -> bool:
+    """Whether transformers judges by the source of a model, or of one it inherits from, that it uses the interface."""
+    owners: list[Any] = [owner for owner in kind.__mro__ if issubclass(owner, base) and owner is not base]
+    return any(owner._can_set_attn_implementation() for owner in owners)
+
+
+def eager_of(module: nn.Module) -> Any:
+    """The eager attention function that a module falls back to; None if it does not use the interface."""
+    kind: Any = type(module)
+    return _eager_of(kind)
+
+
+@lru_cache(maxsize=1024)
+def _eager_of(kind: Any) -> Any:
+    # The name as its own code looks it up: some files have several eager functions, some inherit from other files.
+    for method in _methods(kind):
+        for name in method.__code__.co_names:
+            if name.endswith("eager_attention_forward") and "get_interface" in method.__code__.co_names:
+                return method.__globals__[name]
+    return None
+
+
+def _methods(kind: type) -> Iterator[FunctionType]:
+    """The functions of a class and its bases, without their decorators."""
+    for owner in kind.__mro__:
+        for method in vars(owner).values():
+            plain = inspect.unwrap(method) if callable(method) else None
+            if isinstance(plain, FunctionType):
+                yield plain
+
+
+def _computes_alone(module: nn.Module) -> bool:
+    """Whether a module of a model's own file computes attention's softmax itself."""
+    kind = type(module)
+    if "Attention" not in kind.__name__ or kind.__module__.startswith("torch.") or eager_of(module) is not None:
+        return False
+    return any("softmax" in method.__code__.co_names for method in _methods(kind))
+
+
+@contextmanager
+def eager(model: nn.Module, adapter: "Adapter") -> Iterator[None]:
+    """The model's attention set to eager, and eager answered by `_attend`, until the end, however it comes."""
+    interface = sys.modules["transformers"].AttentionInterface
+    configs = {id(one): one for module in model.modules() for one in _configs(getattr(module, "config", None))}
+    before = {key: config._attn_implementation for key, config in configs.items()}
+    # GPT-2's other eager form has no interface: it is switched off, and `_attend` does it instead.
+    apart: list[Any] = [one for one in adapter.attentions if getattr(one, "reorder_and_upcast_attn", False)]
+    with _LOCK:
+        _UPCASTING.update(apart)
+        for module in adapter.attentions:
+            _TRACED.setdefault(module, []).append(adapter)
+        interface.register("eager", _attend)
+    try:
+        for config in configs.values():
+            config._attn_implementation_internal = "eager"  # the public name would reach into sub-configs as well
+        for module in apart:
+            module.reorder_and_upcast_attn = False
+        yield
+    finally:
+        for module in apart:
+            module.reorder_and_upcast_attn = True
+        for key, config in configs.items():
+            config._attn_implementation_internal = before[key]
+        with _LOCK:
+            _UPCASTING.difference_update(apart)
+            for module in adapter.attentions:
+                _TRACED[module].remove(adapter)
+                if not _TRACED[module]:
+                    del _TRACED[module]
+            if not _TRACED:
+                interface._global_mapping.pop("eager", None)
+
+
+def _configs(config: Any) -> Iterator[Any]:
+    """A config and the configs in it."""
+    if not isinstance(config, sys.modules["transformers"].PreTrainedConfig):
+        return
+    yield config
+    for name in config.sub_configs:
+        yield from _configs(getattr(config, name, None))
+
+
+def _attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, *args: Any, **kwargs: Any
+) -> tuple[Tensor, Any]:
+    """The module's own eager attention; recorded, if the module is being traced."""
+    forward = eager_of(module)
+    if module in _UPCASTING:
+        forward, args, kwargs = _upcast, (), {}
+    adapters = [one for one in _TRACED.get(module, ()) if one.wants(module)]
+    if not any("scores" in one.recorder.chosen.keep for one in adapters):
+        out, weights = forward(module, query, key, value, attention_mask, *args, **kwargs)
+        scores = None
+    else:
+        with _SoftmaxInputs() as inputs:
+            out, weights = forward(module, query, key, value, attention_mask, *args, **kwargs)
+        scores = inputs.found
+    undropped = weights
+    if adapters and module.training and kwargs.get("dropout"):
+        with torch.no_grad():
+            _, undropped = forward(module, query, key, value, attention_mask, *args, **{**kwargs, "dropout": 0.0})
+    for adapter in _TRACED.get(module, ()):
+        adapter.meet(module, query, key, value, attention_mask, undropped, scores)
+    return out, weights
+
+
+def _upcast(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None) -> Any:
+    return module._upcast_and_reordered_attn(query, key, value, attention_mask)
+
+
+class _SoftmaxInputs(TorchFunctionMode):
+    """Keeps what goes into softmax: the scores, with whatever a model adds to them."""
+
+    found: Tensor | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (F.softmax, torch.softmax, Tensor.softmax):
+            self.found = args[0] if args else kwargs["input"]
+        return func(*args, **(kwargs or {}))
+
+
+class Adapter:
+    """Tells a recorder of every run of a Hugging Face model's attention modules."""
+
+    def __init__(self, recorder: Recorder, attentions: Iterable[nn.Module]) -> None:
+        self.recorder, self.attentions = recorder, list(attentions)
+        self._kinds: dict[nn.Module, Kind] = {}
+        self._packed: dict[nn.Module, bool] = {}
+        self._last: tuple[Any, int, int] = (None, 0, 0)
+        self._masked_last: tuple[Tensor | None, Tensor | None, bool] = (None, None, False)
+
+    def attach(self) -> list[Any]:
+        """Hooks at every attention."""
+        return [module.register_forward_pre_hook(self.before, with_kwargs=True) for module in self.attentions]
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Number the run, and see whether it attends to a sequence of its own."""
+        self.recorder.enter(module)
+        given = inspect.signature(type(module).forward).bind_partial(module, *args, **kwargs).arguments
+        given = {**given, **given.get("kwargs", {})}
+        path = ".".join([type(module).__name__, *self.recorder.names[module].split(".")[-2:]]).lower()
+        named = getattr(module, "is_cross_attention", False) or any(mark in path for mark in CROSS_NAMES)
+        crossing = named or any(given.get(name) is not None for name in SOURCES)
+        self._kinds[module] = "cross" if crossing else "self"
+        self._packed[module] = given.get("cu_seqlens") is not None
+
+    def wants(self, module: nn.Module) -> bool:
+        """Whether the module's run is to be recorded."""
+        if module not in self._kinds:  # its forward was called without its hooks
+            self.before(module, (), {})
+        return self.recorder.wants(module)
+
+    def meet(
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, weights: Any, scores: Tensor | None
+    ) -> None:
+        """Record one run."""
+        kind = self._kinds[module]
+        seen, real, causal = self._masked(mask, q, k)
+
+        def pick(whole: Tensor | None, rows: list[int] | None, heads: list[int] | None) -> Tensor | None:
+            if whole is None:
+                return None
+            whole = whole if heads is None or whole.shape[1] == 1 else whole[:, heads]
+            return whole if rows is None or whole.shape[2] == 1 else whole[:, :, rows]
+
+        def weigh(rows: list[int] | None, heads: list[int] | None) -> Tensor:
+            full = (*q.shape[:3], k.shape[2])
+            if not isinstance(weights, Tensor) or tuple(weights.shape) != full:
+                got = tuple(weights.shape) if isinstance(weights, Tensor) else type(weights).__name__
+                raise ValueError(f"model: expected weights {full} of {type(module).__name__}, got {got}")
+            picked = pick(weights, rows, heads)
+            assert picked is not None
+            return picked
+
+        def score(rows: list[int] | None, heads: list[int] | None) -> Tensor | None:
+            if scores is None or scores.shape[:3] != q.shape[:3]:
+                raise ValueError(f"keep: expected no scores of {type(module).__name__}, which has no softmax of them")
+            found, visible = pick(scores[..., : k.shape[2]], rows, heads), pick(seen, rows, heads)
+            return found if found is None or visible is None else found.masked_fill(~visible, -torch.inf)
+
+        self.recorder.meet(
+            module,
+            Met(
+                kind=kind,
+                mechanism=type(module).__name__,
+                q=q,
+                k=k,
+                v=v,
+                weigh=weigh,
+                score=score,
+                see=lambda rows, heads: pick(seen, rows, heads),
+                real=real,
+                causal=causal and kind == "self",
+            ),
+            packed=self._packed[module],
+        )
+
+    def _masked(self, mask: Any, q: Tensor, k: Tensor) -> tuple[Tensor | None, Tensor | None, bool]:
+        """Who sees whom, which keys are real, and whether none sees one after it; once for all layers of a mask."""
+        queries, keys = q.shape[2], k.shape[2]
+        if not isinstance(mask, Tensor):
+            return None, None, queries == 1
+        if self._last[0] is not mask or self._last[1:] != (queries, keys):
+            seen = mask[(None,) * (4 - mask.ndim)][..., :keys]
+            seen = seen if seen.dtype == torch.bool else seen > torch.finfo(seen.dtype).min / 2
+            seen = seen.expand(*seen.shape[:3], keys)
+            after = torch.ones(queries, keys, dtype=torch.bool, device=seen.device).triu(keys - queries + 1)
+            real = seen.any(1).any(1).expand(q.shape[0], keys)
+            found = None if bool(seen.all()) else seen, None if bool(real.all()) else real
+            self._last, self._masked_last = (mask, queries, keys), (*found, not bool((seen & after).any()))
+        return self._masked_last

@@ -1,0 +1,138 @@
+"""The trace of our own models: hooks at every `Attend`. The weights are computed a second time, exactly, by
+`regard.weights`, for the chosen rows and heads alone; the model computes as it does without."""
+
+import inspect
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from regard.core.attention import weights
+from regard.core.calls.call import ordered
+from regard.core.families.mechanism import Mechanism
+from regard.core.masks import Mask, Padding, as_mask
+from regard.core.masks.padded import join_padding
+from regard.core.masks.structure import padding_between, structure
+from regard.core.owned import foreign, weighs_tokens
+from regard.core.paths.exact import choose_scores
+from regard.core.states.state import State
+from regard.inference.tracing.gather import Met, Recorder
+from regard.inference.tracing.record import Kind
+from regard.models.layers.attention import Attend
+from regard.models.layers.block import Stack
+
+History = tuple[Tensor, Tensor, Padding | None]
+"""Keys, values, and which of them are real."""
+ARGUMENTS = inspect.signature(Attend.forward)
+
+
+def find(model: nn.Module) -> tuple[dict[nn.Module, str], list[nn.Module]]:
+    """The attention modules of a model with their paths, and the modules at which a pass begins."""
+    attentions: dict[nn.Module, str] = {m: name for name, m in model.named_modules() if isinstance(m, Attend)}
+    return attentions, [module for module in model.modules() if isinstance(module, Stack)]
+
+
+class Adapter:
+    """Tells a recorder of every run of our attention modules."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self.histories: WeakKeyDictionary[State, History] = WeakKeyDictionary()
+        """Keys, values and padding behind states that do not keep them."""
+
+    def attach(self, model: nn.Module) -> list[Any]:
+        """Hooks at every attention of a model."""
+        attentions = (module for module in model.modules() if isinstance(module, Attend))
+        return [module.register_forward_hook(self.after, with_kwargs=True) for module in attentions]
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """Record one run."""
+        assert isinstance(module, Attend)
+        given = ARGUMENTS.bind(module, *args, **kwargs).arguments
+        q, k, v = given["q"], given["k"], given["v"]
+        rule, state = as_mask(given.get("mask")), given.get("state")
+        self.recorder.enter(module)
+        if state is not None:
+            k, v, held = self._history(module, k, v, rule, state, output[1])
+            rule = held if rule is None else rule if held is None else rule & held
+        kind: Kind = "cross" if given.get("cross") else "self"
+        self.recorder.meet(module, met(kind, module.mechanism, q, k, v, rule, given.get("bias")))
+
+    def _history(
+        self, module: Attend, k: Tensor, v: Tensor, rule: Mask | None, state: State, longer: State
+    ) -> "History":
+        """All keys and values up to now, and their padding."""
+        if longer.earliest == 0 and (history := longer.history()) is not None:
+            return history
+        before = self.histories.get(state) or state.history()
+        if before is None and state.length:
+            raise ValueError(
+                f"state: expected one whose tokens all came under the trace, got one with {state.length} tokens "
+                f"already summed by {module.mechanism!r}; trace from the start of the sequence"
+            )
+        keys, values, padding = before or (k[:, :, :0], v[:, :, :0], None)
+        new, total = k.shape[2], state.length + k.shape[2]
+        fresh = padding_between(rule, state.length, total, total)
+        joined = join_padding(padding, state.length, fresh, new, k.shape[0], k.device)
+        history = torch.cat([keys, k.detach()], dim=2), torch.cat([values, v.detach()], dim=2), joined
+        self.histories[longer] = history
+        return history
+
+
+def met(
+    kind: Kind, mechanism: Mechanism, q: Tensor, k: Tensor, v: Tensor, rule: Mask | None, bias: Tensor | None
+) -> Met:
+    """One run of a mechanism, for a recorder."""
+    rule = ordered(mechanism, rule)
+    batch, heads, queries, keys = *q.shape[:3], k.shape[2]
+    if not weighs_tokens(mechanism, q.shape[3]):
+        return Met(
+            kind=kind,
+            mechanism=repr(mechanism),
+            q=q,
+            k=k,
+            v=v,
+            weigh=lambda rows, chosen: weights(q, k, mechanism, rule, rows=rows, heads=chosen),
+            score=lambda rows, chosen: None,
+            see=lambda rows, chosen: None,
+            by_pairs=False,
+        )
+    added = None if bias is None else bias.expand(batch, heads, queries, keys)
+
+    def see(rows: list[int] | None, chosen: list[int] | None) -> Tensor | None:
+        places = torch.arange(queries) if rows is None else torch.tensor(rows, dtype=torch.long)
+        seen = None
+        if rule is not None:
+            seen = rule.at(batch, heads, places + keys - queries, torch.arange(keys), q.device)
+            seen = seen if chosen is None or seen.shape[1] == 1 else seen[:, chosen]
+        reachable = None if added is None else choose_scores(added, rows, chosen) != -torch.inf
+        if reachable is None or bool(reachable.all()):
+            return seen
+        return reachable if seen is None else seen & reachable
+
+    def score(rows: list[int] | None, chosen: list[int] | None) -> Tensor | None:
+        computed = None if foreign(mechanism) else chosen  # a user's formula may have a part for each head
+        wanted = choose_scores(q, rows, computed)
+        shared = k if computed is None else k[:, [head // (heads // k.shape[1]) for head in computed]]
+        extra = None if added is None else choose_scores(added, rows, computed)
+        scores, seen = mechanism.trace_scores(wanted, shared, extra), see(rows, chosen)
+        if scores is None:
+            return None
+        scores = scores if computed is chosen else choose_scores(scores, None, chosen)
+        return (scores if seen is None else scores.masked_fill(~seen, mechanism.hidden_score)).to(q.dtype)
+
+    known = structure(rule, queries, keys)
+    return Met(
+        kind=kind,
+        mechanism=repr(mechanism),
+        q=q,
+        k=k,
+        v=v,
+        weigh=lambda rows, chosen: weights(q, k, mechanism, rule, bias=bias, rows=rows, heads=chosen),
+        score=score,
+        see=see,
+        real=known.valid(keys, q.device),
+        causal=kind == "self" and (known.causal or queries == 1),
+        hidden_score=mechanism.hidden_score,
+    )

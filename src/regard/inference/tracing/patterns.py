@@ -1,0 +1,298 @@
+"""What a head looks at, scored against a head that looks everywhere.
+
+A pattern names, for each query, some target keys:
+
+    previous     the token before                     next       the token after
+    self         the token itself                     first      the first real token (a ViT's class token)
+    separator    [SEP], </s>, <|endoftext|>, …        same word  the other tokens of the query's word
+    induction    the tokens that followed earlier occurrences of the query's token
+
+In cross-attention positions do not compare, so previous, next, self and induction have no meaning there, and "same
+word" are the source tokens of the same string. A ViT's patches count row by row.
+
+    mass      mean over rows of the weight on the targets
+    baseline  mean over rows of targets / keys, counting only keys that the row's mask leaves visible
+    score     (mass - baseline) / (1 - baseline): 1 if all weight is on the targets, 0 for a uniform head
+
+Rows that stand on padding, that see no target, or that see nothing but targets say nothing and are left out. The
+eighth pattern, uniform, has for mass the overlap with the uniform weights, the sum over keys of min(w, 1/n), and for
+baseline the overlap that all weight on one key has, 1/n: its score is 1 for a uniform head, 0 for a one-hot one. A
+head that mixes a one-key pattern and uniform weights a : 1 - a scores a and 1 - a.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from regard.inference.tracing.record import Trace, TracedLayer
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+PATTERNS = ("previous", "next", "first", "separator", "same word", "self", "induction", "uniform")
+COLOURS = ("#0072B2", "#56B4E9", "#E69F00", "#D55E00", "#009E73", "#CC79A7", "#F0E442", "#999999")
+"""Okabe and Ito's, a colour for each pattern."""
+SEPARATORS = frozenset(
+    ("[SEP]", "</s>", "<sep>", "<eos>", "<|endoftext|>", "<|im_end|>", "<|end_of_text|>", "<|eot_id|>", "<|end|>")
+)
+PADS = frozenset(("[PAD]", "<pad>", "<|pad|>"))
+STARTS = ("Ġ", "▁", " ")
+"""How byte-level and SentencePiece tokens mark that a word begins."""
+
+
+@dataclass(frozen=True)
+class HeadPatterns:
+    """Mass, baseline and score of each pattern for one head; None where a pattern has no meaning or no rows."""
+
+    layer: int
+    name: str
+    kind: str
+    head: int
+    mass: dict[str, float | None]
+    baseline: dict[str, float | None]
+    score: dict[str, float | None]
+
+    @property
+    def top(self) -> str | None:
+        """The pattern of the highest score."""
+        scored = {name: score for name, score in self.score.items() if score is not None}
+        return max(scored, key=scored.__getitem__) if scored else None
+
+
+@dataclass(frozen=True)
+class Patterns:
+    """The patterns of every head. Print it, draw it with `figure()`, or take `to_dict()`."""
+
+    heads: tuple[HeadPatterns, ...]
+
+    def of(self, layer: int, head: int) -> HeadPatterns:
+        """One head's patterns."""
+        for one in self.heads:
+            if (one.layer, one.head) == (layer, head):
+                return one
+        raise ValueError(f"head: expected a recorded layer and head, got layer {layer} head {head}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, ready for JSON."""
+        return {"patterns": list(PATTERNS), "heads": [asdict(one) for one in self.heads]}
+
+    def __str__(self) -> str:
+        lines = ["layer  head  kind   pattern     score   mass  baseline"]
+        for one in self.heads:
+            line = f"{one.layer:>5} {one.head:>5}  {one.kind:<5}  "
+            if (top := one.top) is not None:
+                line += f"{top:<10} {one.score[top]:>6.2f} {one.mass[top]:>6.2f}    {one.baseline[top]:>6.2f}"
+            lines.append(line + ("" if top else "-"))
+        return "\n".join(lines)
+
+    def figure(self) -> "Figure":
+        """Layers down, heads across, the colour of each head's top pattern, as strong as its score."""
+        from matplotlib.colors import to_rgba
+        from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
+
+        layers = list(dict.fromkeys((one.layer, one.kind) for one in self.heads))
+        columns = sorted({one.head for one in self.heads})
+        cells = [[(1.0, 1.0, 1.0, 0.0)] * len(columns) for _ in layers]
+        for one in self.heads:
+            if (top := one.top) is not None:
+                strength = min(1.0, max(0.0, one.score[top] or 0.0))
+                colour = to_rgba(COLOURS[PATTERNS.index(top)], strength)
+                cells[layers.index((one.layer, one.kind))][columns.index(one.head)] = colour
+        size = (max(3.0, 0.32 * len(columns)) + 2.2, max(2.4, 0.32 * len(layers) + 1))
+        figure = Figure(figsize=size, dpi=120, layout="constrained")
+        axes = figure.subplots()
+        axes.imshow(cells or [[(1.0, 1.0, 1.0, 0.0)]], aspect="auto")
+        axes.set_xticks(range(len(columns)), [str(column) for column in columns], fontsize=7)
+        names = [f"{layer} cross" if kind == "cross" else str(layer) for layer, kind in layers]
+        axes.set_yticks(range(len(layers)), names, fontsize=7)
+        axes.set_xlabel("head")
+        axes.set_ylabel("layer")
+        axes.set_title("Strongest pattern of each head", fontsize=9)
+        marks = [Patch(color=colour, label=name) for name, colour in zip(PATTERNS, COLOURS, strict=True)]
+        figure.legend(handles=marks, loc="outside right center", fontsize=7, frameon=False)
+        return figure
+
+
+def patterns(trace: Trace, separators: Sequence[str] | Sequence[int] | None = None) -> Patterns:
+    """Score every recorded head against the patterns of this module, each by the baseline of the sequence and mask.
+
+    Separator, same word and induction need the trace's tokens. `separators` are token strings of your own, or positions
+    among the keys. Layers of channel attention have no patterns and are left out.
+
+    >>> import torch
+    >>> from regard.inference.trace import Trace, TracedLayer, patterns
+    >>> weights = torch.eye(4).roll(-1, dims=1)[None, None]  # each token looks at the one before it
+    >>> layer = TracedLayer(
+    ...     index=0, name="", kind="self", mechanism="", heads=(0,), rows=(0, 1, 2, 3), weights=weights)
+    >>> print(patterns(Trace([layer])))
+    layer  head  kind   pattern     score   mass  baseline
+        0     0  self   previous     1.00   1.00      0.25
+    """
+    found: list[HeadPatterns] = []
+    for layer in trace.layers:
+        if layer.by_pairs:
+            found += _heads(trace, layer, separators)
+    return Patterns(tuple(found))
+
+
+def _heads(trace: Trace, layer: TracedLayer, separators: Sequence[str] | Sequence[int] | None) -> list[HeadPatterns]:
+    weights = layer.need("weights").float()
+    batch, heads, _, keys = weights.shape
+    visible = torch.ones(1, 1, 1, 1, dtype=torch.bool) if layer.visible is None else layer.visible
+    visible = visible.to(weights.device).expand(batch, -1, weights.shape[2], keys)
+    spoken = _spoken(trace, layer, batch, keys)
+    counted = _counted_rows(layer, spoken[0], batch, weights.device)[:, None] & weights.sum(-1).isfinite()
+    everyone = visible.sum(-1)
+    results: dict[str, tuple[Tensor, Tensor]] = {}
+    for name, targets in _targets(layer, *spoken, separators, batch, keys).items():
+        wanted = visible & targets.to(weights.device)[:, None]
+        among = wanted.sum(-1)
+        rows = counted & (among > 0) & (among < everyone)
+        mass, baseline = (weights * wanted).sum(-1), (among / everyone.clamp(min=1)).expand(batch, heads, -1)
+        results[name] = _mean(mass, rows), _mean(baseline, rows)
+    even = 1 / everyone.clamp(min=1)
+    overlap = torch.minimum(weights, even[..., None]).masked_fill(~visible, 0).sum(-1)
+    rows = counted & (everyone > 1)
+    results["uniform"] = _mean(overlap, rows), _mean(even.expand(batch, heads, -1), rows)
+    return [_head(layer, place, results) for place in range(heads)]
+
+
+def _mean(numbers: Tensor, rows: Tensor) -> Tensor:
+    """The mean over the batch and the chosen rows, for each head; NaN where there are none."""
+    return numbers.masked_fill(~rows, 0).sum((0, 2)) / rows.sum((0, 2))
+
+
+def _head(layer: TracedLayer, place: int, results: dict[str, tuple[Tensor, Tensor]]) -> HeadPatterns:
+    mass: dict[str, float | None] = dict.fromkeys(PATTERNS)
+    baseline: dict[str, float | None] = dict.fromkeys(PATTERNS)
+    score: dict[str, float | None] = dict.fromkeys(PATTERNS)
+    for name, (masses, baselines) in results.items():
+        m, b = float(masses[place]), float(baselines[place])
+        if m == m and b < 1:  # NaN is no rows
+            mass[name], baseline[name], score[name] = m, b, (m - b) / (1 - b)
+    return HeadPatterns(layer.index, layer.name, layer.kind, layer.heads[place], mass, baseline, score)
+
+
+Spoken = list[list[str]] | None
+
+
+def _spoken(trace: Trace, layer: TracedLayer, batch: int, keys: int) -> tuple[Spoken, Spoken]:
+    """The strings of queries (by position) and keys, one for each there is."""
+    asked, answered = trace.labels(layer)
+    for name, tokens, least in (
+        ("tokens" if layer.kind == "self" else "source_tokens", answered, keys),
+        ("tokens", asked, max(layer.rows, default=-1) + 1),
+    ):
+        # What generation adds last is a token that has not run yet.
+        if tokens is not None and (len(tokens) != batch or any(len(t) not in (least, least + 1) for t in tokens)):
+            given = [len(sequence) for sequence in tokens]
+            raise ValueError(f"{name}: expected {batch} sequences of {least} strings, got lengths {given}")
+    return asked, None if answered is None else [sequence[:keys] for sequence in answered]
+
+
+def _counted_rows(layer: TracedLayer, asked: Spoken, batch: int, device: torch.device) -> Tensor:
+    """Which rows (B, T) do not stand on padding."""
+    places = torch.tensor(layer.rows, dtype=torch.long, device=device)
+    counted = torch.ones(batch, len(places), dtype=torch.bool, device=device)
+    if layer.kind == "self" and layer.real is not None:
+        counted &= layer.real.to(device)[:, places]
+    if asked is not None:
+        counted &= torch.tensor([[s[place] not in PADS for place in layer.rows] for s in asked], device=device)
+    return counted
+
+
+def _targets(
+    layer: TracedLayer,
+    asked: Spoken,
+    answered: Spoken,
+    separators: Sequence[str] | Sequence[int] | None,
+    batch: int,
+    keys: int,
+) -> dict[str, Tensor]:
+    """For each pattern with a meaning here, which keys are targets, broadcastable to (B, T, S)."""
+    query, key = torch.tensor(layer.rows, dtype=torch.long)[:, None], torch.arange(keys)
+    start = torch.zeros(1, 1) if layer.real is None else layer.real.cpu().int().argmax(-1)[:, None]
+    found = {"first": (key == start)[:, None]}
+    if (marked := _separated(answered, separators, keys)) is not None:
+        found["separator"] = marked[:, None]
+    if layer.kind == "cross":
+        if asked is not None and answered is not None:
+            mine, theirs = _numbered([[bare(t) for t in s] for s in asked], [[bare(t) for t in s] for s in answered])
+            found["same word"] = mine[:, layer.rows, None] == theirs[:, None]
+        return found
+    found |= {"previous": (key == query - 1)[None], "next": (key == query + 1)[None], "self": (key == query)[None]}
+    if answered is not None:
+        words = torch.tensor([[-1 if word is None else word for word in word_ids(s)] for s in answered])
+        mine = words[:, layer.rows, None]
+        found["same word"] = (mine == words[:, None]) & (mine >= 0) & (key != query)
+        tokens, _ = _numbered(answered, answered)
+        before = torch.cat([torch.full((batch, 1), -1), tokens[:, :-1]], dim=1)
+        found["induction"] = (tokens[:, layer.rows, None] == before[:, None]) & (key <= query)
+    return found
+
+
+def _separated(answered: Spoken, separators: Sequence[str] | Sequence[int] | None, keys: int) -> Tensor | None:
+    """Which keys (B, S) are separators; None if nobody can say."""
+    if separators is not None and all(type(place) is int for place in separators):
+        if wrong := [place for place in separators if not -keys <= place < keys]:  # type: ignore[operator]
+            raise ValueError(f"separators: expected positions below {keys}, got {wrong[0]}")
+        marked = torch.zeros(1, keys, dtype=torch.bool)
+        marked[:, list(separators)] = True
+        return marked
+    if answered is None:
+        return None
+    known = SEPARATORS if separators is None else set(separators)
+    return torch.tensor([[token in known for token in sequence] for sequence in answered])
+
+
+def _numbered(*groups: list[list[str]]) -> list[Tensor]:
+    """Strings as whole numbers, the same for the same string."""
+    numbers: dict[str, int] = {}
+    width = [max(len(sequence) for sequence in group) for group in groups]
+    return [
+        torch.tensor([[numbers.setdefault(t, len(numbers)) for t in s] + [-2] * (wide - len(s)) for s in group])
+        for group, wide in zip(groups, width, strict=True)
+    ]
+
+
+def bare(token: str) -> str:
+    """A token without the marks that say where words begin and end.
+
+    >>> [bare(token) for token in ("Ġcat", "▁cat", "##cat", "cat</w>")]
+    ['cat', 'cat', 'cat', 'cat']
+    """
+    return token.lstrip("".join(STARTS)).removeprefix("##").removesuffix("</w>")
+
+
+def word_ids(tokens: Sequence[str]) -> list[int | None]:
+    """Which word each token belongs to, by the marks of its tokenizer; None for special tokens.
+
+    WordPiece marks what continues a word (##), byte-level BPE and SentencePiece what begins one (Ġ, ▁), CLIP's BPE what
+    ends one (</w>). Without any mark, each token is a word. A token of signs only is a word of its own.
+
+    >>> word_ids(["[CLS]", "re", "##gard", "this", "[SEP]"])
+    [None, 0, 0, 1, None]
+    >>> word_ids(["<s>", "▁re", "gard", ",", "▁this"])
+    [None, 0, 0, 1, 2]
+    """
+    pieces = any(token.startswith("##") for token in tokens)
+    begins = any(token.startswith(STARTS) for token in tokens)
+    ends = any(token.endswith("</w>") for token in tokens)
+    found: list[int | None] = []
+    word, goes_on = -1, False
+    for token in tokens:
+        special = len(token) > 2 and (token[0], token[-1]) in (("[", "]"), ("<", ">")) and token[:2] != "</w"
+        signs = not any(letter.isalnum() and letter not in "ĠĊĉ" for letter in bare(token))
+        if pieces:
+            joined = token.startswith("##")
+        else:
+            joined = (begins or ends) and goes_on and not token.startswith(STARTS) and not signs
+        if not special and not (joined and found and found[-1] is not None):
+            word += 1
+        found.append(None if special else word)
+        goes_on = not special and not signs and not token.endswith("</w>")
+    return found

@@ -1,0 +1,188 @@
+"""What a trace holds."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from regard.inference.tracing.gather import Gathered
+    from regard.inference.tracing.patterns import Patterns
+
+KEEP = ("weights", "queries", "keys", "values", "scores")
+Kind = Literal["self", "cross"]
+Tokens = Sequence[str] | Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TracedLayer:
+    """One attention of a model, as it ran: (B, H, T, S) between H heads' T queries and S keys.
+
+    With chosen heads or rows, H and T count those alone; keys and values then have one head for each chosen one. For
+    channel attention, weights are (B, H, K, K) between channels and `by_pairs` is False.
+    """
+
+    index: int
+    name: str
+    """The module's path in the model."""
+    kind: Kind
+    mechanism: str
+    heads: tuple[int, ...]
+    rows: tuple[int, ...]
+    """Positions of the queries: among the keys in self-attention, from 0 in cross-attention."""
+    weights: Tensor | None = None
+    """(B, H, T, S), before dropout."""
+    queries: Tensor | None = None
+    """(B, H, T, K), turned to their positions where the model does so."""
+    keys: Tensor | None = None
+    """(B, G, S, K). Query head h reads key head h // (H // G)."""
+    values: Tensor | None = None
+    """(B, G, S, V)."""
+    scores: Tensor | None = None
+    """(B, H, T, S): what softmax takes, bias included and -inf where hidden; for kernels the similarity, 0 there."""
+    visible: Tensor | None = None
+    """Which pairs the mask allows, broadcastable to (B, H, T, S); None if all."""
+    real: Tensor | None = None
+    """Which keys (B, S) are no padding; None if all."""
+    causal: bool = False
+    """Whether no query could see a key after it."""
+    by_pairs: bool = True
+
+    def __repr__(self) -> str:
+        held = ", ".join(f"{n} {tuple(t.shape)}" for n in KEEP if (t := getattr(self, n)) is not None)
+        return f"TracedLayer({self.index}, {self.name!r}, {self.kind}, {held})"
+
+    def need(self, name: str) -> Tensor:
+        """The tensor of a name, or an error that says how to have it recorded."""
+        found = getattr(self, name)
+        if found is None:
+            raise ValueError(f"layer {self.index}: expected {name}, got none; trace with keep=({name!r}, …)")
+        return found
+
+
+class Layers:
+    """Traced layers, in order; `layers[3]` is the model's layer 3, if it was recorded, `layers[-1]` the last one."""
+
+    def __init__(self, layers: Sequence[TracedLayer] = ()) -> None:
+        self._layers = {layer.index: layer for layer in sorted(layers, key=lambda layer: layer.index)}
+
+    def __getitem__(self, index: int) -> TracedLayer:
+        held = list(self._layers)
+        if type(index) is int and -len(held) <= index < 0:
+            index = held[index]
+        if type(index) is not int or index not in self._layers:
+            raise ValueError(f"layers: expected one of those recorded, {held}, got {index!r}")
+        return self._layers[index]
+
+    def __iter__(self) -> Iterator[TracedLayer]:
+        return iter(self._layers.values())
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    def __repr__(self) -> str:
+        return "\n".join(repr(layer) for layer in self) or "no layers"
+
+
+class Trace:
+    """What `trace` recorded: `layers`, and the token strings they stand for. Prints as a list of its layers.
+
+    >>> import regard as rg, torch
+    >>> model = rg.Decoder(rg.DecoderConfig(vocabulary_size=11, embedding_dim=8, num_layers=2, num_heads=2))
+    >>> with rg.trace(model, tokens=["a", "b", "c"]) as trace:
+    ...     logits = model(torch.tensor([[1, 2, 3]]))
+    >>> trace.layers[1].weights.shape, trace.rollout().shape, trace.patterns().of(layer=1, head=0).score["uniform"] > 0
+    (torch.Size([1, 2, 3, 3]), torch.Size([1, 3, 3]), True)
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[TracedLayer] = (),
+        *,
+        tokens: Tokens | None = None,
+        source_tokens: Tokens | None = None,
+        model: str = "",
+    ) -> None:
+        self.model = model
+        self._layers = Layers(layers)
+        self._gathered: dict[int, Gathered] = {}
+        self.label(tokens, source_tokens)
+
+    @property
+    def layers(self) -> Layers:
+        """The layers recorded so far."""
+        if self._gathered:
+            self._layers = Layers([*(one.layer() for one in self._gathered.values())])
+        return self._layers
+
+    def label(self, tokens: Tokens | None = None, source_tokens: Tokens | None = None) -> "Trace":
+        """Say what the tokens are: strings of one sequence, or of each. Those of the encoder are `source_tokens`."""
+        self.tokens = _sequences("tokens", tokens)
+        self.source_tokens = _sequences("source_tokens", source_tokens)
+        return self
+
+    def labels(self, layer: TracedLayer) -> tuple[list[list[str]] | None, list[list[str]] | None]:
+        """The strings of a layer's queries (at all positions, by `layer.rows`) and of its keys, for each sequence."""
+        if layer.kind == "cross":
+            return self.tokens, self.source_tokens
+        encoder = self.source_tokens is not None and "encoder" in layer.name.split(".")
+        found = self.source_tokens if encoder else self.tokens
+        return found, found
+
+    def select(self, *, kind: Kind | None = None, name: str | None = None) -> "Trace":
+        """The layers of a kind, or whose module path contains `name`, as a trace of their own.
+
+        >>> from regard.inference.trace import Trace
+        >>> len(Trace().select(kind="cross", name="decoder").layers)
+        0
+        """
+        if kind not in (None, "self", "cross"):
+            raise ValueError(f"kind: expected 'self' or 'cross', got {kind!r}")
+        chosen = [layer for layer in self.layers if kind in (None, layer.kind) and (name or "") in layer.name]
+        return Trace(chosen, tokens=self.tokens, source_tokens=self.source_tokens, model=self.model)
+
+    def rollout(self) -> Tensor:
+        """See `regard.inference.trace.rollout`."""
+        from regard.inference.tracing.analysis import rollout
+
+        return rollout(self)
+
+    def value_weighted(self, index: int, projection: Tensor | None = None) -> Tensor:
+        """See `regard.inference.trace.value_weighted`."""
+        from regard.inference.tracing.analysis import value_weighted
+
+        return value_weighted(self.layers[index], projection)
+
+    def patterns(self, separators: Sequence[str] | Sequence[int] | None = None) -> "Patterns":
+        """See `regard.inference.trace.patterns`."""
+        from regard.inference.tracing.patterns import patterns
+
+        return patterns(self, separators)
+
+    def save(self, path: str | Path) -> Path:
+        """Write everything into one safetensors file."""
+        from regard.inference.tracing.file import save
+
+        return save(self, path)
+
+    @classmethod
+    def open(cls, path: str | Path) -> "Trace":
+        """Read a file that `save` wrote; CheckpointError, a ValueError, for any other."""
+        from regard.inference.tracing.file import read
+
+        return read(path)
+
+    def __repr__(self) -> str:
+        return f"Trace of {self.model or 'a model'}, {len(self.layers)} layers\n{self.layers!r}"
+
+
+def _sequences(name: str, tokens: Tokens | None) -> list[list[str]] | None:
+    if tokens is None:
+        return None
+    nested: Any = [tokens] if all(isinstance(token, str) for token in tokens) else tokens
+    known = not isinstance(tokens, str) and all(isinstance(sequence, list | tuple) for sequence in nested)
+    if not known or any(not isinstance(token, str) for sequence in nested for token in sequence):
+        raise ValueError(f"{name}: expected strings of one sequence, or a list of them for each, got {tokens!r}")
+    return [list(sequence) for sequence in nested]

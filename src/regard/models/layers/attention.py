@@ -1,0 +1,394 @@
+"""Multi-head attention: projections around a mechanism.
+
+    q, k, v = split(W_q x_q), split(W_k x_k), split(W_v x_v)
+    out     = W_o combine(attend(q, k, v))
+
+`num_kv_heads` gives the grouped (GQA) and multi-query (MQA, one) forms. Any mechanism serves; the layer adds nothing to
+it but projections, rotations and, in training, dropout of the weights. The mechanism's tensors are the layer's: they
+are among its `parameters()` and in its `state_dict()`, and move with it.
+"""
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from regard.core.attention import attend, weights
+from regard.core.calls.call import ordered
+from regard.core.families.mechanism import Mechanism
+from regard.core.masks import Band, Mask, MaskFunction, Packed, as_mask
+from regard.core.masks.guard import cleaned, poisoned, taint
+from regard.core.masks.structure import structure
+from regard.core.mechanisms import Softmax, named
+from regard.core.owned import named_tensors, replaced
+from regard.core.paths import gpu, split
+from regard.core.paths.slots import Slot
+from regard.models.layers.linear import Linear, projections
+from regard.models.layers.positions import Rotary, Tables
+from regard.models.layers.ragged import Ragged
+
+AnyMask = Mask | MaskFunction | Tensor | None
+
+
+def as_mechanism(mechanism: Mechanism | str) -> Mechanism:
+    """A mechanism, or the shipped one of a name.
+
+    >>> from regard.models.layers.attention import as_mechanism
+    >>> as_mechanism("quadratic")
+    Quadratic(c=1.0)
+    """
+    if isinstance(mechanism, str):
+        return named(mechanism)
+    if not isinstance(mechanism, Mechanism):
+        raise ValueError(f"mechanism: expected a mechanism like rg.Softmax() or a name, got {mechanism!r}")
+    return mechanism
+
+
+def own_copy(mechanism: Mechanism | str) -> Mechanism:
+    """A mechanism with tensors of its own, for one layer among many: each learns its own, as it does its projections.
+
+    >>> import regard as rg, torch
+    >>> shared = rg.Kernel(feature_map=torch.nn.Linear(4, 6))
+    >>> own_copy(shared).feature_map.weight is shared.feature_map.weight
+    False
+    """
+    mechanism = as_mechanism(mechanism)
+    return replaced(mechanism, copy.deepcopy(mechanism.tensors()))
+
+
+def without_mechanisms(module: nn.Module) -> Iterator[nn.Module]:
+    """The modules of a module, without those that its mechanisms brought."""
+    places = [inner for inner in module.modules() if isinstance(inner, Attend)]
+    brought = {id(inner) for place in places for inner in place.modules() if inner is not place}
+    return (inner for inner in module.modules() if id(inner) not in brought)
+
+
+def check_learned(mechanism: Mechanism, qk_length: int) -> None:
+    """Raise ValueError for a mechanism that learns something a layer cannot register, or that has no heads so long."""
+    for name, tensor in mechanism.tensors().items():
+        if isinstance(tensor, Tensor) and tensor.requires_grad and not isinstance(tensor, nn.Parameter):
+            raise ValueError(f"{name}: expected an nn.Parameter, which a layer registers, got a tensor that learns")
+    try:
+        strays = mechanism.captured(qk_length)
+    except RuntimeError as error:
+        raise ValueError(
+            f"mechanism: expected one for heads of qk_length = {qk_length}, got {type(mechanism).__name__}, "
+            f"which raises {str(error).splitlines()[0]}"
+        ) from error
+    if strays:
+        holders = (*vars(mechanism).values(), type(mechanism).similarity)
+        names = {id(tensor): name for holder in holders for name, tensor in named_tensors(holder).items()}
+        listed = ", ".join(f"{names.get(id(one), 'one without a name')} {tuple(one.shape)}" for one in strays)
+        raise ValueError(
+            f"mechanism: expected its learned tensors in fields, as nn.Parameter or nn.Module, so that a layer "
+            f"registers them, got {type(mechanism).__name__}, whose function captures {listed}"
+        )
+
+
+class Attend(nn.Module):
+    """A mechanism as a module: the one place in a model where attention happens, so that a trace can stand at it.
+
+    The mechanism's tensors and modules are registered under the names of its fields, as they are, not copied.
+
+    `dropout` drops weights in training, but none where a state is extended.
+
+    >>> import regard as rg, torch
+    >>> from regard.models.layers.attention import Attend
+    >>> q = k = v = torch.randn(1, 2, 5, 4)
+    >>> out, _ = Attend(rg.Quadratic())(q, k, v, rg.causal)
+    >>> torch.equal(out, rg.attend(q, k, v, rg.Quadratic(), rg.causal))
+    True
+    """
+
+    def __init__(self, mechanism: Mechanism, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.dropout, self._mechanism, self._fields = dropout, mechanism, tuple(mechanism.tensors())
+        for name, value in mechanism.tensors().items():
+            if hasattr(self, name):
+                raise ValueError(
+                    f"{name}: expected a field of another name, since a layer, where it is registered, has one of its "
+                    f"own, got {type(mechanism).__name__}"
+                )
+            if isinstance(value, nn.Module):
+                self.add_module(name, value)
+            elif isinstance(value, nn.Parameter):
+                self.register_parameter(name, value)
+            else:
+                self.register_buffer(name, value)
+
+    @property
+    def mechanism(self) -> Mechanism:
+        """The mechanism, with the tensors that are registered now: `.to`, `load_state_dict` and
+        `torch.func.functional_call` put others in the place of the first."""
+        held = {name: getattr(self, name) for name in self._fields}
+        if all(value is getattr(self._mechanism, name) for name, value in held.items()):
+            return self._mechanism
+        return replaced(self._mechanism, held)
+
+    def forward(
+        self,
+        q: Float[Tensor, "B H T K"],
+        k: Float[Tensor, "B G S K"],
+        v: Float[Tensor, "B G S V"],
+        mask: AnyMask = None,
+        bias: Float[Tensor, "..."] | None = None,
+        state: Any = None,
+        *,
+        cross: bool = False,
+    ) -> tuple[Float[Tensor, "B H T V"], Any]:
+        """The output, and the longer state if one was given: then k and v are those of the new tokens alone.
+
+        `cross` says that keys and values are of another sequence than the queries, which a trace cannot tell.
+        """
+        mechanism = self.mechanism
+        if isinstance(state, Slot):
+            return state.attend(mechanism, q, k, v), state
+        if state is not None:
+            return mechanism.extend(q, k, v, state, mask, bias=bias)
+        if self.training and self.dropout > 0:
+            # Dropping weights needs the weights: the plain form, in training only. A weight of 0 does not hide a NaN.
+            mask = ordered(mechanism, as_mask(mask))
+            tainted = None if mask is None else taint(k, v)
+            kept = F.dropout(weights(q, cleaned(k, tainted), mechanism, mask, bias=bias), self.dropout)
+            visible = None if mask is None else mask.visible(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.device)
+            out = mechanism.mix(kept, cleaned(v, tainted), visible).to(q.dtype)
+            return poisoned(out, mask, tainted), None
+        return attend(q, k, v, mechanism, mask, bias=bias), None
+
+    def extra_repr(self) -> str:
+        return repr(self.mechanism)
+
+
+class MultiHeadAttention(nn.Module):
+    """Attention with projections, (B, T, E) to (B, T, E); self-attention, or cross-attention over inputs of any width.
+
+    >>> import regard as rg, torch
+    >>> layer = rg.MultiHeadAttention(embedding_dim=32, num_heads=4, num_kv_heads=2, mechanism="quadratic")
+    >>> x = torch.randn(2, 10, 32)
+    >>> y = layer(x, mask=rg.causal & rg.padding([10, 7]))
+    >>> state = layer.start(batch=2, capacity=16)
+    >>> first, state = layer.extend(x[:, :6], state, mask=rg.causal)
+    >>> torch.allclose(first, y[:, :6], atol=1e-5)
+    True
+    """
+
+    def __init__(
+        self,
+        embedding_dim: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        qk_length: int | None = None,
+        value_length: int | None = None,
+        mechanism: Mechanism | str = Softmax(),  # noqa: B008 - a frozen value
+        bias: bool = True,
+        dropout: float = 0.0,
+        *,
+        output_bias: bool | None = None,
+        key_dim: int | None = None,
+        value_dim: int | None = None,
+        rotary: Rotary | None = None,
+    ) -> None:
+        """`bias` is that of all projections, `output_bias` of W_o if it differs. `key_dim` and `value_dim` are the
+        widths of the inputs that keys and values are made of, the queries' if not given. The tensors of `mechanism` are
+        registered as they are: layers made with the same one share them. `dropout` drops weights in training; none in
+        `extend`."""
+        super().__init__()
+        groups = num_heads if num_kv_heads is None else num_kv_heads
+        lengths = {"qk_length": qk_length, "value_length": value_length, "key_dim": key_dim, "value_dim": value_dim}
+        _check_heads(embedding_dim, num_heads, groups, dropout, **lengths)
+        self.embedding_dim, self.num_heads, self.num_kv_heads = embedding_dim, num_heads, groups
+        self.qk_length = qk_length or embedding_dim // num_heads
+        self.value_length = value_length or self.qk_length
+        if rotary is not None and rotary.length != self.qk_length:
+            raise ValueError(f"rotary: expected one of length {self.qk_length} (qk_length), got {rotary.length}")
+        self.rotary = rotary
+        self.W_q = Linear(embedding_dim, num_heads * self.qk_length, bias=bias)
+        self.W_k = Linear(key_dim or embedding_dim, groups * self.qk_length, bias=bias)
+        self.W_v = Linear(value_dim or key_dim or embedding_dim, groups * self.value_length, bias=bias)
+        out_bias = bias if output_bias is None else output_bias
+        self.W_o = Linear(num_heads * self.value_length, embedding_dim, bias=out_bias)
+        mechanism = as_mechanism(mechanism).for_layer(self.qk_length)
+        check_learned(mechanism, self.qk_length)
+        self.attend = Attend(mechanism, dropout)
+
+    @property
+    def mechanism(self) -> Mechanism:
+        return self.attend.mechanism
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the layer computes in: its weights' dtype, float32 where they are int8."""
+        own = self.W_o.weight.dtype
+        return own if own.is_floating_point else torch.float32
+
+    def split_heads(self, x: Float[Tensor, "B T D"], length: int) -> Float[Tensor, "B H T K"]:
+        """(B, T, H·K) to (B, H, T, K), for heads of `length`."""
+        return x.unflatten(-1, (-1, length)).transpose(1, 2)
+
+    def combine_heads(self, x: Float[Tensor, "B H T V"]) -> Float[Tensor, "B T D"]:
+        """(B, H, T, V) to (B, T, H·V)."""
+        return x.transpose(1, 2).flatten(2)
+
+    def forward(
+        self,
+        query: Float[Tensor, "*b E"],
+        key: Float[Tensor, "B S D"] | None = None,
+        value: Float[Tensor, "B S W"] | None = None,
+        mask: AnyMask = None,
+        *,
+        bias: Float[Tensor, "..."] | None = None,
+        positions: Int[Tensor, "..."] | Tables | None = None,
+        ragged: Ragged | None = None,
+    ) -> Float[Tensor, "*b E"]:
+        """Attention of `query` to itself, or to `key` and `value` (which is `key` if not given).
+
+        `positions`, (T,) or (B, T), is where the tokens stand, for rotary heads, or the rotary's tables of them, for
+        layers that share them; 0, 1, … if not given. With `ragged`, `query` is the packed (N, E) of a padded batch,
+        and so is the result.
+        """
+        if key is not None:
+            if self.rotary is not None or positions is not None or ragged is not None:
+                raise ValueError("key: expected none with rotary heads, positions or a ragged batch, got another input")
+            return self.cross(query, *self.remember(key, value), mask, bias=bias)
+        if value is not None:
+            raise ValueError("key: expected one beside value, got None")
+        if ragged is not None and (rule := self._packed(query, mask, bias, ragged)) is not None:
+            q, k, v = self.project(query[None], ragged.packed_positions(positions))
+            out, _ = self.attend(q, k, v, rule)
+            return self._finish(out, None)[0]
+        q, k, v = self.project(query, positions, ragged)
+        out, _ = self.attend(q, k, v, mask, bias)
+        return self._finish(out, ragged)
+
+    def _packed(self, x: Tensor, mask: AnyMask, bias: Tensor | None, ragged: Ragged) -> Mask | None:
+        """The mask of a ragged batch as sequences one after another, where a kernel takes them so: padding then costs
+        nothing. None where they are padded: a trace wants to see rows, and so does a bias."""
+        mechanism, hooks = self.mechanism, self.attend._forward_hooks or self.attend._forward_pre_hooks
+        if bias is not None or hooks or (self.training and self.attend.dropout > 0) or not gpu.packs(x):
+            return None
+        turned = None if self.rotary is None else self.rotary.scaling
+        if split.scale(mechanism, self.qk_length) is None or (turned is not None and turned.kind == "dynamic"):
+            return None
+        tokens = ragged.valid.shape[1]
+        known = structure(as_mask(mask), tokens, tokens)
+        if known.rows is None or known.rest is not None or max(self.qk_length, self.value_length) > gpu.LONGEST:
+            return None
+        rule = Packed(tuple(max(0, high - low) for low, high in known.rows))
+        if sum(rule.lengths) != len(x):
+            return None
+        return rule if not known.positional else rule & Band(known.before, known.after)
+
+    def project(
+        self, x: Tensor, positions: Tensor | Tables | None = None, ragged: Ragged | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of self-attention, in heads and turned to their positions."""
+        self._check_input("query", x, self.embedding_dim, 3 if ragged is None else 2)
+        if self.W_k.in_features != self.embedding_dim or self.W_v.in_features != self.embedding_dim:
+            raise ValueError(f"key: expected an input of width {self.W_k.in_features} (key_dim), got None")
+        q, k, v = projections(x, self.W_q, self.W_k, self.W_v)
+        if ragged is not None:
+            q, k, v = ragged.pad(q), ragged.pad(k), ragged.pad(v)
+        q, k = self.split_heads(q, self.qk_length), self.split_heads(k, self.qk_length)
+        if self.rotary is not None:
+            if positions is None:
+                positions = torch.arange(q.shape[2], device=q.device)
+            if isinstance(positions, Tensor) and positions.shape[-1:] != q.shape[2:3]:
+                raise ValueError(f"positions: expected those of {q.shape[2]} tokens, got {tuple(positions.shape)}")
+            tables = self.rotary.tables(positions) if isinstance(positions, Tensor) else positions
+            if gpu.launches(q) and q.stride(3) == k.stride(3) == 1:
+                # Triton is imported only where it is used.
+                from regard.core.kernels import elementwise
+
+                q, k = elementwise.turn(q, k, *tables, self.rotary.pairing == "neighbours")
+            elif torch.is_grad_enabled() or q.shape[2] > 1:
+                q, k = self.rotary.turn(q, tables), self.rotary.turn(k, tables)
+            else:  # one token: fewer steps count for more than a copy
+                q, k = self.rotary.turn(torch.cat([q, k], 1), tables).split([self.num_heads, self.num_kv_heads], 1)
+        return q, k, self.split_heads(v, self.value_length)
+
+    def remember(self, key: Tensor, value: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The keys and values of cross-attention, in heads: computed once, used at every step."""
+        value = key if value is None else value
+        self._check_input("key", key, self.W_k.in_features)
+        self._check_input("value", value, self.W_v.in_features)
+        k, v = self.W_k(key), self.W_v(value)
+        return self.split_heads(k, self.qk_length), self.split_heads(v, self.value_length)
+
+    def cross(
+        self, query: Tensor, k: Tensor, v: Tensor, mask: AnyMask = None, *, bias: Tensor | None = None
+    ) -> Float[Tensor, "B T E"]:
+        """Attention of `query` to what `remember` gave."""
+        self._check_input("query", query, self.embedding_dim)
+        out, _ = self.attend(self.split_heads(self.W_q(query), self.qk_length), k, v, mask, bias, cross=True)
+        return self._finish(out, None)
+
+    def start(self, *, batch: int, capacity: int = 4096, storage: torch.dtype | None = None) -> Any:
+        """An empty state for `extend`, in this layer's dtype and on its device; `storage=torch.int8` keeps it small."""
+        return self.mechanism.start(
+            batch=batch,
+            num_kv_heads=self.num_kv_heads,
+            qk_length=self.qk_length,
+            value_length=self.value_length,
+            capacity=capacity,
+            dtype=self.dtype,
+            device=self.W_k.weight.device,
+            storage=storage,
+        )
+
+    def extend(
+        self,
+        x: Float[Tensor, "*b E"],
+        state: Any,
+        mask: AnyMask = None,
+        *,
+        bias: Float[Tensor, "..."] | None = None,
+        positions: Int[Tensor, "..."] | Tables | None = None,
+        ragged: Ragged | None = None,
+    ) -> tuple[Float[Tensor, "*b E"], Any]:
+        """Self-attention of T more tokens over the whole history. Gives the output and the longer state."""
+        if not hasattr(state, "length"):
+            raise ValueError(f"state: expected one from start(…), got {type(state).__name__}")
+        if positions is None:
+            count = x.shape[1] if ragged is None else ragged.valid.shape[1]
+            positions = state.length + torch.arange(count, device=x.device)
+        # The state keeps the layer's dtype, also where autocast makes the projections another.
+        q, k, v = self.project(x, positions, ragged)
+        if q.dtype != (own := self.dtype):
+            q, k, v = q.to(own), k.to(own), v.to(own)
+        out, state = self.attend(q, k, v, mask, bias, state)
+        return self._finish(out, ragged), state
+
+    def _finish(self, out: Tensor, ragged: Ragged | None) -> Tensor:
+        together = self.combine_heads(out)
+        return self.W_o(together if ragged is None else ragged.pack(together))
+
+    def _check_input(self, name: str, x: Tensor, width: int, axes: int = 3) -> None:
+        if not isinstance(x, Tensor) or x.ndim != axes or x.shape[-1] != width:
+            given = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"{name}: expected {'(B, T, ' if axes == 3 else '(N, '}{width}), got {given}")
+        own = self.W_o.weight.dtype
+        if x.dtype == own or not own.is_floating_point:  # int8 projections say themselves what they take
+            return
+        # Autocast makes any floating-point input the projections' dtype.
+        if not x.is_floating_point() or x.is_meta or not torch.is_autocast_enabled(x.device.type):
+            raise ValueError(f"{name}: expected the layer's dtype {own}, got {x.dtype}")
+
+
+def _check_heads(embedding_dim: int, num_heads: int, groups: int, dropout: float, **lengths: int | None) -> None:
+    sizes = {"embedding_dim": embedding_dim, "num_heads": num_heads, "num_kv_heads": groups}
+    qk_length = lengths["qk_length"]
+    for name, size in {**sizes, **lengths}.items():
+        if size is not None and (not isinstance(size, int) or size < 1):
+            raise ValueError(f"{name}: expected a whole number of at least 1, got {size!r}")
+    if num_heads % groups:
+        raise ValueError(f"num_kv_heads: expected a divisor of num_heads = {num_heads}, got {groups}")
+    if qk_length is None and embedding_dim % num_heads:
+        raise ValueError(
+            f"num_heads: expected a divisor of embedding_dim = {embedding_dim} (or qk_length given), got {num_heads}"
+        )
+    if not 0 <= dropout < 1:
+        raise ValueError(f"dropout: expected at least 0 and below 1, got {dropout}")

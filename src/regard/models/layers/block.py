@@ -1,0 +1,246 @@
+"""Blocks of attention and position-wise networks, and stacks of them.
+
+    pre-norm    x + f(norm(x))        GPT-2, Llama, T5, ViT
+    post-norm   norm(x + f(x))        the original Transformer, BERT
+
+A stack applies its blocks one after another; with `num_shared` below the number of layers it applies the same block
+several times (ALBERT). It streams through the states of its mechanisms.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from regard.core.calls.choice import refusal
+from regard.core.families.mechanism import Mechanism
+from regard.core.masks import Band, Mask, as_mask, window
+from regard.core.masks import causal as causal_mask
+from regard.core.masks.structure import Structure, padding_between, structure
+from regard.models.layers.attention import AnyMask, MultiHeadAttention, as_mechanism, own_copy
+from regard.models.layers.network import PositionWise, norm
+from regard.models.layers.positions import Rotary, Tables
+from regard.models.layers.ragged import Ragged
+from regard.models.layers.streaming import ModelState, recalled
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockConfig:
+    """What a block is made of; the models' configs build theirs from their own fields."""
+
+    embedding_dim: int
+    num_heads: int
+    hidden_dim: int
+    mechanism: Mechanism | str
+    num_kv_heads: int | None = None
+    qk_length: int | None = None
+    value_length: int | None = None
+    norm: str = "layer"
+    norm_epsilon: float = 1e-5
+    pre_norm: bool = True
+    activation: str = "gelu"
+    attention_bias: bool = True
+    output_bias: bool = True
+    network_bias: bool = True
+    dropout: float = 0.0
+    attention_dropout: float = 0.0
+    rotary: Rotary | None = None
+    cross: bool = False
+    """Whether there is attention over another sequence between the two."""
+
+
+class Block(nn.Module):
+    """Self-attention, cross-attention if there is any, and a position-wise network, each with norm and residual."""
+
+    def __init__(self, config: BlockConfig) -> None:
+        super().__init__()
+        self.pre_norm = config.pre_norm
+        self.attention = self._attention(config, rotary=config.rotary)
+        self.attention_norm = norm(config.norm, config.embedding_dim, config.norm_epsilon)
+        if config.cross:
+            self.cross = self._attention(config)
+            self.cross_norm = norm(config.norm, config.embedding_dim, config.norm_epsilon)
+        self.network = PositionWise(
+            config.embedding_dim,
+            config.hidden_dim,
+            activation=config.activation,
+            bias=config.network_bias,
+        )
+        self.network_norm = norm(config.norm, config.embedding_dim, config.norm_epsilon)
+        self.dropout = nn.Dropout(config.dropout)
+
+    @staticmethod
+    def _attention(config: BlockConfig, rotary: Rotary | None = None) -> MultiHeadAttention:
+        return MultiHeadAttention(
+            config.embedding_dim,
+            config.num_heads,
+            config.num_kv_heads,
+            config.qk_length,
+            config.value_length,
+            own_copy(config.mechanism),
+            config.attention_bias,
+            config.attention_dropout,
+            output_bias=config.output_bias,
+            rotary=rotary,
+        )
+
+    def forward(
+        self,
+        x: Float[Tensor, "*b E"],
+        mask: AnyMask = None,
+        *,
+        bias: Tensor | None = None,
+        positions: Int[Tensor, "..."] | Tables | None = None,
+        ragged: Ragged | None = None,
+        state: Any = None,
+        memory: tuple[Tensor, Tensor] | None = None,
+        memory_mask: Mask | None = None,
+    ) -> tuple[Float[Tensor, "*b E"], Any]:
+        """The tokens after this block, and the longer state if one was given."""
+        options: dict[str, Any] = {"bias": bias, "positions": positions, "ragged": ragged}
+        inner = self.attention_norm(x) if self.pre_norm else x
+        if state is None:
+            found = self.attention(inner, mask=mask, **options)
+        else:
+            found, state = self.attention.extend(inner, state, mask, **options)
+        x = self._add(x, found, self.attention_norm)
+        if memory is not None:
+            inner = self.cross_norm(x) if self.pre_norm else x
+            inner = inner if ragged is None else ragged.pad(inner)
+            found = self.cross.cross(inner, *memory, memory_mask)
+            x = self._add(x, found if ragged is None else ragged.pack(found), self.cross_norm)
+        inner = self.network_norm(x) if self.pre_norm else x
+        return self._add(x, self.network(inner), self.network_norm), state
+
+    def _add(self, x: Tensor, found: Tensor, normed: nn.Module) -> Tensor:
+        x = x + (self.dropout(found) if self.training else found)
+        return x if self.pre_norm else normed(x)
+
+
+class Stack(nn.Module):
+    """Blocks one after another, sharing masks, positions and states; then a norm, in pre-norm models."""
+
+    def __init__(
+        self,
+        config: BlockConfig,
+        num_layers: int,
+        *,
+        causal: bool = False,
+        num_shared: int | None = None,
+        windows: Sequence[int | None] | None = None,
+        bias: nn.Module | None = None,
+    ) -> None:
+        """`num_shared` is the number of different blocks; `windows` how many tokens each layer sees, itself included,
+        and, unless `causal`, as many after it; `bias` a module that gives the scores' bias from (queries, keys)."""
+        super().__init__()
+        mechanism = as_mechanism(config.mechanism)
+        if causal and refusal(mechanism, causal_mask) is not None:
+            raise ValueError(f"mechanism: expected one that can be causal, got {mechanism!r}")
+        if mechanism.ordered and (config.cross or not causal):
+            task = "attention over another sequence" if config.cross else "tokens that see each other both ways"
+            raise ValueError(f"mechanism: expected one for {task}, got {mechanism!r}, which is causal by itself")
+        if bias is not None and refusal(mechanism, bias=True) is not None:
+            raise ValueError(f"mechanism: expected one with additive scores, for a bias by distance, got {mechanism!r}")
+        qk_length = config.qk_length or config.embedding_dim // config.num_heads
+        for size in windows or () if causal else ():
+            if size is not None and mechanism.streams(qk_length, Structure(before=size - 1, after=0)) is not None:
+                raise ValueError(f"window: expected none with {mechanism!r}, whose sums cannot drop a key, got {size}")
+        different = num_layers if num_shared is None else num_shared
+        if num_shared is not None and not 1 <= num_shared <= num_layers:
+            raise ValueError(f"num_shared: expected 1 to {num_layers} different blocks, got {num_shared}")
+        self.num_layers, self.num_heads, self.causal = num_layers, config.num_heads, causal
+        self.windows = tuple(windows) if windows is not None else (None,) * num_layers
+        self.blocks = nn.ModuleList(Block(config) for _ in range(different))
+        self.bias, self.rotary = bias, config.rotary
+        self.norm = norm(config.norm, config.embedding_dim, config.norm_epsilon) if config.pre_norm else nn.Identity()
+
+    @property
+    def layers(self) -> list[Block]:
+        """The block that each layer runs."""
+        blocks: list[Any] = list(self.blocks)
+        return [blocks[index * len(blocks) // self.num_layers] for index in range(self.num_layers)]
+
+    def forward(
+        self,
+        x: Float[Tensor, "B T E"],
+        mask: AnyMask = None,
+        *,
+        positions: Int[Tensor, "..."] | None = None,
+        state: ModelState | None = None,
+        memory: tuple[tuple[Tensor, ...], ...] | None = None,
+        memory_mask: Mask | None = None,
+    ) -> tuple[Float[Tensor, "B T E"], ModelState | None]:
+        """The tokens after all blocks, exactly 0 where the mask's padding hides them; and the longer state, if any."""
+        rule = as_mask(mask)
+        tokens, past = x.shape[1], 0 if state is None else state.length
+        if rule is not None:
+            rule.fits(x.shape[0], self.num_heads, tokens, past + tokens)
+        fresh = padding_between(rule, past, past + tokens, past + tokens)
+        ragged = None if fresh is None else Ragged(fresh.valid(tokens, x.device))
+        if ragged is not None:
+            x = ragged.pack(x)
+        if state is not None:
+            memory, memory_mask = state.memory, state.memory_mask
+        turns = positions if self.rotary is None or positions is None else self.rotary.tables(positions)
+        masks: dict[tuple[int | None, int], Mask | None] = {}
+        bias = None if self.bias is None else self.bias(tokens, past + tokens, x)
+        states = []
+        for index, (block, size) in enumerate(zip(self.layers, self.windows, strict=True)):
+            held, gone = (None, 0) if state is None else _held(state, index, size, tokens)
+            if (size, gone) not in masks:
+                masks[size, gone] = self._masked(rule if gone == 0 else _recent(rule, gone, past + tokens), size)
+            x, longer = block(
+                x,
+                masks[size, gone],
+                bias=None if bias is None else bias[..., gone:],
+                positions=turns,
+                ragged=ragged,
+                state=held,
+                memory=None if memory is None else recalled(memory[index], x.dtype),
+                memory_mask=memory_mask,
+            )
+            states.append(longer)
+        x = self.norm(x)
+        x = x if ragged is None else ragged.pad(x)
+        return x, None if state is None else state.extended(tuple(states), tokens, fresh)
+
+    def _masked(self, rule: Mask | None, size: int | None) -> Mask | None:
+        near = None if size is None else window(before=size - 1, after=0 if self.causal else size - 1)
+        for more in (causal_mask if self.causal else None, near):
+            rule = more if rule is None else rule if more is None else more & rule
+        return rule
+
+    def start(self, *, batch: int, capacity: int = 4096, storage: torch.dtype | None = None) -> ModelState:
+        """An empty state, with room for `capacity` tokens; a layer with a window has room for two windows."""
+        rooms = (capacity if size is None else min(capacity, 2 * size) for size in self.windows)
+        states = (
+            block.attention.start(batch=batch, capacity=room, storage=storage)
+            for block, room in zip(self.layers, rooms, strict=True)
+        )
+        return ModelState(tuple(states), windows=self.windows)
+
+    def remember(self, memory: Float[Tensor, "B S E"]) -> tuple[tuple[Tensor, Tensor], ...]:
+        """Keys and values of every layer's cross-attention over `memory`."""
+        return tuple(block.cross.remember(memory) for block in self.layers)
+
+
+def _held(state: ModelState, index: int, size: int | None, tokens: int) -> tuple[Any, int]:
+    """A layer's state with room for more tokens if it has a window, and how many tokens have left it."""
+    held = state.layers[index]
+    if size is not None:
+        held = held.windowed(size - 1, tokens)
+    return held, state.length - held.length
+
+
+def _recent(rule: Mask | None, gone: int, keys: int) -> Mask | None:
+    """What a mask says of the keys that are left once the first ones are gone."""
+    known = structure(rule, keys, keys)
+    if known.rest is not None:
+        raise ValueError(f"mask: expected padding or a band, for a window that has left tokens behind, got {rule!r}")
+    # A band speaks of distances, which stay what they were.
+    band = None if (known.before, known.after) == (None, None) else Band(known.before, known.after)
+    padding = padding_between(rule, gone, keys, keys)
+    return band if padding is None else padding if band is None else band & padding

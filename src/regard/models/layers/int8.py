@@ -1,0 +1,108 @@
+"""Projections with int8 weights, a quarter of the bytes that a token must read.
+
+    W ≈ scale · Q      Q of 8 bits, rounded to nearest; scale = max |W| / 127 for each row
+
+Tokens stay float32, and so do all sums: machine code (linear_code.py) widens the weights in registers, or a few rows of
+them at a time in the core's own cache. One token takes a quarter of float32's time, a prompt at most as long.
+"""
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from regard.core.eager import recorded, transformed
+from regard.core.states.buffer import quantize
+from regard.models.layers.linear import Linear, linear
+
+
+def product(x: Float[Tensor, "*b D"], weight: Int[Tensor, "E D"], scale: Float[Tensor, "E"]) -> Float[Tensor, "*b E"]:
+    """x W^T.
+
+    >>> import torch
+    >>> from regard.models.layers.int8 import product
+    >>> product(torch.ones(1, 16), torch.ones(3, 16, dtype=torch.int8), torch.tensor([1.0, 2.0, 3.0]))
+    tensor([[16., 32., 48.]])
+    """
+    if transformed() or torch.compiler.is_exporting():
+        return F.linear(x, weight.float() * scale[:, None])
+    return torch.ops.regard.linear(x, weight, scale)
+
+
+class Int8Linear(Linear):
+    """A projection with int8 weights, for inference on the CPU in float32.
+
+    >>> import torch
+    >>> from regard.models.layers.int8 import Int8Linear
+    >>> layer, x = torch.nn.Linear(256, 64).requires_grad_(False), torch.randn(5, 256)
+    >>> small = Int8Linear(layer).eval()
+    >>> torch.allclose(small(x), layer(x), atol=0.05)
+    True
+    """
+
+    scale: Tensor
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__(layer.in_features, layer.out_features, bias=False, device="meta")
+        numbers, scale = quantize(layer.weight.detach())
+        self.weight = nn.Parameter(numbers, requires_grad=False)
+        bias = None if layer.bias is None else layer.bias.detach().to(torch.float32, copy=True)
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+        self.register_buffer("scale", scale[:, 0].float())
+
+    def forward(self, x: Float[Tensor, "*b D"]) -> Float[Tensor, "*b E"]:
+        _check(x, self)
+        out = product(x, self.weight, self.scale)
+        return out if self.bias is None else out.add_(self.bias)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, int8"
+
+
+class Int8Embedding(nn.Embedding):
+    """A table of int8 rows that become float32 when they are looked up; `tied_head` uses it as it is.
+
+    >>> import torch
+    >>> from regard.models.layers.int8 import Int8Embedding
+    >>> table = torch.nn.Embedding(10, 64).requires_grad_(False)
+    >>> torch.allclose(Int8Embedding(table)(torch.arange(10)), table.weight, atol=0.02)
+    True
+    """
+
+    scale: Tensor
+
+    def __init__(self, table: nn.Embedding) -> None:
+        super().__init__(table.num_embeddings, table.embedding_dim, device="meta")
+        numbers, scale = quantize(table.weight.detach())
+        self.weight = nn.Parameter(numbers, requires_grad=False)
+        self.register_buffer("scale", scale[:, 0].float())
+
+    def forward(self, tokens: Int[Tensor, "*b"]) -> Float[Tensor, "*b E"]:
+        return F.embedding(tokens, self.weight) * self.scale[tokens, None]
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, int8"
+
+
+def tied_head(x: Float[Tensor, "*b D"], table: nn.Embedding) -> Float[Tensor, "*b E"]:
+    """x against each row of a table.
+
+    >>> import torch
+    >>> from regard.models.layers.int8 import tied_head
+    >>> tied_head(torch.randn(2, 8), torch.nn.Embedding(50, 8)).shape
+    torch.Size([2, 50])
+    """
+    if not isinstance(table, Int8Embedding):
+        return linear(x, table.weight)
+    _check(x, table)
+    return product(x, table.weight, table.scale)
+
+
+def _check(x: Tensor, module: Int8Linear | Int8Embedding) -> None:
+    if module.training:
+        raise ValueError("model: expected eval mode, int8 weights do not learn, got training mode")
+    if x.dtype != torch.float32 or x.device.type != "cpu" or module.weight.device.type != "cpu":
+        given = f"{x.dtype} on {x.device}, weights on {module.weight.device}"
+        raise ValueError(f"model: expected float32 on the CPU, for int8 weights, got {given}")
+    if recorded(x):
+        raise ValueError("x: expected no gradients, int8 weights have none, got some; use torch.no_grad()")

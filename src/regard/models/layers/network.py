@@ -1,0 +1,114 @@
+"""Norms and position-wise networks: what a block does to each token by itself."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from regard.core.paths import gpu
+from regard.models.layers.linear import Linear
+
+ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
+    "relu": (F.relu, False),
+    "gelu": (F.gelu, False),
+    "gelu_tanh": (partial(F.gelu, approximate="tanh"), False),
+    "silu": (F.silu, False),
+    "swiglu": (F.silu, True),
+    "geglu": (F.gelu, True),
+    "geglu_tanh": (partial(F.gelu, approximate="tanh"), True),
+    "reglu": (F.relu, True),
+}
+"""The function of each name, and whether it gates a second projection."""
+
+
+def times(own: Tensor, other: Tensor) -> Tensor:
+    """own · other, written over `own`, which nobody else may hold, where no gradient needs it.
+
+    >>> import torch
+    >>> from regard.models.layers.network import times
+    >>> times(torch.tensor([2.0]), torch.tensor([3.0]))
+    tensor([6.])
+    """
+    return own * other if torch.is_grad_enabled() or own.dtype != other.dtype else own.mul_(other)
+
+
+class PositionWise(nn.Module):
+    """down(f(up x)), or gated: down(f(gate x) · up x).
+
+    >>> import torch
+    >>> from regard.models.layers.network import PositionWise
+    >>> PositionWise(8, 32, activation="swiglu")(torch.randn(2, 5, 8)).shape
+    torch.Size([2, 5, 8])
+    """
+
+    def __init__(self, embedding_dim: int, hidden_dim: int, *, activation: str = "gelu", bias: bool = True) -> None:
+        super().__init__()
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"activation: expected one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+        self.activation, self.gated = ACTIVATIONS[activation]
+        if self.gated:
+            self.gate = Linear(embedding_dim, hidden_dim, bias=bias)
+        self.up = Linear(embedding_dim, hidden_dim, bias=bias)
+        self.down = Linear(hidden_dim, embedding_dim, bias=bias)
+
+    def forward(self, x: Float[Tensor, "*b E"]) -> Float[Tensor, "*b E"]:
+        if self.gated and self.activation is F.silu and gpu.launches(x):
+            from regard.core.kernels import elementwise
+
+            return self.down(elementwise.gated(self.gate(x), self.up(x)))
+        if self.gated:
+            return self.down(times(self.activation(self.gate(x)), self.up(x)))
+        return self.down(self.activation(self.up(x)))
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean x² + epsilon) · weight, the mean in float32 whatever the dtype, as published checkpoints expect.
+
+    `rounded` rounds x to float32 too, as Llama's norm does and T5's does not; it matters to float64 models alone.
+
+    >>> import torch
+    >>> from regard.models.layers.network import RMSNorm
+    >>> RMSNorm(4)(torch.tensor([2.0, 2.0, 2.0, 2.0])).tolist()
+    [0.9999998807907104, 0.9999998807907104, 0.9999998807907104, 0.9999998807907104]
+    """
+
+    def __init__(self, embedding_dim: int, epsilon: float = 1e-6, *, rounded: bool = True) -> None:
+        super().__init__()
+        self.epsilon, self.rounded = epsilon, rounded
+        self.weight = nn.Parameter(torch.ones(embedding_dim))
+
+    def forward(self, x: Float[Tensor, "*b E"]) -> Float[Tensor, "*b E"]:
+        if x.dtype == self.weight.dtype == torch.float32:
+            if torch.is_grad_enabled() or not x.is_cpu:
+                return torch.rms_norm(x, self.weight.shape, self.weight, self.epsilon)
+            size = torch.linalg.vector_norm(x, dim=-1, keepdim=True)  # fewer, smaller steps
+            scale = torch.addcmul(x.new_tensor(self.epsilon), size, size, value=1 / x.shape[-1]).rsqrt_()
+            return (x * scale).mul_(self.weight)
+        if x.dtype == self.weight.dtype and gpu.launches(x):
+            # Triton is imported only where it is used.
+            from regard.core.kernels import elementwise
+
+            return elementwise.rms_norm(x, self.weight, self.epsilon)
+        wide = x.float()
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.epsilon)
+        return times(((wide if self.rounded else x) * scale).to(x.dtype), self.weight)
+
+    def extra_repr(self) -> str:
+        return f"{tuple(self.weight.shape)}, epsilon={self.epsilon}"
+
+
+def norm(kind: str, embedding_dim: int, epsilon: float) -> nn.Module:
+    """The norm of a name: `layer`, `rms` (Llama's) or `rms_t5`.
+
+    >>> from regard.models.layers.network import norm
+    >>> norm("rms", 4, 1e-6)
+    RMSNorm((4,), epsilon=1e-06)
+    """
+    if kind == "layer":
+        return nn.LayerNorm(embedding_dim, eps=epsilon)
+    if kind in ("rms", "rms_t5"):
+        return RMSNorm(embedding_dim, epsilon, rounded=kind == "rms")
+    raise ValueError(f"norm: expected layer, rms or rms_t5, got {kind!r}")

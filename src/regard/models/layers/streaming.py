@@ -1,0 +1,125 @@
+"""What a model keeps while it streams, and where its next tokens stand."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from regard.core.masks import Mask, Padding
+from regard.core.masks.padded import join_padding, reorder_padding
+from regard.core.masks.structure import padding_between
+from regard.core.states.buffer import quantize
+
+
+@dataclass(frozen=True, eq=False)
+class ModelState:
+    """What a model keeps of the tokens it has met: its layers' states, which tokens were real, and what it reads from.
+
+    A value like the states in it: extending gives a new one.
+
+    >>> import regard as rg, torch
+    >>> model = rg.Decoder(rg.DecoderConfig(vocabulary_size=11, embedding_dim=8, num_layers=2, num_heads=2))
+    >>> state = model.start(batch=1, capacity=16)
+    >>> logits, longer = model.extend(torch.tensor([[1, 2, 3]]), state)
+    >>> state.length, longer.length, longer.crop(2).length
+    (0, 3, 2)
+    """
+
+    layers: tuple[Any, ...]
+    length: int = 0
+    padding: Padding | None = None
+    """Which of the tokens are real; None while all are."""
+    memory: tuple[tuple[Tensor, ...], ...] | None = None
+    """Keys and values of each layer's cross-attention; as int8 numbers they are followed by the scales of both."""
+    memory_mask: Mask | None = None
+    windows: tuple[int | None, ...] = ()
+    """How many tokens each layer sees; such a layer forgets older ones."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes really held, room to spare included."""
+        held = [t for pair in self.memory or () for t in pair]
+        return sum(state.nbytes for state in self.layers) + sum(t.numel() * t.element_size() for t in held)
+
+    def reorder(self, index: Tensor) -> "ModelState":
+        """The state of other batch rows: row i becomes row `index[i]`. Rows may repeat (beam search)."""
+        index = torch.as_tensor(index)
+        memory, mask = self.memory, self.memory_mask
+        if memory is not None:
+            memory = tuple(tuple(tensor[index.to(tensor.device)] for tensor in layer) for layer in memory)
+            if isinstance(mask, Padding):
+                mask = reorder_padding(mask, index, memory[0][0].shape[2])
+        return replace(
+            self,
+            layers=tuple(state.reorder(index) for state in self.layers),
+            padding=reorder_padding(self.padding, index, self.length),
+            memory=memory,
+            memory_mask=mask,
+        )
+
+    def crop(self, length: int) -> "ModelState":
+        """The state as it was at an earlier length."""
+        if type(length) is not int or not 0 <= length <= self.length:
+            raise ValueError(f"length: expected 0 to {self.length} (the state's length), got {length!r}")
+        for size, state in zip(self.windows, self.layers, strict=True):
+            gone = self.length - state.length
+            if gone and length - (size or 0) + 1 < gone:
+                raise ValueError(
+                    f"length: expected at least {gone + (size or 0) - 1}, the window is past, got {length}"
+                )
+        layers = tuple(state.crop(length - (self.length - state.length)) for state in self.layers)
+        padding = None if self.padding is None else self.padding.between(0, length, self.length)
+        return replace(self, layers=layers, length=length, padding=padding)
+
+    def extended(self, layers: tuple[Any, ...], tokens: int, fresh: Padding | None) -> "ModelState":
+        """The state with its layers' longer states, `tokens` more, of which `fresh` says which are real."""
+        padding = self.padding
+        if fresh is not None or padding is not None:
+            batch = next(part.batch for part in (fresh, padding) if part is not None)
+            padding = join_padding(padding, self.length, fresh, tokens, batch, torch.device("cpu"))
+        return replace(self, layers=layers, length=self.length + tokens, padding=padding)
+
+
+def rounded(memory: tuple[tuple[Tensor, ...], ...]) -> tuple[tuple[Tensor, ...], ...]:
+    """Keys and values of cross-attention as int8 numbers, with the scales of both.
+
+    >>> import torch
+    >>> from regard.models.layers.streaming import recalled, rounded
+    >>> k, v = torch.randn(2, 1, 2, 5, 4)
+    >>> [small] = rounded(((k, v),))
+    >>> small[0].dtype, torch.allclose(recalled(small, torch.float32)[0], k, atol=0.05)
+    (torch.int8, True)
+    """
+    pairs = ((quantize(k), quantize(v)) for k, v in memory)
+    return tuple((k, v, k_scale, v_scale) for (k, k_scale), (v, v_scale) in pairs)
+
+
+def recalled(layer: tuple[Tensor, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Keys and values of one layer's cross-attention, as they go into it."""
+    k, v, *scales = layer
+    return ((k * scales[0]).to(dtype), (v * scales[1]).to(dtype)) if scales else (k, v)
+
+
+def places(tokens: Int[Tensor, "B T"], mask: Mask | None, state: ModelState | None = None) -> Int[Tensor, "..."]:
+    """Where new tokens stand in their own sequences: how many real tokens come before each. (T,) if no row is padded.
+
+    A row padded on the left starts at 0 with its first real token, so that it computes as it would alone.
+
+    >>> import regard as rg, torch
+    >>> from regard.models.layers.streaming import places
+    >>> places(torch.tensor([[0, 0, 7]]), rg.padding(valid=torch.tensor([[False, False, True]])))
+    tensor([[0, 0, 0]])
+    """
+    count, past = tokens.shape[1], 0 if state is None else state.length
+    fresh = padding_between(mask, past, past + count, past + count)
+    before = None if state is None else state.padding
+    if fresh is None and before is None:
+        return torch.arange(past, past + count, device=tokens.device)
+    if fresh is not None and fresh.batch != tokens.shape[0]:
+        raise ValueError(f"mask: expected padding for {tokens.shape[0]} sequences (the batch), got {fresh.batch}")
+    ones = torch.ones_like(tokens, dtype=torch.bool)
+    valid = ones if fresh is None else fresh.valid(count, tokens.device)
+    start = past if before is None else torch.tensor(before.counts(), device=tokens.device)[:, None]
+    return (start + valid.cumsum(-1) - 1).clamp(min=0)

@@ -1,1 +1,0 @@
-"""Tracing: what attention did in a model, recorded from outside. The public names are those of `regard.trace`."""

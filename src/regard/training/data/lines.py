@@ -1,0 +1,35 @@
+"""Lines of text files; what is wrong with one is a ValueError that names the file and the line."""
+
+from pathlib import Path
+
+
+def read_lines(path: Path) -> list[str]:
+    """The lines of a UTF-8 file that is not empty.
+
+    >>> import tempfile
+    >>> from regard.training.data.lines import read_lines
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = Path(folder, "own.txt").write_text("One.\\nTwo.\\n")
+    ...     read_lines(Path(folder, "own.txt"))
+    ['One.', 'Two.']
+    """
+    data = path.read_bytes()
+    if not data.strip():
+        raise ValueError(f"{path}: expected text, got an empty file")
+    return decoded_lines(path, data)
+
+
+def decoded_lines(path: Path, data: bytes, charset: str = "utf-8") -> list[str]:
+    """The lines of a file's bytes. They end with newlines only: texts may hold what str.splitlines takes for an end.
+
+    >>> from regard.training.data.lines import decoded_lines
+    >>> decoded_lines(Path("own.txt"), b"One.\\r\\nTwo.\\r\\n")
+    ['One.', 'Two.']
+    """
+    try:
+        text = data.decode(charset)
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        given = f"byte 0x{data[error.start]:02x}"
+        raise ValueError(f"{path}, line {line}: expected {charset.upper()} text, got {given}") from None
+    return text.removeprefix("\ufeff").replace("\r\n", "\n").removesuffix("\n").split("\n")

@@ -1,0 +1,304 @@
+"""Text to learn from: the Python standard library's own source, a folder, or one file; and its tokens on disk.
+
+Documents are read when they are asked for, and tokens are written document by document and read through a memory map:
+a corpus may be larger than memory.
+
+A token file is a header, the tokens of all documents one after another, [START] before and [END] after each, and where
+each document starts. It is written beside its name and renamed, and checked against its checksum when it is opened.
+"""
+
+import hashlib
+import json
+import os
+import re
+import struct
+import sysconfig
+import tempfile
+import warnings
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from regard.checkpoints.errors import CheckpointError
+from regard.checkpoints.tokenizer import Tokenizer
+from regard.core.files import write
+
+SUFFIXES = (".txt", ".md", ".rst", ".py")
+HELD_OUT = 0.05
+"""The share of documents that is kept from training."""
+PART = 32 * 2**10
+"""Bytes of the parts that a file by itself is cut into; a twentieth of the file if that is less."""
+ASIDE = {
+    *("test", "tests", "idle_test", "__phello__"),
+    *("site-packages", "dist-packages", "__pycache__"),
+    *("encodings", "pydoc_data"),
+}
+"""Folders of the standard library that are left out: tests, other packages, and what is generated (character tables,
+nearly the same forty times over, and the language reference as one string)."""
+
+
+HEADER = struct.Struct("<8sIIQQ32s")
+"""Magic, bytes of a token, checksum, documents, tokens, fingerprint."""
+MAGIC = b"regardT1"
+CHUNK = 2**24
+
+
+@dataclass(frozen=True)
+class Document:
+    """A file, or the bytes from `start` to `stop` of one. Its text is read when asked for.
+
+    >>> import tempfile
+    >>> from regard.training.data.text import documents
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = (Path(folder) / "a.txt").write_text("Hello.")
+    ...     _ = (Path(folder) / "b.txt").write_text("Goodbye.")
+    ...     [(one.name, one.text) for one in documents(Path(folder))]
+    [('a.txt', 'Hello.'), ('b.txt', 'Goodbye.')]
+    """
+
+    name: str
+    path: Path
+    start: int
+    stop: int
+
+    @property
+    def text(self) -> str:
+        """The text; what is not UTF-8 is a ValueError that names file and line."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self.start)
+                data = file.read(self.stop - self.start)
+        except OSError as error:
+            raise ValueError(f"{self.path}: expected a file of text, got {error.strerror}") from error
+        try:
+            return data.decode("utf-8")
+        except UnicodeDecodeError as error:
+            line = 1 + _newlines(self.path, self.start + error.start)
+            wrong = f"the byte 0x{data[error.start]:02x} ({error.reason})"
+            raise ValueError(f"{self.path}, line {line}: expected UTF-8 text, got {wrong}") from None
+
+
+def documents(path: Path | None = None, suffixes: Sequence[str] = SUFFIXES) -> list[Document]:
+    """The documents of a folder, one for each file with one of the suffixes, sorted by name; or of one file, which is
+    cut at line ends into parts. Without a path they are the modules of Python's standard library, without its tests.
+
+    Empty files and hidden ones are left out; of the standard library also modules that are not UTF-8, with a warning
+    that says which.
+
+    >>> from regard.training.data.text import documents
+    >>> names = [one.name for one in documents()]
+    >>> "json/decoder.py" in names, "test/test_json/test_decode.py" in names
+    (True, False)
+    """
+    if path is None:
+        return _standard_library()
+    if path.is_file():
+        return _parts(path)
+    if not path.is_dir():
+        raise ValueError(f"data: expected a folder or a file of text, got {str(path)!r}")
+    endings = tuple(one if one.startswith(".") else f".{one}" for one in suffixes)
+    found = [one for one in _files(path, endings, set()) if one.stop]
+    if not found:
+        raise ValueError(f"{path}: expected files that end in {', '.join(endings)} and are not empty, got none")
+    return _parts(found[0].path) if len(found) == 1 else found
+
+
+def split(documents: Sequence[Document], part: Literal["train", "held_out"]) -> list[Document]:
+    """One side of the documents: those to train on, or the one in twenty that is held out.
+
+    A document's side follows from its name alone, so that it stays where it is when others come and go. Where chance
+    holds nothing out, the one nearest to it is.
+
+    >>> from regard.training.data.text import documents, split
+    >>> every = documents()
+    >>> train, held_out = split(every, "train"), split(every, "held_out")
+    >>> len(train) + len(held_out) == len(every), 0.02 < len(held_out) / len(every) < 0.08
+    (True, True)
+    """
+    if part not in ("train", "held_out"):
+        raise ValueError(f"part: expected train or held_out, got {part!r}")
+    if len(documents) < 2:
+        raise ValueError(f"documents: expected at least 2, to hold one out, got {len(documents)}")
+    limit = max(HELD_OUT, min(chance(one.name) for one in documents))
+    return [one for one in documents if (chance(one.name) <= limit) == (part == "held_out")]
+
+
+def chance(name: str) -> float:
+    """A number from 0 to 1 that follows from a name.
+
+    >>> from regard.training.data.text import chance
+    >>> round(chance("json/decoder.py"), 3)
+    0.231
+    """
+    return int.from_bytes(hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()[:8], "big") / 2**64
+
+
+@dataclass(frozen=True, eq=False)
+class Tokens:
+    """The tokens of many documents, in a memory map.
+
+    >>> import tempfile
+    >>> from regard.training.data.text import documents, write_tokens
+    >>> from regard.training.data.vocabulary import train_bpe
+    >>> some = documents()[:3]
+    >>> tokenizer = train_bpe([one.text for one in some], 300)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     tokens = write_tokens(Path(folder) / "some.tokens", some, tokenizer)
+    ...     len(tokens.starts) - 1, int(tokens.ids[0]) == tokenizer.bos, tokens.ids.dtype.name
+    (3, True, 'uint16')
+    """
+
+    ids: NDArray[Any]
+    starts: NDArray[np.int64]
+    """Where each document starts, and where the last one ends."""
+    fingerprint: bytes
+    """Of the documents and the tokenizer that they were made with."""
+
+    @classmethod
+    def open(cls, path: str | Path) -> "Tokens":
+        """The tokens of a file. One that is cut or damaged is a CheckpointError."""
+        path = Path(path)
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            header = file.read(HEADER.size)
+        if len(header) < HEADER.size or not header.startswith(MAGIC):
+            raise CheckpointError(f"{path}: expected a token file, got {size:,} bytes of something else")
+        _, width, checksum, count, total, fingerprint = HEADER.unpack(header)
+        expected = HEADER.size + width * total + 8 * (count + 1)
+        if size != expected:
+            raise CheckpointError(f"{path}: expected {expected:,} bytes, got {size:,}; delete it to have it made again")
+        if _checksum(path, _plain(header)) != checksum:
+            raise CheckpointError(f"{path}: expected its checksum, got another; delete it to have it made again")
+        ids = np.memmap(path, f"<u{width}", "r", HEADER.size, (total,))
+        starts = np.fromfile(path, "<i8", count + 1, offset=HEADER.size + width * total)
+        return cls(ids, starts, fingerprint)
+
+
+def write_tokens(path: str | Path, documents: Sequence[Document], tokenizer: Tokenizer) -> Tokens:
+    """The tokens of documents, in a file: the one that is there if it was made of these documents with this tokenizer,
+    else a new one. Tokens have two bytes where the vocabulary allows it, else four."""
+    path = Path(path)
+    fingerprint = _fingerprint(documents, tokenizer)
+    if path.exists() and (there := Tokens.open(path)).fingerprint == fingerprint:
+        return there
+    width = 2 if tokenizer.vocabulary_size <= 2**16 else 4
+
+    def produce(beside: Path) -> None:
+        starts = [0]
+        with beside.open("wb") as file:
+            file.write(bytes(HEADER.size))
+            for one in documents:
+                ids = np.array([tokenizer.bos, *plain_ids(tokenizer, one.text), tokenizer.eos], f"<u{width}")
+                file.write(ids.tobytes())
+                starts.append(starts[-1] + len(ids))
+            file.write(np.array(starts, "<i8").tobytes())
+        fields = (len(documents), starts[-1], fingerprint)
+        checksum = _checksum(beside, HEADER.pack(MAGIC, width, 0, *fields))
+        with beside.open("r+b") as file:
+            file.write(HEADER.pack(MAGIC, width, checksum, *fields))
+            file.flush()
+            os.fsync(file.fileno())
+
+    return Tokens.open(write(path, produce))
+
+
+def plain_ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    """A text's tokens, in which a special token's name is a text like any other.
+
+    >>> from regard.training.data.text import plain_ids
+    >>> from regard.training.data.vocabulary import train_bpe
+    >>> tokenizer = train_bpe(["[END] of text"], 300)
+    >>> tokenizer.eos in tokenizer.encode("[END]", special=False), tokenizer.eos in plain_ids(tokenizer, "[END]")
+    (True, False)
+    """
+    names = "|".join(f"(?<={re.escape(name[:1])})(?={re.escape(name[1:])})" for name in tokenizer.special.values())
+    parts = re.split(names, text) if names else [text]
+    return [token for part in parts for token in tokenizer.encode(part, special=False)]
+
+
+def _standard_library() -> list[Document]:
+    found = [one for one in _files(Path(sysconfig.get_paths()["stdlib"]), (".py",), ASIDE) if one.stop]
+    unreadable = set()
+    for one in found:
+        try:
+            _ = one.text
+        except ValueError:
+            unreadable.add(one.name)
+    if unreadable:
+        told = f"{len(unreadable)} of {len(found)} modules: {', '.join(sorted(unreadable))}"
+        warnings.warn(f"not UTF-8, and left out, {told}", stacklevel=3)
+    return [one for one in found if one.name not in unreadable]
+
+
+def _files(folder: Path, endings: tuple[str, ...], aside: set[str]) -> list[Document]:
+    found = []
+    for parent, folders, files in os.walk(folder):
+        folders[:] = [one for one in folders if one not in aside and not one.startswith(".")]
+        for name in files:
+            path = Path(parent, name)
+            if name.endswith(endings) and not name.startswith(".") and path.is_file():
+                found.append(Document(path.relative_to(folder).as_posix(), path, 0, path.stat().st_size))
+    return sorted(found, key=lambda one: one.name)
+
+
+def _parts(path: Path) -> list[Document]:
+    """A file as documents of some length, cut at line ends."""
+    size = path.stat().st_size
+    if not size:
+        raise ValueError(f"{path}: expected text, got an empty file")
+    length = max(1, min(PART, size // 20))
+    cuts = [0]
+    with path.open("rb") as file:
+        position = 0
+        for line in file:
+            position += len(line)
+            if position - cuts[-1] >= length:
+                cuts.append(position)
+    if cuts[-1] < size:
+        cuts.append(size)
+    if len(cuts) < 3:
+        raise ValueError(f"{path}: expected at least 2 lines, some to train on and some to hold out, got 1")
+    return [Document(f"{path.name}:{at}", path, *ends) for at, ends in enumerate(pairwise(cuts))]
+
+
+def _newlines(path: Path, before: int) -> int:
+    with path.open("rb") as file:
+        return sum(file.read(min(CHUNK, before - at)).count(b"\n") for at in range(0, before, CHUNK))
+
+
+def _fingerprint(documents: Sequence[Document], tokenizer: Tokenizer) -> bytes:
+    found = hashlib.sha256()
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save(folder)
+        found.update((Path(folder) / "tokenizer.json").read_bytes())
+    for one in documents:
+        status = one.path.stat()
+        found.update(json.dumps([one.name, one.start, one.stop, status.st_size, status.st_mtime_ns]).encode())
+    return found.digest()
+
+
+def _plain(header: bytes) -> bytes:
+    """A header with 0 for its checksum."""
+    magic, width, _, *rest = HEADER.unpack(header)
+    return HEADER.pack(magic, width, 0, *rest)
+
+
+def _checksum(path: Path, header: bytes) -> int:
+    """Of a header and of all that comes after it in a file."""
+    found = zlib.crc32(header)
+    for chunk in _chunks(path):
+        found = zlib.crc32(chunk, found)
+    return found
+
+
+def _chunks(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        file.seek(HEADER.size)
+        while chunk := file.read(CHUNK):
+            yield chunk
