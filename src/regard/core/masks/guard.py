@@ -59,10 +59,15 @@ def taint(k: Tensor, v: Tensor) -> Tensor | None:
 
 def not_finite(k: Tensor, v: Tensor) -> Tensor:
     """Which keys carry a NaN or infinity, or whose value does: (…, S, K) and (…, S, V) to (…, S)."""
-    # The extremes of a row are finite if all of it is, and a finite number times 0 is 0.
-    rows = [x.detach() for x in (k, v) if x.shape[-1]]
-    extremes = [extreme for x in rows for extreme in (x.amax(-1), x.amin(-1))]
-    return torch.stack(extremes).mul(0).sum(0).isnan()
+    marks = [_mark(tensor.detach()) for tensor in (k, v) if tensor.shape[-1]]
+    return sum(marks[1:], marks[0]).isnan()
+
+
+def _mark(rows: Tensor) -> Tensor:
+    """0 for a row of finite numbers, NaN for others: a finite number times 0 is 0."""
+    if rows.shape[-1] <= 16:  # less than two vectors, over which reductions are slow
+        return rows.mul(0).sum(-1)
+    return rows.amax(-1).mul(0) + rows.amin(-1).mul(0)  # the extremes of a row are finite if all of it is
 
 
 def cleaned(tensor: Tensor, tainted: Tensor | None) -> Tensor:
