@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
 
 import regard as rg
-from regard.commands.suite.positions import Point
+from regard.core.cost_figure import cost_figure
 from regard.core.files import write
-from regard.core.plots import cost_figure, curves_figure, positions_figure, weights_figure
+from regard.core.style import INK, QUIET, Axes, Figure, dress, line_styles, new_figure, ticker
+from regard.core.weights_figure import weights_figure
+from regard.training.curves import curves_figure
 from regard.training.metrics import read_metrics
 
 DOCS = Path(__file__).parent
@@ -27,43 +28,115 @@ SENTENCE = ["the", "cat", "saw", "the", "dog", "and", "the", "dog", "saw", "the"
 
 
 def weights() -> Figure:
-    """One head that looks for its own word, by six mechanisms. A word is 32 random signs, times 0.75."""
+    """The weights of one head that looks for its own word, by six mechanisms. A word is 32 random signs, times 0.75."""
     generator = torch.Generator().manual_seed(0)
     signs = {word: torch.randint(0, 2, (32,), generator=generator) * 2 - 1 for word in dict.fromkeys(SENTENCE)}
     q = k = 0.75 * torch.stack([signs[word] for word in SENTENCE])[None, None]
     mechanisms: dict[str, rg.Mechanism] = {
-        "uniform (beta = 0)": rg.Uniform(),
-        "softmax, beta = 0.05": rg.Softmax(beta=0.05),
+        "uniform: softmax, beta = 0": rg.Uniform(),
+        "softmax, beta = 0.02": rg.Softmax(beta=0.02),
+        "softmax, beta = 0.06": rg.Softmax(beta=0.06),
         f"softmax, beta = 1/√K = {1 / math.sqrt(q.shape[-1]):.2f}": rg.Softmax(),
-        "softmax, beta = 0.5": rg.Softmax(beta=0.5),
-        "argmax (beta = ∞)": rg.Argmax(),
+        "argmax: softmax, beta = ∞": rg.Argmax(),
         "quadratic, (q·k + 1)²": rg.Quadratic(),
     }
     panels = {name: rg.weights(q, k, mechanism, rg.causal)[0, 0] for name, mechanism in mechanisms.items()}
-    return weights_figure(panels, SENTENCE, mask=rg.causal, title="Exact weights of a head that looks for its own word")
+    return weights_figure(
+        panels,
+        SENTENCE,
+        mask=rg.causal,
+        title="Attention weights of a head that looks for its own word",
+        note="No trained model: a word is 32 random signs, as query and as key. Mask causal; grey pairs are hidden.",
+    )
 
 
 def cost() -> Figure:
     """Softmax and quadratic attention over length, for MHA, GQA and MQA."""
     return cost_figure(
-        {"softmax": rg.Softmax(), "quadratic": rg.Quadratic()}, rg.Work(mask=rg.causal), kv_heads=(32, 8, 1)
+        {"softmax": rg.Softmax(), "quadratic": rg.Quadratic()},
+        rg.Work(mask=rg.causal),
+        kv_heads=(32, 8, 1),
+        title="What attention costs over length",
     )
 
 
 def positions() -> Figure:
-    """What `benchmarks/positions.py` has measured."""
+    """Time and state of a decoder's token over its position, as `benchmarks/positions.py` has measured them."""
     measured = json.loads((RESULTS / "positions.json").read_text())
-    return positions_figure([Point(**point) for point in measured["points"]], measured["crossover"][0])
+    points, crossing = measured["points"], measured["crossover"][0]
+    figure = new_figure(
+        13,
+        4.7,
+        title="A decoder's token over its position: measured (marks) and predicted (lines)",
+        note=f"Decoders of 4 layers, width 512, 8 heads, float32, batch 1. {machine(measured['environment'])}. "
+        + PREDICTION,
+    )
+    left, middle, right = figure.subplots(1, 3)
+    groups, mechanisms = ("MHA", "GQA", "MQA"), ("softmax", "quadratic")
+    _over_position(left, points, groups, "milliseconds", "MHA, GQA, MQA: time", "time of a token (ms)")
+    _over_position(middle, points, groups, "state_bytes", "MHA, GQA, MQA: state", "state (bytes)")
+    _over_position(right, points, mechanisms, "milliseconds", "Softmax, quadratic: time", "time of a token (ms)")
+    if crossing is not None:
+        right.axvline(crossing, color=QUIET, linestyle=":", linewidth=1)
+        words = f"predicted crossing: {crossing:,}"
+        right.annotate(words, (crossing, 0.03), xycoords=("data", "axes fraction"), xytext=(4, 0), color=INK,
+                       textcoords="offset points", fontsize=8)  # fmt: skip
+    return figure
+
+
+PREDICTION = "Predicted: the time at 1k, and what is read since then at the memory's rate."
+"""What the lines of positions.png are."""
+
+
+def _over_position(
+    axes: Axes, points: list[dict[str, Any]], kinds: tuple[str, ...], what: str, title: str, y: str
+) -> None:
+    dashes = ("-", "--", ":")
+    for kind, (colour, marker), dash in zip(kinds, line_styles(len(kinds)), dashes, strict=False):
+        chosen = [point for point in points if point["kind"] == kind]
+        places = [point["position"] for point in chosen]
+        axes.plot(places, [point[f"predicted_{what}"] for point in chosen], color=colour, linewidth=1.4, linestyle=dash)
+        axes.plot(places, [point[what] for point in chosen], marker, color=colour, markersize=5.5, label=kind)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value / 1024:g}k"))
+    axes.yaxis.set_major_locator(ticker.LogLocator(base=10, subs=(1, 2, 5)))
+    axes.yaxis.set_minor_locator(ticker.NullLocator())
+    axes.yaxis.set_major_formatter(ticker.EngFormatter(unit="B" if "bytes" in what else "", sep=" "))
+    dress(axes, title=title, x="position (tokens)", y=y)
+    axes.legend(frameon=False, fontsize=8)
 
 
 def mechanisms() -> Figure:
-    """What `benchmarks/mechanisms.py` has trained."""
-    return curves_figure(json.loads((RESULTS / "mechanisms_curves.json").read_text()))
+    """Trainings by `benchmarks/mechanisms.py`."""
+    measured = json.loads((RESULTS / "mechanisms.json").read_text())
+    sizes = dict(zip(measured["sizes"][::2], measured["sizes"][1::2], strict=True))
+    return curves_figure(
+        json.loads((RESULTS / "mechanisms_curves.json").read_text()),
+        title="The phrase-book's translator with other attention",
+        note=f"Encoder-decoder of {sizes['--layers']} + {sizes['--layers']} layers, width {sizes['--width']}, "
+        f"{sizes['--heads']} heads, float32. {machine(measured['environment'])}.",
+    )
 
 
 def translator() -> Figure:
     """The training of the translator that ships."""
-    return curves_figure({"translator": read_metrics(DOCS / "translator")})
+    run = json.loads((DOCS / "translator/run.json").read_text())["options"]
+    environment = json.loads((DOCS / "translator/environment.json").read_text())
+    return curves_figure(
+        {"translator": read_metrics(DOCS / "translator")},
+        title="The training of the translator that ships",
+        note=f"Encoder-decoder of {run['layers']} + {run['layers']} layers, width {run['width']}, {run['heads']} "
+        f"heads, float32. {environment['device'].upper()} ({environment['machine']}), {environment['threads']} thread, "
+        f"torch {environment['packages']['torch']}.",
+    )
+
+
+def machine(environment: dict[str, Any]) -> str:
+    """The machine of a committed result, in words."""
+    return (
+        f"{environment['cpu']}, {environment['threads']} threads, torch {environment['torch']}, {environment['date']}"
+    )
 
 
 PICTURES: dict[str, Callable[[], Figure]] = {
@@ -80,10 +153,14 @@ def shown(figure: Figure) -> dict[str, Any]:
     """What a figure shows: its words, where its lines begin and end, and how much each of its heat maps holds."""
     return {
         "words": [
-            words
-            for axes in figure.axes
-            for words in (axes.get_title(), axes.get_title("left"), *(text.get_text() for text in axes.texts))
-            if words
+            figure.get_suptitle(),
+            figure.get_supxlabel(),
+            *(
+                words
+                for axes in figure.axes
+                for words in (axes.get_title("left"), *(text.get_text() for text in axes.texts))
+                if words
+            ),
         ],
         "lines": [
             [len(line.get_ydata()), float(line.get_ydata()[0]), float(line.get_ydata()[-1])]

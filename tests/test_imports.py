@@ -95,7 +95,7 @@ def test_the_core_imports_no_models_and_nothing_it_does_not_compute_with(forked)
     assert answer == len(CORE)
     assert modules & HEAVY == {"torch", "numpy", "einops", "jaxtyping"}
     assert {name.split(".")[1] for name in modules if name.startswith("regard.")} == {"core"}
-    assert not modules & {"regard.core.laws", "regard.core.plots"}
+    assert not modules & {"regard.core.laws", "regard.core.style"}
 
 
 def test_models_import_no_tokenizer_until_a_checkpoint_is_loaded_nor_hypothesis_until_a_check_runs(forked):
@@ -130,7 +130,7 @@ def test_counting_cost_imports_neither_pictures_nor_laws(forked):
     answer, modules = forked(ran("cost", "--json"))
     assert answer is None
     assert modules & HEAVY == {"torch", "numpy", "einops", "jaxtyping", "typer", "rich"}
-    assert not modules & {"regard.core.laws", "regard.core.plots", "regard.training", "regard.checkpoints"}
+    assert not modules & {"regard.core.laws", "regard.core.style", "regard.training", "regard.checkpoints"}
 
 
 def test_a_check_leaves_no_files(forked, tmp_path):

@@ -387,9 +387,9 @@ def test_a_drawing_is_saved_as_a_real_picture(tmp_path) -> None:
 
 def test_a_picture_shows_the_very_cells() -> None:
     drawing = rg.causal.draw(3, 5)
-    (axes,) = drawing.figure().axes
+    (axes,) = drawing.plot().axes
     assert torch.equal(torch.as_tensor(axes.images[0].get_array().data.copy()).bool(), seen(rg.causal, 3, 5)[0, 0])
-    assert axes.get_title() == "causal"
+    assert axes.get_title("left").strip() == "causal"
 
 
 @pytest.mark.parametrize(

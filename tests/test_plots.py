@@ -13,8 +13,10 @@ from PIL import Image
 
 import regard as rg
 from regard.core.cost import heads_label, mode_crossover, mode_work
+from regard.core.cost_figure import cost_figure
 from regard.core.files import save_figure
-from regard.core.plots import cost_figure, masks_figure, weights_figure
+from regard.core.masks.drawing import masks_figure
+from regard.core.weights_figure import weights_figure
 
 DOCS = Path(__file__).parent.parent / "docs"
 sys.path.append(str(DOCS))

@@ -19,17 +19,17 @@ MODULES = sorted(module.name for module in pkgutil.walk_packages(rg.__path__, "r
 # Lower layers first. A module imports only from layers before its own, or from its own.
 ROOMS = ["core", "models", "checkpoints", "inference", "training", "commands", "__main__"]
 CORE = [
-    ["tiles", "files", "cpu", "eager", "owned"],
+    ["tiles", "files", "cpu", "eager", "owned", "display", "style"],
     ["masks"],
     ["states"],
     ["calls"],
-    ["cost"],
+    ["cost", "cost_figure"],
     ["kernels"],
     ["paths"],
     ["families"],
     ["mechanisms"],
     ["attention"],
-    ["laws", "plots"],
+    ["laws", "weights_figure"],
 ]
 
 

@@ -98,9 +98,9 @@ def test_published_models_have_their_published_sizes():
 def test_it_reads_as_a_table_and_as_json():
     found = rg.Decoder(DECODERS["llama"]).summary(length=100)
     text = str(found)
-    for word in ("stack", "4 on 2 kv", "Softmax()", "state 192 B a token: 19.2 kB at 100 tokens", "FLOPs / token"):
+    for word in ("stack", "4 on 2 kv", "Softmax()", "state 192 B per token: 19.2 kB at 100 tokens", "FLOPs / token"):
         assert word in text
     assert found.to_json()["parts"][1]["layers"] == 3
-    assert "whatever the length" in str(rg.Decoder(DECODERS["quadratic"]).summary())
+    assert "at any length" in str(rg.Decoder(DECODERS["quadratic"]).summary())
     with pytest.raises(ValueError, match="length: expected a whole number"):
         rg.Decoder(DECODERS["llama"]).summary(length=0)

@@ -749,7 +749,7 @@ def test_patterns_print_draw_and_go_to_json():
     found = traced.patterns(separators=["▁8"])
     assert len(str(found).splitlines()) == 1 + 6 * 4
     assert len(json.loads(json.dumps(found.to_dict()))["heads"]) == 24
-    assert found.figure().axes
+    assert found.plot().axes
     assert traced.patterns(separators=[-1]).of(1, 0).score["separator"] is not None
     with pytest.raises(ValueError, match="separators: expected positions below"):
         traced.patterns(separators=[20])

@@ -240,8 +240,8 @@ def _draw_cost(
     modes: Sequence[str],
     lengths: Sequence[int],
 ) -> None:
+    from regard.core.cost_figure import cost_figure
     from regard.core.files import save_figure
-    from regard.core.plots import cost_figure
 
     # One length is no line: two octaves from it then, or to it.
     longest = min(max(max(lengths), 4 * min(lengths)), LONGEST)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from regard.commands.common import one_thread, output, progress
+from regard.commands.common import one_thread, output, print_table, progress
 
 if TYPE_CHECKING:
     from regard.commands.demo_page import Step
@@ -19,8 +19,8 @@ def demo(
     seed: Annotated[int, typer.Option(metavar="N", min=0, help="Seed of weights and order.")] = 0,
 ) -> None:
     """Train two small translators in about two minutes, one with softmax attention and one with quadratic; translate,
-    look where they look, compare, count, prove."""
-    out.mkdir(parents=True, exist_ok=True)  # before the seconds that drawing takes to load
+    look where they look, compare, count, check the laws."""
+    out.mkdir(parents=True, exist_ok=True)  # before the seconds that it takes to import what draws
     from regard.commands.demo_page import run
 
     console = output()
@@ -31,7 +31,10 @@ def demo(
         number += 1
         console.print(f"\n[bold]{number}. {step.title}[/bold]")
         console.print(step.words, markup=False, highlight=False)
-        print(f"\n{step.numbers}")
+        if step.rows:
+            print_table(step.rows, right=step.right)
+        for note in step.notes:
+            print(note)
         for picture in step.pictures:
             print(f"-> {out / picture.name}")
 

@@ -7,7 +7,7 @@ counted.
 import math
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -20,11 +20,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from regard.core.calls.call import ordered
+from regard.core.display import Html, table
 from regard.core.masks import Mask, MaskFunction, as_mask
 from regard.core.masks.structure import count_keys, count_pairs
 from regard.core.owned import made_on, probe
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from regard.core.families.mechanism import Mechanism
 
 
@@ -98,6 +101,27 @@ class Work:
         """Keys that some query may see, over the batch: a structured mask's others need not be read."""
         return count_keys(self.rule, self.batch, self.query_length, self.key_length)
 
+    def plot(self, *mechanisms: "Mechanism", shortest: int = 512, longest: int = 131072) -> "Figure":
+        """What mechanisms cost on this work over its length: a matplotlib figure of prefill and decode.
+
+        >>> import regard as rg
+        >>> len(rg.Work(mask=rg.causal).plot(rg.Softmax(), rg.Quadratic()).axes)
+        2
+        """
+        from regard.core.cost_figure import cost_figure
+
+        if not mechanisms:
+            raise ValueError("mechanisms: expected at least one, like rg.Softmax(), got none")
+        kinds = [type(mechanism).__name__ for mechanism in mechanisms]
+        names = {
+            kind if kinds.count(kind) == 1 else repr(mechanism): mechanism
+            for kind, mechanism in zip(kinds, mechanisms, strict=True)
+        }
+        return cost_figure(names, self, shortest=shortest, longest=longest)
+
+    def _repr_html_(self) -> Html:
+        return table([{field.name: getattr(self, field.name) for field in fields(self)}], title="Work")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
@@ -128,6 +152,25 @@ class Cost:
         """FLOPs per byte: below the machine's own ratio, memory is the limit."""
         return self.flops / self.bytes if self.bytes else 0.0
 
+    def _repr_html_(self) -> Html:
+        return table([self.row()], right=NUMBERS, notes=[self.note] if self.note else [])
+
+    def row(self) -> dict[str, str]:
+        """The numbers as people read them, by their names in tables."""
+        return {
+            "FLOPs": human(self.flops),
+            "bytes": human(self.bytes, "B"),
+            "FLOPs/byte": f"{self.intensity:.3g}",
+            "state": human(self.state_bytes, "B"),
+            "activation": human(self.activation_bytes, "B"),
+            "parameters": human(self.parameters),
+            "form": self.form,
+        }
+
+
+NUMBERS = ("FLOPs", "bytes", "FLOPs/byte", "state", "activation", "parameters")
+"""The columns of `Cost.row` that are numbers."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCost:
@@ -157,6 +200,17 @@ class LayerCost:
     @property
     def bottleneck(self) -> str:
         return "projections" if self.projections.flops >= self.attention.flops else "attention"
+
+    def _repr_html_(self) -> Html:
+        rows = [
+            {"part": "projections", **self.projections.row()},
+            {"part": "attention", **self.attention.row()},
+        ]
+        notes = [
+            f"{human(self.flops, 'FLOP')}, {human(self.bytes, 'B')}, {human(self.parameters)} parameters in all; "
+            f"bottleneck: {self.bottleneck}",
+        ]
+        return table(rows, right=NUMBERS, notes=notes)
 
 
 def cost(mechanism: "Mechanism", work: Work) -> Cost:

@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
+from regard.core.display import Html
 from regard.core.eager import readable
 from regard.models.config import Config
 from regard.models.layers.attention import without_mechanisms
@@ -44,6 +45,9 @@ class Model(nn.Module):
         from regard.models.summary import summarise
 
         return summarise(self, length)
+
+    def _repr_html_(self) -> Html:
+        return self.summary()._repr_html_()
 
 
 def check_tokens(name: str, tokens: Int[Tensor, "B T"], vocabulary_size: int) -> None:

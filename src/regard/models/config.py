@@ -4,6 +4,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from types import UnionType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
+from regard.core.display import Html, table
 from regard.core.families.mechanism import Mechanism
 from regard.core.mechanisms import Softmax
 from regard.models import stored
@@ -68,6 +69,22 @@ class Config:
         groups = getattr(self, "num_kv_heads", None)
         if groups is not None and heads % groups:
             raise ValueError(f"num_kv_heads: expected a divisor of num_heads = {heads}, got {groups}")
+
+    def __init_subclass__(cls) -> None:
+        cls.__repr__ = Config.__repr__  # type: ignore[method-assign] # so that dataclass makes no other
+
+    def __repr__(self) -> str:
+        chosen = ", ".join(f"{name}={value!r}" for name, value in self._chosen().items())
+        return f"{type(self).__name__}({chosen})"
+
+    def _repr_html_(self) -> Html:
+        rows = [{"field": name, "value": repr(value)} for name, value in self._chosen().items()]
+        return table(rows, title=type(self).__name__, notes=["Other fields have their default."])
+
+    def _chosen(self) -> dict[str, Any]:
+        """The fields that differ from their defaults."""
+        values = {field: getattr(self, field.name) for field in fields(self)}
+        return {field.name: value for field, value in values.items() if value != field.default}
 
     def to_json(self) -> dict[str, Any]:
         """The config as JSON has it."""

@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from regard.core.cost import Work, human
+from regard.core.display import Html, table
 from regard.core.families.mechanism import Mechanism
 from regard.core.masks import causal, window
 from regard.models.base import Model
@@ -36,7 +37,7 @@ class Part:
     mechanism: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Summary:
     """A model in numbers; `print` it, or read `to_json()`.
 
@@ -62,29 +63,50 @@ class Summary:
     dtype: str
 
     def __str__(self) -> str:
-        head = ("part", "layers", "heads", "mechanism", "parameters", f"FLOPs / {self.unit}")
-        rows = [
-            (one.name, str(one.layers or ""), one.heads, one.mechanism, f"{one.parameters:,}", human(one.flops))
-            for one in self.parts
-        ]
-        rows.append(("total", "", "", "", f"{self.parameters:,}", human(self.flops)))
-        wide = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
+        rows = self.rows()
+        lines = [list(rows[0]), *(list(row.values()) for row in rows)]
+        wide = [max(len(line[column]) for line in lines) for column in range(len(rows[0]))]
         left = 4
-        lines = [
+        texts = [
             "  ".join(
                 cell.ljust(size) if column < left else cell.rjust(size)
-                for column, (cell, size) in enumerate(zip(row, wide, strict=True))
+                for column, (cell, size) in enumerate(zip(line, wide, strict=True))
             ).rstrip()
-            for row in (head, *rows)
+            for line in lines
         ]
+        return "\n".join([*texts, "", *self.notes()])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> Html:
+        rows = self.rows()
+        return table(rows, right=list(rows[0])[4:], notes=self.notes())
+
+    def rows(self) -> list[dict[str, str]]:
+        """A row of a table for each part, and one for all of them."""
+        total = Part(name="total", parameters=self.parameters, flops=self.flops)
+        return [
+            {
+                "part": part.name,
+                "layers": str(part.layers or ""),
+                "heads": part.heads,
+                "mechanism": part.mechanism,
+                "parameters": f"{part.parameters:,}",
+                f"FLOPs / {self.unit}": human(part.flops),
+            }
+            for part in (*self.parts, total)
+        ]
+
+    def notes(self) -> list[str]:
+        """What the numbers are counted at, and what a stream's state takes."""
         down, across = self.length if isinstance(self.length, tuple) else (self.length, self.length)
         at = f"{down}×{across} pixels" if self.unit == "image" else f"{down:,} tokens"
-        tail = [f"{self.model}, {self.dtype}; FLOPs at {at}"]
+        notes = [f"{self.model}, {self.dtype}; FLOPs at {at}"]
         if self.state_per_token or self.state_fixed:
-            fixed = f" and {human(self.state_fixed, 'B')} whatever the length" if self.state_fixed else ""
+            fixed = f" and {human(self.state_fixed, 'B')} at any length" if self.state_fixed else ""
             total = human(self.state_fixed + down * self.state_per_token, "B")
-            tail.append(f"state {human(self.state_per_token, 'B')} a token{fixed}: {total} at {at}")
-        return "\n".join([*lines, "", *tail])
+            notes.append(f"state {human(self.state_per_token, 'B')} per token{fixed}: {total} at {at}")
+        return notes
 
     def to_json(self) -> dict[str, Any]:
         """The numbers, as JSON has them."""

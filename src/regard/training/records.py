@@ -85,7 +85,7 @@ def commit() -> str | None:
 
 def write_curves(folder: Path) -> None:
     """curves.png of a run."""
-    from regard.core.plots import curves_figure
+    from regard.training.curves import curves_figure
 
     lines = read_metrics(folder)
     if lines:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from regard.core.calls.call import Call, nothing
+from regard.core.display import Html, escape, table
 from regard.core.masks import Mask
 from regard.core.masks.guard import cleaned, finite, poisoned, taint
 from regard.core.masks.structure import EVERYTHING
@@ -38,7 +39,7 @@ class Path:
     (repeats.py)."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """The path chosen for a call, why, and why not the others.
 
@@ -65,6 +66,13 @@ class Plan:
         lines += [f"not        {name:<10} {why}" for name, why in self.rejected.items()]
         lines += [f"note       {note}" for note in self.notes]
         return "\n".join(lines)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> Html:
+        rows = [{"path": Html(f"<b>{escape(self.path)}</b>"), "": "chosen", "why": self.reason}]
+        rows += [{"path": name, "": "not chosen", "why": why} for name, why in self.rejected.items()]
+        return table(rows, title=self.call, notes=[f"mask: {self.mask}", *self.notes])
 
 
 def refusal(mechanism: "Mechanism", mask: Mask | None = None, *, bias: bool = False) -> str | None:

@@ -1,9 +1,16 @@
-"""What a check gives: an outcome for each cell, and all of them as a report."""
+"""The result of a check: an outcome for each cell, and all of them as a report."""
 
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from regard.core.display import Html, folded, table
 from regard.core.laws.statements import LAWS
+
+MOST_BROKEN = 3
+"""Broken cells that a report's `repr` shows."""
+MOST_ROWS = 20
+"""Broken cells that a notebook shows."""
 
 
 @dataclass(frozen=True)
@@ -18,10 +25,15 @@ class Cell:
     reason: str = ""
     counterexample: dict[str, Any] | None = None
 
+    @property
+    def smallest(self) -> str:
+        """The counter-example as text; empty if there is none."""
+        return ", ".join(f"{name}={value}" for name, value in (self.counterexample or {}).items())
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, repr=False)
 class Report:
-    """What `check` found. Print it, or take `cells` and `to_dict()`.
+    """The outcome of `check`. Its `repr` is a few lines; `print` it for every law, or take `cells` and `to_dict()`.
 
     >>> import regard as rg
     >>> report = rg.check(rg.Softmax(), laws=["weights"], masks=["causal"], dtypes=["float32"])
@@ -43,21 +55,69 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         return {"mechanism": self.mechanism, "ok": self.ok, "cells": [asdict(cell) for cell in self.cells]}
 
-    def __str__(self) -> str:
-        lines = [f"{self.mechanism}: {'every law holds' if self.ok else 'BROKEN'}"]
+    @property
+    def heading(self) -> str:
+        """The mechanism, and whether it keeps every law."""
+        return f"{self.mechanism}: {'every law holds' if self.ok else 'BROKEN'}"
+
+    def rows(self) -> list[dict[str, str]]:
+        """A row of a table for each law: its outcome, in how many of the cells it holds, and what it says."""
+        rows = []
         for law in dict.fromkeys(cell.law for cell in self.cells):
-            mine = [cell for cell in self.cells if cell.law == law]
-            held, not_applicable = (sum(c.outcome == o for c in mine) for o in ("held", "not applicable"))
-            state = "broken" if held + not_applicable < len(mine) else "held" if held else "-"
-            lines.append(
-                f"  {law:<12} {state:<7} {held:>4} of {len(mine) - not_applicable} cells   {LAWS[law].statement}"
-            )
-        for reason in dict.fromkeys(c.reason for c in self.cells if c.outcome == "not applicable"):
-            lines.append(f"  not applicable: {reason}")
-        for cell in self.broken:
-            lines.append(f"  {cell.law} under {cell.mask}, {cell.heads}, {cell.dtype}: {cell.reason}")
-            if cell.counterexample:
-                lines.append(
-                    "    smallest: " + ", ".join(f"{name}={value}" for name, value in cell.counterexample.items())
-                )
-        return "\n".join(lines)
+            outcome, cells = _state([cell for cell in self.cells if cell.law == law])
+            rows.append({"law": law, "outcome": outcome, "cells": cells, "statement": LAWS[law].statement})
+        return rows
+
+    def notes(self) -> list[str]:
+        """Why laws do not apply, and where they are broken."""
+        reasons = dict.fromkeys(cell.reason for cell in self.cells if cell.outcome == "not applicable")
+        return [*(f"not applicable: {reason}" for reason in reasons), *map(_broken, self.broken)]
+
+    def __str__(self) -> str:
+        laws = [
+            f"  {row['law']:<12} {row['outcome']:<7} {row['cells']:>10} cells   {row['statement']}"
+            for row in self.rows()
+        ]
+        return "\n".join([self.heading, *laws, *(f"  {note}" for note in self.notes())])
+
+    def __repr__(self) -> str:
+        lines = [self._counts(), *map(_broken, self.broken[:MOST_BROKEN])]
+        if len(self.broken) > MOST_BROKEN:
+            lines.append(f"… and {len(self.broken) - MOST_BROKEN:,} more: print the report")
+        return "\n  ".join([self.heading, *lines])
+
+    def _repr_html_(self) -> Html:
+        broken = [
+            {
+                "law": cell.law,
+                "mask": cell.mask,
+                "heads": cell.heads,
+                "dtype": cell.dtype,
+                "reason": cell.reason,
+                "smallest counter-example": cell.smallest,
+            }
+            for cell in self.broken[:MOST_ROWS]
+        ]
+        more = [f"and {len(self.broken) - MOST_ROWS:,} more broken cells"] if len(self.broken) > MOST_ROWS else []
+        reasons = [note for note in self.notes() if note.startswith("not applicable")]
+        return Html(
+            table(broken, title=self.heading, notes=[self._counts(), *more])
+            + folded("Law by law", table(self.rows(), right=("cells",), notes=reasons))
+        )
+
+    def _counts(self) -> str:
+        outcomes = Counter(cell.outcome for cell in self.cells)
+        counts = ", ".join(f"{outcomes[name]:,} {name}" for name in ("held", "broken", "not applicable"))
+        return f"{len(self.rows())} laws in {len(self.cells):,} cells: {counts}"
+
+
+def _state(cells: list[Cell]) -> tuple[str, str]:
+    """The outcome of a law over its cells, and how many of those that apply it holds in."""
+    held, excused = (sum(cell.outcome == outcome for cell in cells) for outcome in ("held", "not applicable"))
+    state = "broken" if held + excused < len(cells) else "held" if held else "-"
+    return state, f"{held} of {len(cells) - excused}"
+
+
+def _broken(cell: Cell) -> str:
+    where = f"{cell.law} under {cell.mask}, {cell.heads}, {cell.dtype}: {cell.reason}"
+    return f"{where}\n    smallest: {cell.smallest}" if cell.counterexample else where

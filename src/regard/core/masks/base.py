@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from regard.core.display import Html, mask_image, table
 from regard.core.masks.arguments import count
 from regard.core.masks.drawing import Drawing
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from regard.core.masks.paddings import Padding
     from regard.core.masks.positions import Band
 
@@ -19,6 +22,11 @@ Span: TypeAlias = tuple[int, int]
 """A half-open range of key positions, [low, high)."""
 MaskFunction: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """FlexAttention's `mask_mod(b, h, q_idx, kv_idx) -> bool`."""
+
+SHOWN = 16
+"""Tokens at which a mask is shown that is made for any number of them."""
+MOST_SHOWN = 4
+"""Sequences of a batch that a notebook shows."""
 
 
 class Terms(NamedTuple):
@@ -59,6 +67,11 @@ class Mask:
     def sizes(self) -> tuple[int | None, int | None]:
         """How many sequences and heads the mask is made for; None is any number."""
         return None, None
+
+    @property
+    def length(self) -> int | None:
+        """How many keys the mask is made for; None is any number."""
+        return None
 
     def __call__(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         raise NotImplementedError
@@ -128,7 +141,7 @@ class Mask:
         return found.reshape((1,) * (4 - found.ndim) + tuple(found.shape)) if found.ndim < 4 else found
 
     def draw(self, queries: int, keys: int | None = None, *, batch: int = 0, head: int = 0) -> "Drawing":
-        """A picture of the mask, as text (`print`) and as an image (`.save("mask.png")`, `.figure()`).
+        """The mask at some lengths, as text (`print`) and as a picture (`.save("mask.png")`, `.plot()`).
 
         `keys` defaults to `queries`; `batch` and `head` choose the slice to draw.
 
@@ -146,6 +159,24 @@ class Mask:
         found = self.visible(sequences, heads, queries, keys).expand(sequences, heads, queries, keys)
         return Drawing(visible=found[batch, head], title=repr(self))
 
+    def plot(self, queries: int | None = None, keys: int | None = None, *, batch: int = 0, head: int = 0) -> "Figure":
+        """A matplotlib figure of the mask: by default of the length it is made for, or of 16 tokens.
+
+        >>> import regard as rg
+        >>> rg.causal.plot(8).axes[0].get_title("left").strip()
+        'causal'
+        """
+        return self.draw(queries or self.length or SHOWN, keys, batch=batch, head=head).plot()
+
+    def _repr_html_(self) -> Html | None:
+        length, (sequences, _) = self.length or SHOWN, self.sizes
+        try:
+            drawings = [self.draw(length, batch=row) for row in range(min(sequences or 1, MOST_SHOWN))]
+        except (RuntimeError, IndexError, TypeError, ValueError):  # of a user's function, made for another length
+            return None
+        words = f"{length:,} tokens" if sequences is None else f"{length:,} tokens, {sequences:,} sequences"
+        return Html(table([], title=repr(self), notes=[words]) + mask_image([drawing.visible for drawing in drawings]))
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class _Pair(Mask):
@@ -160,6 +191,11 @@ class _Pair(Mask):
     def sizes(self) -> tuple[int | None, int | None]:
         left, right = self.left.sizes, self.right.sizes
         return (right[0] if left[0] is None else left[0]), (right[1] if left[1] is None else left[1])
+
+    @property
+    def length(self) -> int | None:
+        left, right = self.left.length, self.right.length
+        return right if left is None else left
 
     def fits(self, batch: int, heads: int, queries: int, keys: int) -> None:
         self.left.fits(batch, heads, queries, keys)
@@ -237,6 +273,10 @@ class Not(Mask):
     def sizes(self) -> tuple[int | None, int | None]:
         return self.inner.sizes
 
+    @property
+    def length(self) -> int | None:
+        return self.inner.length
+
     def __call__(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return ~self.inner(batch, head, query, key)
 
@@ -262,6 +302,10 @@ class Part(Mask):
     @property
     def sizes(self) -> tuple[int | None, int | None]:
         return len(self.rows), self.inner.sizes[1]
+
+    @property
+    def length(self) -> int | None:
+        return None if self.inner.length is None else self.inner.length - self.begin
 
     def __call__(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         rows = torch.tensor(self.rows, device=key.device)[batch]

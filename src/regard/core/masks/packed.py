@@ -27,6 +27,10 @@ class Segments(Mask):
     def sizes(self) -> tuple[int | None, int | None]:
         return (None if self.ids.shape[0] == 1 else self.ids.shape[0]), None
 
+    @property
+    def length(self) -> int | None:
+        return self.ids.shape[1]
+
     def __call__(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         ids = self.ids.to(key.device)
         row = torch.zeros_like(batch) if ids.shape[0] == 1 else batch
@@ -105,6 +109,10 @@ class Packed(Mask):
     """Sequences one after another, as `segments` has them, known by their lengths alone."""
 
     lengths: tuple[int, ...]
+
+    @property
+    def length(self) -> int | None:
+        return sum(self.lengths)
 
     @cached_property
     def ids(self) -> Tensor:

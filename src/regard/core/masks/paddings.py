@@ -28,6 +28,12 @@ class Padding(Mask):
         return self.batch, None
 
     @property
+    def length(self) -> int | None:
+        if self.width is not None or self.ends is not None:
+            return self.width
+        return self.table.shape[1] if self.rows is None else max((end for _, end in self.rows), default=None)  # type: ignore[union-attr]
+
+    @property
     def batch(self) -> int:
         if self.rows is not None:
             return len(self.rows)

@@ -72,6 +72,10 @@ class Window2d(Mask):
     grid: tuple[int, int]
     radius: int
 
+    @property
+    def length(self) -> int | None:
+        return self.grid[0] * self.grid[1]
+
     def __call__(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         width = self.grid[1]
         rows = (query.div(width, rounding_mode="floor") - key.div(width, rounding_mode="floor")).abs()

@@ -42,6 +42,10 @@ class Dense(Mask):
         batch, heads = self.table.shape[:2]
         return (None if batch == 1 else batch), (None if heads == 1 else heads)
 
+    @property
+    def length(self) -> int | None:
+        return self.table.shape[3]
+
     def fits(self, batch: int, heads: int, queries: int, keys: int) -> None:
         b, h, t, s = self.table.shape
         if b not in (1, batch) or h not in (1, heads) or t not in (1, queries, keys) or s != keys:

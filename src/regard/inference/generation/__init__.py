@@ -181,6 +181,9 @@ class Stream:
             if self._row.piece:
                 return self._row.piece
 
+    def __repr__(self) -> str:
+        return f"Stream({self.text!r})"
+
     @property
     def text(self) -> str:
         return "" if self._row is None else self._row.writer.text

@@ -33,7 +33,7 @@ CHUNK = 512
 """Tokens of a prompt that are read at once: memory is bounded by it, not by the prompt."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Prompt:
     """What a model keeps of prompts it has read: its state, their tokens, and the logits of what comes next (B, D).
 
@@ -59,6 +59,11 @@ class Prompt:
     @property
     def nbytes(self) -> int:
         return self.state.nbytes
+
+    def __repr__(self) -> str:
+        lengths = ", ".join(str(len(tokens)) for tokens in self.tokens[:6])
+        more = ", …" if len(self.tokens) > 6 else ""
+        return f"Prompt({len(self.tokens)} sequences of {lengths}{more} tokens, nbytes={self.nbytes})"
 
     def chosen(self, rows: Sequence[int]) -> "Prompt":
         """Other rows of the batch; rows may repeat."""

@@ -20,6 +20,7 @@ baseline the overlap that all weight on one key has, 1/n: its score is 1 for a u
 head that mixes a one-key pattern and uniform weights a : 1 - a scores a and 1 - a.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from regard.core.display import Html, table
 from regard.inference.tracing.record import Trace, TracedLayer
 
 if TYPE_CHECKING:
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
 PATTERNS = ("previous", "next", "first", "separator", "same word", "self", "induction", "uniform")
 COLOURS = ("#0072B2", "#56B4E9", "#E69F00", "#D55E00", "#009E73", "#CC79A7", "#F0E442", "#999999")
 """Okabe and Ito's, a colour for each pattern."""
+LETTERS = ("P", "N", "F", "/", "W", "S", "I", "U")
+"""What stands for a pattern in a figure's cell, for readers who do not see the colour."""
 SEPARATORS = frozenset(
     ("[SEP]", "</s>", "<sep>", "<eos>", "<|endoftext|>", "<|im_end|>", "<|end_of_text|>", "<|eot_id|>", "<|end|>")
 )
@@ -43,7 +47,7 @@ STARTS = ("Ġ", "▁", " ")
 """How byte-level and SentencePiece tokens mark that a word begins."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class HeadPatterns:
     """Mass, baseline and score of each pattern for one head; None where a pattern has no meaning or no rows."""
 
@@ -61,60 +65,115 @@ class HeadPatterns:
         scored = {name: score for name, score in self.score.items() if score is not None}
         return max(scored, key=scored.__getitem__) if scored else None
 
+    def __repr__(self) -> str:
+        top = self.top
+        strongest = "no pattern" if top is None else f"{top} {self.score[top]:.2f}"
+        return f"HeadPatterns(layer {self.layer}, head {self.head}, {self.kind}: {strongest})"
 
-@dataclass(frozen=True)
+    def _repr_html_(self) -> Html:
+        columns = {"score": self.score, "mass": self.mass, "baseline": self.baseline}
+        rows = [
+            {"pattern": name, **{title: _number(values[name]) for title, values in columns.items()}}
+            for name in PATTERNS
+        ]
+        return table(rows, title=f"layer {self.layer}, head {self.head}, {self.kind}", right=columns)
+
+
+@dataclass(frozen=True, repr=False)
 class Patterns:
-    """The patterns of every head. Print it, draw it with `figure()`, or take `to_dict()`."""
+    """The patterns of every head. Print it, draw it with `plot()`, or take `to_dict()`."""
 
     heads: tuple[HeadPatterns, ...]
 
     def of(self, layer: int, head: int) -> HeadPatterns:
         """One head's patterns."""
-        for one in self.heads:
-            if (one.layer, one.head) == (layer, head):
-                return one
+        for candidate in self.heads:
+            if (candidate.layer, candidate.head) == (layer, head):
+                return candidate
         raise ValueError(f"head: expected a recorded layer and head, got layer {layer} head {head}")
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, ready for JSON."""
-        return {"patterns": list(PATTERNS), "heads": [asdict(one) for one in self.heads]}
+        return {"patterns": list(PATTERNS), "heads": [asdict(head) for head in self.heads]}
 
     def __str__(self) -> str:
         lines = ["layer  head  kind   pattern     score   mass  baseline"]
-        for one in self.heads:
-            line = f"{one.layer:>5} {one.head:>5}  {one.kind:<5}  "
-            if (top := one.top) is not None:
-                line += f"{top:<10} {one.score[top]:>6.2f} {one.mass[top]:>6.2f}    {one.baseline[top]:>6.2f}"
+        for head in self.heads:
+            line = f"{head.layer:>5} {head.head:>5}  {head.kind:<5}  "
+            if (top := head.top) is not None:
+                line += f"{top:<10} {head.score[top]:>6.2f} {head.mass[top]:>6.2f}    {head.baseline[top]:>6.2f}"
             lines.append(line + ("" if top else "-"))
         return "\n".join(lines)
 
-    def figure(self) -> "Figure":
-        """Layers down, heads across, the colour of each head's top pattern, as strong as its score."""
-        from matplotlib.colors import to_rgba
-        from matplotlib.figure import Figure
-        from matplotlib.patches import Patch
+    def __repr__(self) -> str:
+        tops = Counter(head.top or "none" for head in self.heads)
+        counts = ", ".join(f"{name} {count}" for name, count in tops.most_common())
+        return f"Patterns of {len(self.heads)} heads, by the strongest: {counts or 'none'}"
 
-        layers = list(dict.fromkeys((one.layer, one.kind) for one in self.heads))
-        columns = sorted({one.head for one in self.heads})
-        cells = [[(1.0, 1.0, 1.0, 0.0)] * len(columns) for _ in layers]
-        for one in self.heads:
-            if (top := one.top) is not None:
-                strength = min(1.0, max(0.0, one.score[top] or 0.0))
-                colour = to_rgba(COLOURS[PATTERNS.index(top)], strength)
-                cells[layers.index((one.layer, one.kind))][columns.index(one.head)] = colour
-        size = (max(3.0, 0.32 * len(columns)) + 2.2, max(2.4, 0.32 * len(layers) + 1))
-        figure = Figure(figsize=size, dpi=120, layout="constrained")
+    def _repr_html_(self) -> Html:
+        layers, columns, places = self._grid()
+        rows = []
+        for layer in layers:
+            row: dict[str, object] = {"layer": _layer_name(layer)}
+            for column in columns:
+                row[f"head {column}"] = _html_cell(places.get((*layer, column)))
+            rows.append(row)
+        return table(rows, title="The strongest pattern of each head, and its score (1: all weight, 0: as uniform)")
+
+    def plot(self) -> "Figure":
+        """A matplotlib figure: layers down, heads across, each head's strongest pattern by its colour and letter, the
+        colour as strong as the score."""
+        from regard.core.style import INK, QUIET, Patch, lattice, new_figure, to_rgba
+
+        layers, columns, places = self._grid()
+        size = (max(3.0, 0.34 * len(columns)) + 2.3, max(2.6, 0.34 * len(layers) + 1.2))
+        figure = new_figure(*size, title="Strongest pattern of each head")
         axes = figure.subplots()
-        axes.imshow(cells or [[(1.0, 1.0, 1.0, 0.0)]], aspect="auto")
-        axes.set_xticks(range(len(columns)), [str(column) for column in columns], fontsize=7)
-        names = [f"{layer} cross" if kind == "cross" else str(layer) for layer, kind in layers]
-        axes.set_yticks(range(len(layers)), names, fontsize=7)
-        axes.set_xlabel("head")
-        axes.set_ylabel("layer")
-        axes.set_title("Strongest pattern of each head", fontsize=9)
-        marks = [Patch(color=colour, label=name) for name, colour in zip(PATTERNS, COLOURS, strict=True)]
-        figure.legend(handles=marks, loc="outside right center", fontsize=7, frameon=False)
+        cells = [[(1.0, 1.0, 1.0, 0.0)] * max(1, len(columns)) for _ in range(max(1, len(layers)))]
+        for down, layer in enumerate(layers):
+            for across, column in enumerate(columns):
+                head = places.get((*layer, column))
+                if head is None or (top := head.top) is None:
+                    continue
+                number, strength = PATTERNS.index(top), min(1.0, max(0.0, head.score[top] or 0.0))
+                cells[down][across] = to_rgba(COLOURS[number], strength)
+                axes.text(across, down, LETTERS[number], ha="center", va="center", fontsize=7, color=INK)
+        axes.imshow(cells, aspect="auto")
+        lattice(axes, len(layers), len(columns))
+        axes.set_xticks(range(len(columns)), [str(column) for column in columns], fontsize=8)
+        axes.set_yticks(range(len(layers)), [_layer_name(layer) for layer in layers], fontsize=8)
+        axes.set_xlabel("head", fontsize=8.5, color=QUIET)
+        axes.set_ylabel("layer", fontsize=8.5, color=QUIET)
+        marks = [
+            Patch(color=colour, label=f"{letter}  {name}")
+            for name, colour, letter in zip(PATTERNS, COLOURS, LETTERS, strict=True)
+        ]
+        figure.legend(handles=marks, loc="outside right center", fontsize=8, frameon=False, title="pale: low score",
+                      title_fontsize=8)  # fmt: skip
         return figure
+
+    def _grid(self) -> "tuple[list[tuple[int, str]], list[int], dict[tuple[int, str, int], HeadPatterns]]":
+        """The layers, the heads that any of them has, and what is known of each."""
+        layers = list(dict.fromkeys((head.layer, head.kind) for head in self.heads))
+        columns = sorted({head.head for head in self.heads})
+        return layers, columns, {(head.layer, head.kind, head.head): head for head in self.heads}
+
+
+def _layer_name(layer: tuple[int, str]) -> str:
+    return f"{layer[0]} cross" if layer[1] == "cross" else str(layer[0])
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def _html_cell(head: HeadPatterns | None) -> Html:
+    if head is None or (top := head.top) is None:
+        return Html("")
+    colour = COLOURS[PATTERNS.index(top)]
+    return Html(
+        f'<span style="border-left:.4em solid {colour};padding-left:.3em">{top}<br>{head.score[top]:.2f}</span>'
+    )
 
 
 def patterns(trace: Trace, separators: Sequence[str] | Sequence[int] | None = None) -> Patterns:

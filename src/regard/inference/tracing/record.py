@@ -7,10 +7,16 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
+from regard.core.display import Html, table, weights_image
+
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from regard.inference.tracing.gather import Gathered
     from regard.inference.tracing.patterns import Patterns
 
+MOST_SHOWN = 16
+"""Layers of a trace, and heads of a layer, that are printed or shown in a notebook."""
 KEEP = ("weights", "queries", "keys", "values", "scores")
 Kind = Literal["self", "cross"]
 Tokens = Sequence[str] | Sequence[Sequence[str]]
@@ -51,8 +57,28 @@ class TracedLayer:
     by_pairs: bool = True
 
     def __repr__(self) -> str:
-        held = ", ".join(f"{n} {tuple(t.shape)}" for n in KEEP if (t := getattr(self, n)) is not None)
-        return f"TracedLayer({self.index}, {self.name!r}, {self.kind}, {held})"
+        tensors = ", ".join(f"{n} {tuple(t.shape)}" for n in KEEP if (t := getattr(self, n)) is not None)
+        return f"TracedLayer({self.index}, {self.name!r}, {self.kind}, {tensors})"
+
+    def _repr_html_(self) -> Html:
+        return table([self._row()])
+
+    def _row(self) -> dict[str, object]:
+        """A line of a notebook's table: the layer in words, and its heads' weights for the first sequence."""
+        row: dict[str, object] = {
+            "layer": self.index,
+            "name": self.name,
+            "kind": self.kind,
+            "mechanism": self.mechanism,
+        }
+        if self.weights is None:
+            return row
+        weights = self.weights[0]
+        visible = None if self.visible is None else self.visible[0, 0].expand(weights.shape[1:])
+        shown = weights[:MOST_SHOWN]
+        heading = f"weights of heads {self.heads[0]} to {self.heads[len(shown) - 1]}" if len(shown) > 1 else "weights"
+        images = Html("".join(weights_image(shown[at : at + 8].unbind(), visible) for at in range(0, len(shown), 8)))
+        return {**row, heading: images}
 
     def need(self, name: str) -> Tensor:
         """The tensor of a name, or an error that says how to have it recorded."""
@@ -174,8 +200,39 @@ class Trace:
 
         return read(path)
 
+    def plot(self, layer: int | None = None, head: int | None = None, *, sequence: int = 0) -> "Figure":
+        """A matplotlib figure of the weights: of all layers and heads, of a layer's heads with their tokens, or of one
+        head. `sequence` is the row of the batch.
+
+        >>> import regard as rg, torch
+        >>> model = rg.Decoder(rg.DecoderConfig(vocabulary_size=11, embedding_dim=8, num_layers=2, num_heads=2))
+        >>> with rg.trace(model, tokens=["a", "b", "c"]) as trace:
+        ...     logits = model(torch.tensor([[1, 2, 3]]))
+        >>> [axes.get_title("left") for axes in trace.plot(layer=1).axes]
+        ['head 0', 'head 1', '']
+        """
+        from regard.inference.tracing.figures import heads_figure, overview_figure
+
+        if layer is None and head is not None:
+            raise ValueError(f"layer: expected the layer of head {head}, got None")
+        return overview_figure(self, sequence) if layer is None else heads_figure(self, layer, head, sequence)
+
     def __repr__(self) -> str:
-        return f"Trace of {self.model or 'a model'}, {len(self.layers)} layers\n{self.layers!r}"
+        layers = list(self.layers)
+        lines = [repr(layer) for layer in layers]
+        if len(lines) > MOST_SHOWN:
+            lines = [*lines[: MOST_SHOWN // 2], f"… {len(lines) - MOST_SHOWN} more", *lines[-MOST_SHOWN // 2 :]]
+        return "\n".join([f"Trace of {self.model or 'a model'}, {len(layers)} layers", *(lines or ["no layers"])])
+
+    def _repr_html_(self) -> Html:
+        layers = list(self.layers)
+        shown = [layer._row() for layer in layers[:MOST_SHOWN]]
+        names = list(dict.fromkeys(name for row in shown for name in row))
+        rows = [{name: row.get(name, "") for name in names} for row in shown]
+        notes = ["weights of the first sequence, queries down, keys across, from 0 (white) to 1 (dark); grey: hidden"]
+        if len(layers) > MOST_SHOWN:
+            notes.append(f"and {len(layers) - MOST_SHOWN} more layers: trace.plot()")
+        return table(rows, title=f"Trace of {self.model or 'a model'}, {len(layers)} layers", notes=notes)
 
 
 def _sequences(name: str, tokens: Tokens | None) -> list[list[str]] | None:

@@ -13,7 +13,7 @@ from regard.core.masks.structure import padding_between
 from regard.core.states.buffer import quantize
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class ModelState:
     """What a model keeps of the tokens it has met: its layers' states, which tokens were real, and what it reads from.
 
@@ -42,6 +42,9 @@ class ModelState:
         """Bytes really held, room to spare included."""
         held = [t for pair in self.memory or () for t in pair]
         return sum(state.nbytes for state in self.layers) + sum(t.numel() * t.element_size() for t in held)
+
+    def __repr__(self) -> str:
+        return f"ModelState(length={self.length}, layers={len(self.layers)}, nbytes={self.nbytes})"
 
     def reorder(self, index: Tensor) -> "ModelState":
         """The state of other batch rows: row i becomes row `index[i]`. Rows may repeat (beam search)."""

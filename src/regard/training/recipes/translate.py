@@ -406,7 +406,7 @@ def attention_figure(model: Model, source: str, target: str) -> "Figure":
     >>> [axes.get_title(loc="left") for axes in figure.axes][:2]
     ['layer 1', 'layer 2']
     """
-    from regard.core.plots import weights_figure
+    from regard.core.weights_figure import weights_figure
 
     rows, columns, weights = looks(model, source, target)
     panels = {f"layer {number}": layer.mean(0) for number, layer in enumerate(weights, start=1)}

@@ -1,0 +1,68 @@
+"""A trace's weights as heat maps."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from regard.core.style import QUIET, WEIGHT_MAP, Figure, lattice, new_figure
+from regard.core.weights_figure import weights_figure
+from regard.inference.tracing.record import Trace, TracedLayer
+
+
+def heads_figure(trace: Trace, layer: int, head: int | None = None, sequence: int = 0) -> Figure:
+    """The weights of a layer's recorded heads, or of one of them, with their tokens."""
+    traced = trace.layers[layer]
+    if head is not None and head not in traced.heads:
+        raise ValueError(f"head: expected one of those recorded, {list(traced.heads)}, got {head!r}")
+    weights = _weights(traced, sequence)
+    panels = {
+        f"head {number}": weights[place] for place, number in enumerate(traced.heads) if head is None or number == head
+    }
+    queries, keys = weights.shape[1:]
+    words = f"{trace.model or 'model'}, layer {layer} ({traced.kind}), {traced.mechanism}".rstrip(", ")
+    if not traced.by_pairs:
+        names = [str(channel) for channel in range(queries)]
+        return weights_figure(panels, names, axes_names=("channel", "channel"), title=words)
+    rows_named, keys_named = trace.labels(traced)
+    down = _names(rows_named, sequence, traced.rows)
+    across = _names(keys_named, sequence, range(keys))
+    return weights_figure(panels, down, keys=across, title=words)
+
+
+def overview_figure(trace: Trace, sequence: int = 0) -> Figure:
+    """The weights of every recorded layer and head, small."""
+    layers = [(layer, _weights(layer, sequence)) for layer in trace.layers]
+    columns = max((len(weights) for _, weights in layers), default=1)
+    size = min(14.0, max(3.0, 0.95 * columns + 0.6)), min(18.0, max(1.6, 0.95 * len(layers) + 0.7))
+    note = "layers down, heads across; in a map queries down, keys across, from 0 (white) to 1 (dark)"
+    figure = new_figure(*size, title=f"Weights of {trace.model or 'a model'}", note=note)
+    cells = figure.subplots(max(1, len(layers)), columns, squeeze=False)
+    for axes in cells.flat:
+        axes.set_visible(False)
+    for down, (layer, weights) in enumerate(layers):
+        for across, head in enumerate(weights):
+            axes = cells[down][across]
+            axes.set_visible(True)
+            axes.imshow(head.numpy(), cmap=WEIGHT_MAP, vmin=0, vmax=1, aspect="auto", interpolation="nearest")
+            lattice(axes, 0, 0)
+            axes.set_xticks([])
+            axes.set_yticks([])
+            if across == 0:
+                axes.set_ylabel(str(layer.index), fontsize=8, color=QUIET, rotation=0, ha="right", va="center")
+            if down == 0:
+                axes.set_title(str(layer.heads[across]), fontsize=8, color=QUIET)
+    return figure
+
+
+def _weights(layer: TracedLayer, sequence: int) -> Tensor:
+    weights = layer.need("weights")
+    if type(sequence) is not int or not 0 <= sequence < len(weights):
+        raise ValueError(f"sequence: expected 0 to {len(weights) - 1}, got {sequence!r}")
+    return weights[sequence].detach().float().cpu()
+
+
+def _names(tokens: Sequence[Sequence[str]] | None, sequence: int, places: Sequence[int]) -> list[str]:
+    """The tokens at some positions; their numbers if they are unknown."""
+    if tokens is None:
+        return [str(place) for place in places]
+    return [tokens[sequence][place] for place in places]

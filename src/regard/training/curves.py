@@ -1,0 +1,57 @@
+"""Loss and results over the steps of training runs, as lines."""
+
+from typing import Any
+
+from regard.core.style import Figure, dress, grid_shape, line_styles, new_figure
+
+UNITS = {
+    "accuracy": "accuracy (share)",
+    "exact": "exact (share of sentences)",
+    "bleu": "BLEU (of 100)",
+    "loss": "loss (nats)",
+}
+"""What the vertical axis of a result says; other results are named as they are."""
+
+
+def curves_figure(runs: dict[str, list[dict[str, Any]]], *, title: str = "", note: str = "") -> Figure:
+    """Loss over steps, and every held-out result in a panel of its own, for one run or several.
+
+    >>> from regard.training.curves import curves_figure
+    >>> lines = [{"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.0}, {"step": 2, "evaluation": {"loss": 2.1}}]
+    >>> len(curves_figure({"softmax": lines}).axes)
+    1
+    """
+    results: dict[str, dict[str, list[tuple[int, float]]]] = {}
+    for name, lines in runs.items():
+        for line in lines:
+            for kind, value in line.get("evaluation", {}).items():
+                results.setdefault(kind, {}).setdefault(name, []).append((line["step"], value))
+    panels = ["loss", *(kind for kind in results if kind != "loss")]
+    rows, columns = grid_shape(len(panels), most=2 if len(panels) == 4 else 3)
+    figure = new_figure(4.6 * columns, 3.3 * rows + 0.4 * bool(title), title=title, note=note)
+    cells = figure.subplots(rows, columns, squeeze=False).flat
+    for panel, axes in zip(panels, cells, strict=False):
+        for (colour, marker), (name, lines) in zip(line_styles(len(runs)), runs.items(), strict=True):
+            steps = [(line["step"], line["loss"]) for line in lines if "loss" in line]
+            if panel == "loss" and steps:
+                axes.plot(*zip(*_smooth(steps), strict=True), color=colour, alpha=0.45, linewidth=1)
+            points = results.get(panel, {}).get(name, [])
+            label = name if panel != "loss" or len(runs) > 1 else "held out"
+            if points:
+                axes.plot(*zip(*points, strict=True), color=colour, marker=marker, markersize=3.5, label=label)
+        heading = "loss: training (pale), held out (marked)" if panel == "loss" else f"{panel}, held out"
+        dress(axes, title=heading, x="training step", y=UNITS.get(panel, panel))
+        if panel == "loss":
+            axes.set_yscale("log")
+        if axes.get_legend_handles_labels()[0] and (len(runs) > 1 or panel == "loss"):
+            axes.legend(frameon=False, fontsize=8)
+    for spare in list(cells):
+        spare.remove()
+    return figure
+
+
+def _smooth(points: list[tuple[int, float]], most: int = 400) -> list[tuple[int, float]]:
+    """At most so many points, each the mean of its neighbours."""
+    size = max(1, len(points) // most)
+    groups = [points[start : start + size] for start in range(0, len(points), size)]
+    return [(group[-1][0], sum(value for _, value in group) / len(group)) for group in groups]
