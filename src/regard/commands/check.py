@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 import regard as rg
-from regard.commands.common import named, one_thread, print_json, progress
+from regard.commands.common import named, one_thread, print_json, print_table, progress
 from regard.core.laws import LAWS
 from regard.core.laws.case import DTYPES, HEADS, MASKS
 from regard.core.mechanisms import REGISTRY
@@ -68,7 +68,7 @@ def check(
                 rg.check(mechanism, **picked, qk_length=qk_length, device=device, examples=examples, progress=advance)
             )
         if not as_json:
-            print(reports[-1], end="\n\n", flush=True)
+            _print(reports[-1])
     outcomes = [cell.outcome for report in reports for cell in report.cells]
     counts = {name: outcomes.count(name.replace("_", " ")) for name in ("held", "broken", "not_applicable")}
     if as_json:
@@ -78,3 +78,11 @@ def check(
         print(f"{len(outcomes):,} cells: {spelled}")
     if counts["broken"]:
         raise typer.Exit(1)
+
+
+def _print(report: rg.Report) -> None:
+    print(report.heading)
+    print_table(report.rows(), right=("cells",))
+    for note in report.notes():
+        print(note)
+    print(flush=True)

@@ -52,10 +52,12 @@ def models(
             summary = load_with(source, chosen).summary(length)
         if as_json:
             print(json.dumps(summary.to_json(), ensure_ascii=False))
-        elif len(sources) == 1:
-            print(summary)
-        else:
-            print(f"{source}\n\n{summary}\n", flush=True)
+            continue
+        if len(sources) > 1:
+            print(source)
+        rows = summary.rows()
+        print_table(rows, right=list(rows[0])[-2:])
+        print("\n".join(summary.notes()), flush=True)
 
 
 def convert(
