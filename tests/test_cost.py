@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import regard as rg
 from memory import Allocations, Traffic, saved_bytes
-from regard.core.cost import COUNTED, _WithoutNumbers
+from regard.core.cost.counting import COUNTED, _WithoutNumbers
 from regard.core.families.features import RECENT
 from regard.core.mechanisms import REGISTRY
 from regard.core.paths import sums_cost

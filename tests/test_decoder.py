@@ -11,7 +11,7 @@ from torch import Tensor
 import peers
 import regard as rg
 from regard.core.mechanisms import REGISTRY
-from regard.core.owned import weighs_tokens
+from regard.core.tensors import weighs_tokens
 from regard.models.registry import MODELS
 
 FORMS = {

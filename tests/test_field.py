@@ -16,7 +16,7 @@ from regard.core.calls.call import Call
 from regard.core.calls.choice import refusal
 from regard.core.families.features import RECENT
 from regard.core.mechanisms import REGISTRY
-from regard.core.owned import weighs_tokens
+from regard.core.tensors import weighs_tokens
 
 PAIRS = {name: one for name, one in REGISTRY.items() if weighs_tokens(one, 8) and not one.ordered}
 every_mechanism = pytest.mark.parametrize("name", PAIRS)

@@ -26,7 +26,7 @@ import regard as rg
 from memory import Allocations
 from regard.checkpoints import Tokenizer
 from regard.core.mechanisms import REGISTRY
-from regard.core.owned import weighs_tokens
+from regard.core.tensors import weighs_tokens
 from regard.inference.generation.prompt import KEY, with_room
 from regard.inference.generation.sampling import Sampling
 from regard.inference.generation.text import Writer

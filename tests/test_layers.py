@@ -20,7 +20,7 @@ import regard as rg
 from regard.core import cpu
 from regard.core.calls.choice import refusal
 from regard.core.mechanisms import REGISTRY
-from regard.core.owned import weighs_tokens
+from regard.core.tensors import weighs_tokens
 from regard.models.layers.attention import Attend
 from regard.models.layers.block import Block, BlockConfig, Stack
 from regard.models.layers.linear import Linear, by_machine_code, by_onednn, lay_together, projections

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 import regard as rg
 from regard.checkpoints.tokenizer import Tokenizer
 from regard.core.mechanisms import REGISTRY
-from regard.core.owned import weighs_tokens
+from regard.core.tensors import weighs_tokens
 from regard.training import Settings, train
 from regard.training.data.baselines import ngram_bits_per_byte, ngrams, xz_bits_per_byte
 from regard.training.data.text import Tokens, documents, plain_ids, split, write_tokens

@@ -11,7 +11,7 @@ from torch import nn
 
 import regard as rg
 from regard.core.mechanisms import REGISTRY
-from regard.core.owned import weighs_tokens
+from regard.core.tensors import weighs_tokens
 from regard.inference.trace import Trace, TracedLayer, patterns, rollout, trace, value_weighted, word_ids
 from regard.inference.tracing.patterns import PATTERNS
 from regard.models.layers.attention import MultiHeadAttention

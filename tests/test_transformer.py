@@ -10,7 +10,7 @@ import regard as rg
 from regard.checkpoints.forms.t5 import FORM
 from regard.checkpoints.huggingface import export
 from regard.core.mechanisms import REGISTRY
-from regard.core.owned import weighs_tokens
+from regard.core.tensors import weighs_tokens
 from regard.models.layers.positions import sinusoidal
 from regard.models.transformer import Transformer, TransformerConfig
 

@@ -14,8 +14,8 @@ import regard as rg
 from regard.core.calls.choice import refusal
 from regard.core.masks.guard import all_finite
 from regard.core.mechanisms import REGISTRY
-from regard.core.owned import weighs_tokens
 from regard.core.paths import gpu
+from regard.core.tensors import weighs_tokens
 from regard.models.vision import local
 
 B, H, G, T, K = 2, 4, 2, 7, 3

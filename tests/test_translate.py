@@ -16,7 +16,7 @@ from torch import Tensor
 
 import regard as rg
 from regard.core.mechanisms import REGISTRY
-from regard.core.owned import weighs_tokens
+from regard.core.tensors import weighs_tokens
 from regard.training import Settings, train
 from regard.training.data.phrasebook import phrasebook, swaps
 from regard.training.recipes import translate

@@ -8,8 +8,8 @@ from torch import Tensor
 from regard.core.calls.call import A_FLOAT, FLOATS, Call
 from regard.core.masks import Mask
 from regard.core.masks.structure import FOREVER, structure
-from regard.core.owned import foreign
 from regard.core.states.state import State
+from regard.core.user_code import runs_user_code
 
 if TYPE_CHECKING:
     from regard.core.families.mechanism import Mechanism
@@ -63,7 +63,7 @@ def check_extend(
     bias: Tensor | None,
 ) -> None:
     """Raise ValueError for tokens that do not belong to a state, or a mask under which it cannot go on."""
-    if foreign(mechanism) or not _fit(q, k, v):
+    if runs_user_code(mechanism) or not _fit(q, k, v):
         Call(mechanism, q, k, v).check()  # says what is wrong, if anything is
     state.check(k, v)
     batch, heads, queries, _ = q.shape

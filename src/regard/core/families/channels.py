@@ -19,8 +19,8 @@ from regard.core.cost import Cost, Work, accumulator
 from regard.core.families.mechanism import Mechanism
 from regard.core.masks.guard import cleaned, taint
 from regard.core.masks.structure import EVERYTHING, Structure, structure
-from regard.core.owned import unstated
 from regard.core.paths import reference
+from regard.core.user_code import unstated
 
 
 @dataclass(frozen=True, kw_only=True)

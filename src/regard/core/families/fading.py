@@ -23,7 +23,8 @@ from torch import Tensor
 
 from regard.core.cost import COUNTED, Work, accumulator, count_formula
 from regard.core.families.recurrent import RecurrentMechanism, chunk_size, filled, seen_keys
-from regard.core.owned import made_on, own_dtype, probe, read_only, unstated
+from regard.core.tensors import made_on, own_dtype, probe
+from regard.core.user_code import read_only, unstated
 
 
 @dataclass(frozen=True, kw_only=True)

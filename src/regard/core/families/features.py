@@ -23,12 +23,13 @@ from regard.core.cost import COUNTED, Cost, Work, count_formula, key_value_bytes
 from regard.core.families.mechanism import Mechanism
 from regard.core.masks import Mask
 from regard.core.masks.structure import EVERYTHING, Structure, padding_between, structure
-from regard.core.owned import foreign, own_dtype, read_only, unstated
 from regard.core.paths import blocks, chunked, fused, fused_stream, reference, stream, sums_cost
 from regard.core.paths.slots import Clock, Slot, SumSlot
 from regard.core.states.kernel_state import KernelState
 from regard.core.states.key_values import KeyValueState
 from regard.core.states.state import Sizes, State
+from regard.core.tensors import own_dtype
+from regard.core.user_code import read_only, runs_user_code, unstated
 
 MOST_FEATURES = 16384
 """Features beyond which sums cost more than any history they would replace, and the score form is used instead."""
@@ -113,7 +114,7 @@ class FeatureMechanism(Mechanism):
         return precision  # phi alone computes in its tensors' dtype: products of features are too large for half
 
     def _features(self, x: Tensor) -> Tensor:
-        if not foreign(self):  # it has no tensors, and so no dtype but that of x
+        if not runs_user_code(self):  # it has no tensors, and so no dtype but that of x
             return self.features(x)
         phi = read_only(self, "features", self.features, x.to(own_dtype(self) or x.dtype))
         if not self.shipped:

@@ -31,26 +31,13 @@ from regard.core.cost import Cost, Work, accumulator, score_cost, similarity_flo
 from regard.core.eager import symbolic
 from regard.core.masks import Mask, MaskFunction, as_mask
 from regard.core.masks.structure import EVERYTHING, Structure, padding_between, with_padding
-from regard.core.owned import (
-    brief,
-    check_class,
-    flat,
-    foreign,
-    leaves,
-    made_on,
-    own_dtype,
-    probe,
-    read_only,
-    same,
-    theirs,
-    unstated,
-    weigh,
-)
 from regard.core.paths import blocks, exact, reference
 from regard.core.paths.runs import over_runs, settled, with_space
 from regard.core.paths.slots import CacheSlot, Clock, Slot
 from regard.core.states.key_values import KeyValueState
 from regard.core.states.state import Sizes, State
+from regard.core.tensors import brief, flat, leaves, made_on, own_dtype, probe, same
+from regard.core.user_code import check_class, is_user_code, read_only, runs_user_code, unstated, weigh
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +123,7 @@ class Mechanism:
         >>> rg.Kernel(feature_map=lambda x: torch.relu(x @ W)).captured(4)[0] is W
         True
         """
-        if not foreign(self):
+        if not runs_user_code(self):
             return []
         listed = {id(tensor) for tensor in self.parameters()}
         x = probe(self, (1, 1, 1, qk_length))
@@ -148,7 +135,7 @@ class Mechanism:
 
     def learns(self, qk_length: int) -> bool:
         """Whether autograd would record the weights of queries and keys that require no gradient."""
-        if not torch.is_grad_enabled() or not foreign(self):
+        if not torch.is_grad_enabled() or not runs_user_code(self):
             return False
         return torch.compiler.is_compiling() or bool(self.parameters()) or bool(self.captured(qk_length))
 
@@ -211,7 +198,7 @@ class Mechanism:
 
     def choose_weights(self, call: Call, rows: list[int] | None, heads: list[int] | None) -> Tensor:
         """The exact weights of chosen query rows and heads (None: all), NaN for a query that sees one in a key."""
-        if heads is not None and foreign(self):  # a user's formula may have a part for each head, in their order
+        if heads is not None and runs_user_code(self):  # a user's formula may have a part for each head, in their order
             return exact.weights(call, rows, None)[:, heads]
         return exact.weights(call, rows, heads)
 
@@ -237,7 +224,7 @@ class Mechanism:
         own = self.formula_dtype(kind)
         tensors = tiled.to(own), k.to(own)
         # Our own formulas write to nothing, and hand a user's phi on to `read_only`.
-        similar = read_only(self, name, compare, *tensors) if theirs(compare) else compare(*tensors)
+        similar = read_only(self, name, compare, *tensors) if is_user_code(compare) else compare(*tensors)
         expected = (*tiled.shape[:3], k.shape[2])
         if not isinstance(similar, Tensor) or similar.shape != expected:
             shape = tuple(similar.shape) if isinstance(similar, Tensor) else type(similar).__name__

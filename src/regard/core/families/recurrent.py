@@ -26,11 +26,11 @@ from regard.core.families.mechanism import UnnormalisedMechanism
 from regard.core.masks import Mask
 from regard.core.masks.guard import cleaned, taint
 from regard.core.masks.structure import EVERYTHING, Structure, reached, structure
-from regard.core.owned import unstated
 from regard.core.paths import reference
 from regard.core.paths.exact import choose_scores
 from regard.core.states.fixed_state import FixedState
 from regard.core.states.state import Sizes, State
+from regard.core.user_code import unstated
 
 CHUNK = 64
 """Tokens after which the sums are brought up to date: as many as a usual head has features."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from regard.core.calls.call import Call
 from regard.core.families.mechanism import Mechanism
-from regard.core.owned import unstated
+from regard.core.user_code import unstated
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from regard.core.families.mechanism import Mechanism
 from regard.core.laws.case import DTYPES, HEADS, LENGTH_PAIRS, MASKS, plain_output
 from regard.core.laws.report import Cell, Report
 from regard.core.laws.statements import LAWS
-from regard.core.owned import probe
+from regard.core.tensors import probe
 
 Progress = Callable[[str], object]
 

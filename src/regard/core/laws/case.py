@@ -12,8 +12,8 @@ from regard.core.calls.call import Call
 from regard.core.families.features import RECENT
 from regard.core.families.mechanism import Mechanism
 from regard.core.masks import Mask, causal, global_tokens, padding, window
-from regard.core.owned import own_dtype, replaced
 from regard.core.paths.sums import CHUNK
+from regard.core.tensors import own_dtype, replaced
 
 LENGTHS = (1, 2, 3, 5, 17, 0, 63, RECENT, RECENT + 1, CHUNK - 1, CHUNK, CHUNK + 1)
 SHORT = (1, 2, 3, 5, 17, 0, CHUNK + 1)

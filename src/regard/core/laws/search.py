@@ -14,7 +14,7 @@ from regard.core.families.mechanism import Mechanism
 from regard.core.laws.case import Broken, Case, in_dtype
 from regard.core.laws.report import Cell
 from regard.core.laws.statements import Law
-from regard.core.owned import weighs_tokens
+from regard.core.tensors import weighs_tokens
 
 Lengths = Sequence[tuple[int, int]]
 """Pairs of qk_length and value_length to draw from."""

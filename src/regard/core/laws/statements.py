@@ -29,8 +29,8 @@ from regard.core.laws.case import (
 )
 from regard.core.masks import Mask, causal, dense, global_tokens, padding, window
 from regard.core.masks.structure import EVERYTHING, FOREVER, structure
-from regard.core.owned import weighs_tokens
 from regard.core.paths import reference
+from regard.core.tensors import weighs_tokens
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,8 @@ from torch import Tensor, nn
 
 from regard.core.cost import COUNTED, Work, accumulator, count_formula
 from regard.core.families.recurrent import RecurrentMechanism, chunk_size, filled, seen_keys
-from regard.core.owned import own_dtype, read_only, real_place, replaced
+from regard.core.tensors import own_dtype, real_place, replaced
+from regard.core.user_code import read_only
 
 
 class Rate(nn.Module):

@@ -20,7 +20,7 @@ from torch.nn.functional import linear, logsigmoid
 
 from regard.core.cost import accumulator
 from regard.core.families.fading import FadingMechanism
-from regard.core.owned import real_place, replaced
+from regard.core.tensors import real_place, replaced
 
 SOFTNESS = 16
 """By what log-gates are divided, as in the paper, so that an untrained gate keeps some 96 % with every token."""

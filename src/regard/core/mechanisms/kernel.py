@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from regard.core.eager import kept
 from regard.core.families.features import FeatureMechanism
-from regard.core.owned import made_on, own_dtype, probe
+from regard.core.tensors import made_on, own_dtype, probe
 
 
 @dataclass(frozen=True, kw_only=True)

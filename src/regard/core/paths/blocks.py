@@ -14,8 +14,8 @@ from regard.core.calls.choice import Path
 from regard.core.eager import symbolic
 from regard.core.masks import Span
 from regard.core.masks.structure import QUERY_BLOCK, blocks, positions
-from regard.core.owned import weigh
 from regard.core.paths import sdpa, torch_softmax
+from regard.core.user_code import weigh
 
 WINDOW_BLOCK = 64
 """Queries at a time under a window, whose spans are not much longer than the block."""

@@ -6,7 +6,7 @@ from torch import Tensor
 from regard.core.calls.call import Call, in_own_dtype
 from regard.core.masks.guard import cleaned, taint
 from regard.core.masks.structure import EVERYTHING
-from regard.core.owned import weigh
+from regard.core.user_code import weigh
 
 
 def weights(call: Call, rows: list[int] | None, heads: list[int] | None) -> Tensor:

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from regard.core.calls.call import Call
 from regard.core.calls.choice import Path
-from regard.core.owned import weigh
+from regard.core.user_code import weigh
 
 
 def cannot(call: Call) -> str | None:

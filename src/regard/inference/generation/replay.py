@@ -16,10 +16,10 @@ from torch.nn.modules import module as nn_module
 from regard.core.eager import untouched
 from regard.core.masks import Padding
 from regard.core.masks.guard import all_finite
-from regard.core.owned import foreign
 from regard.core.paths import gpu, split
 from regard.core.paths.slots import Clock
 from regard.core.states.key_values import first_room
+from regard.core.user_code import runs_user_code
 from regard.inference.generation.prompt import Prompt, with_room
 from regard.models.decoder import Decoder
 from regard.models.layers.streaming import ModelState, recalled
@@ -55,7 +55,7 @@ def uncapturable(model: Decoder | Transformer, state: ModelState, most: int) -> 
         mechanism = block.attention.mechanism
         if state.memory is not None and (reason := _uncrossed(block.cross)) is not None:
             return reason
-        if foreign(mechanism):
+        if runs_user_code(mechanism):
             return f"{type(mechanism).__name__} runs code that may read numbers"
         if layer.forgotten:
             return "its state has forgotten what a mask's window left behind"

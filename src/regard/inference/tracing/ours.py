@@ -14,9 +14,10 @@ from regard.core.families.mechanism import Mechanism
 from regard.core.masks import Mask, Padding, as_mask
 from regard.core.masks.padded import join_padding
 from regard.core.masks.structure import padding_between, structure
-from regard.core.owned import foreign, weighs_tokens
 from regard.core.paths.exact import choose_scores
 from regard.core.states.state import State
+from regard.core.tensors import weighs_tokens
+from regard.core.user_code import runs_user_code
 from regard.inference.tracing.gather import Met, Recorder
 from regard.inference.tracing.record import Kind
 from regard.models.layers.attention import Attend
@@ -112,7 +113,7 @@ def met(
         return reachable if seen is None else seen & reachable
 
     def score(rows: list[int] | None, chosen: list[int] | None) -> Tensor | None:
-        computed = None if foreign(mechanism) else chosen  # a user's formula may have a part for each head
+        computed = None if runs_user_code(mechanism) else chosen  # a user's formula may have a part for each head
         wanted = choose_scores(q, rows, computed)
         shared = k if computed is None else k[:, [head // (heads // k.shape[1]) for head in computed]]
         extra = None if added is None else choose_scores(added, rows, computed)

@@ -24,9 +24,9 @@ from regard.core.masks import Band, Mask, MaskFunction, Packed, as_mask
 from regard.core.masks.guard import cleaned, poisoned, taint
 from regard.core.masks.structure import structure
 from regard.core.mechanisms import Softmax, named
-from regard.core.owned import named_tensors, replaced
 from regard.core.paths import gpu, split
 from regard.core.paths.slots import Slot
+from regard.core.tensors import named_tensors, replaced
 from regard.models.layers.linear import Linear, projections
 from regard.models.layers.positions import Rotary, Tables
 from regard.models.layers.ragged import Ragged

@@ -1,0 +1,104 @@
+"""A user's code: what a class of is_user_code must be, and that its formulas only read the tensors they get."""
+
+from collections.abc import Callable
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from regard.core.eager import transformed, untouched
+
+if TYPE_CHECKING:
+    from regard.core.families.mechanism import Mechanism
+
+
+def check_class(kind: "type[Mechanism]") -> None:
+    """Raise TypeError for a user's class whose fields would take the place of what a mechanism is asked, or that has
+    an `__init__` of its own, which fields do not know of."""
+    if "__init__" in vars(kind):
+        raise TypeError(
+            f"{kind.__name__}: expected fields, as of a dataclass, got an __init__: what it sets would not be "
+            "compared, shown or saved"
+        )
+    ours = [parent for parent in kind.__mro__[1:] if parent.__module__.startswith("regard.")]
+    for name, annotation in vars(kind).get("__annotations__", {}).items():
+        if "ClassVar" in str(annotation):
+            continue
+        owner = next((parent for parent in ours if name in vars(parent)), None)
+        if owner is not None and name not in {entry.name for entry in fields(owner)}:
+            raise TypeError(
+                f"{kind.__name__}: expected a field of another name than {name!r}, which every {owner.__name__} has "
+                "for itself"
+            )
+
+
+def unstated(mechanism: "Mechanism", signature: str) -> ValueError:
+    """The error of a mechanism without a formula that its family asks for.
+
+    >>> import regard as rg
+    >>> from regard.core.user_code import unstated
+    >>> unstated(rg.Mechanism(), "similarity(q, k)")
+    ValueError('similarity: expected similarity(q, k) to be stated by Mechanism, got none')
+    """
+    name = signature.partition("(")[0]
+    return ValueError(f"{name}: expected {signature} to be stated by {type(mechanism).__name__}, got none")
+
+
+def runs_user_code(mechanism: "Mechanism") -> bool:
+    """Whether a mechanism runs code of a user's, a module or a function: ours holds no tensors."""
+    return not mechanism.shipped or any(callable(value) for value in vars(mechanism).values())
+
+
+def is_user_code(function: Callable[..., Any]) -> bool:
+    """Whether a method or function is a user's, and not of this package."""
+    return not (function.__module__ or "").startswith("regard.")
+
+
+_watched: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""Of each mechanism the formulas, and shapes of tensors, that were seen to leave those tensors as they are."""
+
+
+def read_only(mechanism: "Mechanism", name: str, formula: Callable[..., Any], *tensors: Tensor) -> Any:
+    """`formula(*tensors)`; ValueError for a user's formula that writes to its tensors, which are the caller's or a KV
+    cache's. Tensors of new shapes are copied for it, so that nothing is lost, and later ones given as they are: a
+    version counter tells of a write that depends on numbers, after it. Tensors made in inference mode have none, but
+    copies made outside do. A write to `x.data` counts nowhere."""
+    if not runs_user_code(mechanism) or torch.compiler.is_compiling() or transformed():
+        return formula(*tensors)
+    plain = untouched()  # a mode that counts operators or memory sees no copies
+    if plain:
+        safe: set[Any] = _watched.setdefault(mechanism, set())
+        key = name, *(tensor.shape for tensor in tensors)
+        if key not in safe:
+            tensors = tuple(_counting_copy(tensor) for tensor in tensors)
+    versions = _versions(tensors)
+    result = formula(*tensors)
+    if _versions(tensors) != versions:
+        raise ValueError(
+            f"{name}: expected a formula that leaves the tensors it is given as they are, got {mechanism!r}, which "
+            "writes to them in place (x.mul_(2) or x[…] = 2 instead of x * 2)"
+        )
+    if plain:
+        safe.add(key)
+    return result
+
+
+def _counting_copy(tensor: Tensor) -> Tensor:
+    """A copy that counts writes, in inference mode too."""
+    if not torch.is_inference_mode_enabled():
+        return tensor.clone()
+    with torch.inference_mode(False), torch.no_grad():
+        return tensor.clone()
+
+
+def _versions(tensors: tuple[Tensor, ...]) -> list[int]:
+    return [tensor._version for tensor in tensors if not tensor.is_inference()]
+
+
+def weigh(mechanism: "Mechanism", q: Tensor, k: Tensor, visible: Tensor | None, bias: Tensor | None) -> Tensor:
+    """The mechanism's exact weights, in whatever way it states them."""
+    if not is_user_code(mechanism.weigh):
+        return mechanism.weigh(q, k, visible, bias)
+    return read_only(mechanism, "weigh", lambda q, k: mechanism.weigh(q, k, visible, bias), q, k)
