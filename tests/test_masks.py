@@ -20,7 +20,7 @@ import regard as rg
 import regard.core.masks
 from regard.core.calls.call import Call
 from regard.core.masks import Band, Mask, Packed, Padding, as_mask
-from regard.core.masks.structure import blocks, count_pairs, positions, reached, structure
+from regard.core.masks.structure import blocks, count_pairs, positions, reached, structure_of
 from regard.core.paths import masked
 
 B, H = 3, 2
@@ -181,7 +181,7 @@ def test_spans_cover_every_visible_key(tree: Tree, data: st.DataObject) -> None:
 def test_structure_loses_nothing(tree: Tree) -> None:
     """Band and padding and rest, put together again, are the mask."""
     known, queries, keys = tree.build(), tree.queries, tree.keys
-    parts = structure(known.mask, queries, keys)
+    parts = structure_of(known.mask, queries, keys)
     again = seen(Band(parts.before, parts.after), queries, keys)
     valid = parts.valid(keys)
     if valid is not None:
@@ -229,7 +229,7 @@ class Slotted(Mask):
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda mask: pickle.loads(pickle.dumps(mask))])
 def test_a_mask_with_slots_is_copied_without_what_is_remembered_of_it(copied: Callable[[Mask], Mask]) -> None:
     mask = Slotted(2)
-    structure(mask, 4, 4)
+    structure_of(mask, 4, 4)
     again = copied(mask)
     assert torch.equal(seen(again, 4, 4), seen(mask, 4, 4))
     assert not any(hasattr(again, name) for name in Mask.__slots__)
@@ -414,7 +414,7 @@ def test_a_drawing_refuses_a_bad_file_name(tmp_path, name: str, argument: str) -
     ],
 )  # fmt: skip
 def test_structure_of_bands(mask: Mask | None, queries: int, keys: int, expected: dict[str, object]) -> None:
-    found = structure(mask, queries, keys)
+    found = structure_of(mask, queries, keys)
     assert {name: getattr(found, name) for name in expected} == expected
     assert found.rest is None
     assert found.paddings == ()
@@ -422,12 +422,12 @@ def test_structure_of_bands(mask: Mask | None, queries: int, keys: int, expected
 
 def test_structure_of_padding() -> None:
     left = torch.arange(5) >= torch.tensor([[2], [0]])
-    assert structure(rg.padding(valid=left) & rg.padding([4, 5]), 5, 5).rows == ((2, 4), (0, 5))
-    assert structure(rg.padding([5, 5]), 5, 5).paddings == (), "padding that hides nothing is no padding"
+    assert structure_of(rg.padding(valid=left) & rg.padding([4, 5]), 5, 5).rows == ((2, 4), (0, 5))
+    assert structure_of(rg.padding([5, 5]), 5, 5).paddings == (), "padding that hides nothing is no padding"
     holes = torch.tensor([[True, False, True]])
-    assert structure(rg.padding(valid=holes), 3, 3).rows is None
-    assert structure(rg.padding(valid=holes), 3, 3).valid(3).tolist() == holes.tolist()
-    assert structure(rg.causal | rg.padding([3]), 3, 3).rest is not None, "a union is not a conjunction"
+    assert structure_of(rg.padding(valid=holes), 3, 3).rows is None
+    assert structure_of(rg.padding(valid=holes), 3, 3).valid(3).tolist() == holes.tolist()
+    assert structure_of(rg.causal | rg.padding([3]), 3, 3).rest is not None, "a union is not a conjunction"
 
 
 @pytest.mark.parametrize("batch", [0, 1, 4])

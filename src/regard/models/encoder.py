@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from regard.core.calls.choice import refusal
 from regard.core.masks import Mask, as_mask, global_tokens, padding, window
-from regard.core.masks.structure import padding_between, structure
+from regard.core.masks.structure import padding_between, structure_of
 from regard.models.base import Model, check_length, check_tokens
 from regard.models.config import Config, block_config, check_class_names
 from regard.models.layers.attention import AnyMask, as_mechanism
@@ -329,7 +329,7 @@ def pool(
     if not length:
         return hidden.new_zeros(hidden.shape[0], hidden.shape[2] * len(modes))
     rule = as_mask(mask)
-    valid = None if rule is None else structure(rule, length, length).valid(length, hidden.device)
+    valid = None if rule is None else structure_of(rule, length, length).valid(length, hidden.device)
     if valid is None:
         valid = torch.ones(hidden.shape[:2], dtype=torch.bool, device=hidden.device)
     places = valid.cumsum(-1) * valid

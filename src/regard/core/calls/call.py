@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from regard.core.masks import Mask, causal
-from regard.core.masks.structure import Structure, structure
+from regard.core.masks.structure import Structure, structure_of
 
 if TYPE_CHECKING:
     from regard.core.families.mechanism import Mechanism
@@ -51,7 +51,7 @@ class Call:
         """Of int8 keys and values, (B, G, S, 1): a KV cache may store them so."""
         self.square = bool(self.queries == self.keys)
         """Whether there are as many queries as keys. A trace that holds lengths open must know early."""
-        self.structure: Structure = structure(mask, self.queries, self.keys)
+        self.structure: Structure = structure_of(mask, self.queries, self.keys)
         """What is known of the mask at this shape."""
 
     @property

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from regard.core.calls.call import A_FLOAT, FLOATS, Call
 from regard.core.masks import Mask
-from regard.core.masks.structure import FOREVER, structure
+from regard.core.masks.structure import FOREVER, structure_of
 from regard.core.states.state import State
 from regard.core.user_code import runs_user_code
 
@@ -73,7 +73,7 @@ def check_extend(
     if mask is not None:
         mask.fits(batch, heads, queries, total)
     # A window that does not bind yet will: better refused at the first token than in the middle.
-    if (reason := mechanism.streams(k.shape[3], structure(mask, FOREVER, FOREVER))) is not None:
+    if (reason := mechanism.streams(k.shape[3], structure_of(mask, FOREVER, FOREVER))) is not None:
         raise ValueError(reason)
     if bias is not None:
         keys, values = (t.new_empty(1).expand(*t.shape[:2], total, t.shape[3]) for t in (k, v))

@@ -18,7 +18,7 @@ from regard.core.calls.choice import Path
 from regard.core.cost import Cost, Work, accumulator
 from regard.core.families.mechanism import Mechanism
 from regard.core.masks.guard import cleaned, taint
-from regard.core.masks.structure import EVERYTHING, Structure, structure
+from regard.core.masks.structure import EVERYTHING, Structure, structure_of
 from regard.core.paths import reference
 from regard.core.user_code import unstated
 
@@ -107,7 +107,7 @@ class ChannelMechanism(Mechanism):
         return (_PATH,)
 
     def cost(self, work: Work) -> Cost:
-        known, name = structure(work.rule, work.query_length, work.key_length), type(self).__name__
+        known, name = structure_of(work.rule, work.query_length, work.key_length), type(self).__name__
         if known.causal or known.windowed or known.rest is not None:
             raise ValueError(f"mask: expected padding or none for {name}, got {work.mask!r}")
         if work.query_length != work.key_length:

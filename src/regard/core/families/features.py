@@ -22,7 +22,7 @@ from regard.core.calls.choice import Path
 from regard.core.cost import COUNTED, Cost, Work, count_formula, key_value_bytes, score_cost
 from regard.core.families.mechanism import Mechanism
 from regard.core.masks import Mask
-from regard.core.masks.structure import EVERYTHING, Structure, padding_between, structure
+from regard.core.masks.structure import EVERYTHING, Structure, padding_between, structure_of
 from regard.core.paths import blocks, chunked, fused, fused_stream, reference, stream, sums_cost
 from regard.core.paths.slots import Clock, Slot, SumSlot
 from regard.core.states.kernel_state import KernelState
@@ -185,7 +185,7 @@ class FeatureMechanism(Mechanism):
         if new == 0:
             return q.new_zeros(*q.shape[:3], v.shape[3]) + q[..., :0].sum(), state
         hidden = padding_between(rule, state.folded, total, total)
-        return stream.stream(self, q, k, v, state, structure(rule, new, total).causal, hidden, RECENT)
+        return stream.stream(self, q, k, v, state, structure_of(rule, new, total).causal, hidden, RECENT)
 
     def slot(self, qk_length: int, state: Any, clock: Callable[[int], Clock], window: int | None) -> Slot:
         if not self.linear(qk_length):
@@ -198,7 +198,7 @@ class FeatureMechanism(Mechanism):
             state_bytes = sums_cost.sums_bytes(self, work) + key_value_bytes(
                 replace(work, key_length=RECENT, mask=None)
             )
-        why = chunked.quadratic(self, work.qk_length, structure(work.rule, work.query_length, work.key_length))
+        why = chunked.quadratic(self, work.qk_length, structure_of(work.rule, work.query_length, work.key_length))
         if why is None:
             return sums_cost.cost(self, work, RECENT, state_bytes)
         plain = score_cost(work, self.precision(work.dtype))

@@ -25,7 +25,7 @@ from regard.core.eager import symbolic
 from regard.core.families.mechanism import UnnormalisedMechanism
 from regard.core.masks import Mask
 from regard.core.masks.guard import cleaned, taint
-from regard.core.masks.structure import EVERYTHING, Structure, reached, structure
+from regard.core.masks.structure import EVERYTHING, Structure, reached, structure_of
 from regard.core.paths import reference
 from regard.core.paths.exact import choose_scores
 from regard.core.states.fixed_state import FixedState
@@ -142,7 +142,7 @@ class RecurrentMechanism(UnnormalisedMechanism):
         return new.attended(out, sums=sums)
 
     def cost(self, work: Work) -> Cost:
-        known = structure(work.rule, work.query_length, work.key_length)
+        known = structure_of(work.rule, work.query_length, work.key_length)
         if (reason := self.streams(work.qk_length, known)) is not None:
             raise ValueError(reason)
         heads, itemsize = work.batch * work.num_kv_heads, accumulator(work.dtype).itemsize

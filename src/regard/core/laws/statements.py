@@ -28,7 +28,7 @@ from regard.core.laws.case import (
     within_budget,
 )
 from regard.core.masks import Mask, causal, dense, global_tokens, padding, window
-from regard.core.masks.structure import EVERYTHING, FOREVER, structure
+from regard.core.masks.structure import EVERYTHING, FOREVER, structure_of
 from regard.core.paths import reference
 from regard.core.tensors import weighs_tokens
 
@@ -95,7 +95,7 @@ def _stream(
 
 
 def _no_stream(mechanism: Mechanism, case: Case) -> str | None:
-    return mechanism.streams(case.qk_length, structure(_causal_rule(case), case.queries, case.keys))
+    return mechanism.streams(case.qk_length, structure_of(_causal_rule(case), case.queries, case.keys))
 
 
 @torch.no_grad()
@@ -136,7 +136,7 @@ def _forked(mechanism: Mechanism, case: Case) -> None:
 
 def _reordered(mechanism: Mechanism, case: Case, tensors: Triple, early: Any, rest: list[int]) -> None:
     rule = _causal_rule(case)
-    if case.batch < 2 or not rest or structure(rule, case.queries, case.keys).paddings:
+    if case.batch < 2 or not rest or structure_of(rule, case.queries, case.keys).paddings:
         return  # a padded row cannot change places under a mask that stays
     index = torch.arange(case.batch).roll(1)
     q, k, v = each(lambda t: torch.cat([t[:, :, : early.length][index], t[:, :, early.length :]], dim=2), tensors)
@@ -176,7 +176,7 @@ def _batched(mechanism: Mechanism, case: Case) -> None:
 
 def _row(rule: Mask | None, case: Case, row: int) -> Mask | None:
     """One row's own mask: its padding as intervals where there is nothing else, else the row as it is."""
-    known = structure(rule, case.queries, case.keys)
+    known = structure_of(rule, case.queries, case.keys)
     if known == EVERYTHING:
         return None
     assert rule is not None
@@ -348,7 +348,7 @@ def _permuted(mechanism: Mechanism, case: Case) -> None:
     if rule is None:
         other = None
     else:
-        valid = structure(rule, case.queries, case.keys).valid(case.keys)
+        valid = structure_of(rule, case.queries, case.keys).valid(case.keys)
         other = None if valid is None else padding(valid=valid[:, order])
     agrees("the whole", attend(q, k, v, mechanism, rule), mechanism, q, k, v, rule)
     exact, plain = exact_output(mechanism, q, k, v, rule), plain_output(mechanism, q, k, v, rule)
@@ -435,7 +435,7 @@ def _learned(mechanism: Mechanism, case: Case) -> None:
     if 0 in (case.batch, case.queries, case.keys):
         return
     q, k, v = _short(case)
-    streams = mechanism.streams(case.qk_length, structure(_causal_rule(case), FOREVER, FOREVER)) is None
+    streams = mechanism.streams(case.qk_length, structure_of(_causal_rule(case), FOREVER, FOREVER)) is None
     rule = _causal_rule(case) if streams else case.rule()
     term = torch.randn(case.queries, case.keys, generator=case.generator, dtype=case.kind).to(q).requires_grad_()
     bias = term if mechanism.refuses(Call(mechanism, q, k, v, rule, term)) is None else None

@@ -72,7 +72,7 @@ EVERYTHING, CAUSAL = Structure(), Structure(after=0)
 """The structure of a mask that hides nothing, and of one that is causal and no more."""
 
 
-def structure(mask: Mask | None, queries: int, keys: int) -> Structure:
+def structure_of(mask: Mask | None, queries: int, keys: int) -> Structure:
     """Take a mask apart into its band, its padding and the rest, dropping limits that exclude nothing at this shape:
     `EVERYTHING` itself if none does. Where a trace holds a length open, all limits stay.
 
@@ -81,11 +81,11 @@ def structure(mask: Mask | None, queries: int, keys: int) -> Structure:
     if mask is None:
         return EVERYTHING
     if torch.compiler.is_compiling():
-        return _structure(mask, queries, keys)
+        return _structure_of(mask, queries, keys)
     place = "_at_any_length" if type(keys) is int and keys == FOREVER else "_at_last"
     asked = getattr(mask, place, None)
     if asked is None or asked[0] != queries or asked[1] != keys:
-        asked = queries, keys, _structure(mask, queries, keys)
+        asked = queries, keys, _structure_of(mask, queries, keys)
         # A mask that is remembered by itself would outlive its use, and its table with it.
         itself = asked[2].rest is mask or mask in asked[2].paddings
         if not itself and not symbolic(queries, keys):
@@ -94,7 +94,7 @@ def structure(mask: Mask | None, queries: int, keys: int) -> Structure:
     return known
 
 
-def _structure(mask: Mask, queries: int, keys: int) -> Structure:
+def _structure_of(mask: Mask, queries: int, keys: int) -> Structure:
     bands, paddings, others = mask.terms()
     befores = [band.before for band in bands if band.before is not None]
     afters = [band.after for band in bands if band.after is not None]
@@ -175,7 +175,7 @@ def count_pairs(mask: Mask | None, batch: int, heads: int, queries: int, keys: i
     """Visible (query, key) pairs over the batch and heads; every pair counts where the mask is not structured."""
     if mask is None or not mask.structured:
         return batch * heads * queries * keys
-    known = structure(mask, queries, keys)
+    known = structure_of(mask, queries, keys)
     if known.rest is None and (not known.paddings or known.rows is not None):
         rows = known.rows or ((0, keys),)
         each = [_band_pairs(known, queries, keys, low, high) for low, high in rows]
@@ -214,7 +214,7 @@ def count_keys(mask: Mask | None, batch: int, queries: int, keys: int) -> int:
     """Keys, over the batch, within the spans that the queries may see."""
     if mask is None or not queries:
         return batch * keys
-    known = structure(mask, queries, keys)
+    known = structure_of(mask, queries, keys)
     spans = mask.spans(keys - queries, keys, keys)
     if known.rows is None:
         return batch * sum(b - a for a, b in spans)
@@ -226,7 +226,7 @@ def reached(mask: Mask | None, flags: Tensor, heads: int, queries: int) -> Tenso
     batch, groups, keys = flags.shape
     if queries == 0:
         return flags.new_zeros(batch, heads, 0)
-    known = structure(mask, queries, keys)
+    known = structure_of(mask, queries, keys)
     if known.rest is None:
         valid = known.valid(keys, flags.device)
         counted = flags if valid is None else flags & valid[:, None]

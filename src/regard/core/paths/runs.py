@@ -12,7 +12,7 @@ from regard.core.calls.call import Call
 from regard.core.calls.choice import choose, compute
 from regard.core.eager import transformed
 from regard.core.masks import Mask
-from regard.core.masks.structure import FOREVER, part_of, structure
+from regard.core.masks.structure import FOREVER, part_of, structure_of
 from regard.core.paths import shared
 from regard.core.states.key_values import KeyValueState
 
@@ -24,7 +24,7 @@ def with_space(state: KeyValueState, mask: Mask | None, new: int) -> KeyValueSta
     """The state with room for `new` tokens: where it is full, without the keys that a window has left behind."""
     if not state.forgotten and state.length + new <= state.capacity:
         return state
-    before = structure(mask, FOREVER, FOREVER).before
+    before = structure_of(mask, FOREVER, FOREVER).before
     first = 0 if before is None else max(0, state.length - before)
     if first < state.forgotten:
         shown = "all keys" if before is None else f"keys from position {first} on"
@@ -58,7 +58,7 @@ def over_runs(
     if state.whole:
         k, v, scales = state.buffer.stored(state.length)
         return _run(Call(mechanism, q, k, v, mask, bias, scales))
-    causal = structure(mask, q.shape[2], state.length).causal
+    causal = structure_of(mask, q.shape[2], state.length).causal
     outputs = q.new_zeros(*q.shape[:3], state.buffer.values.shape[3])
     if transformed():  # a transform of keys or values alone reaches the output
         outputs = outputs + sum(t[..., :0].sum() for run in state.runs for t in (run.buffer.keys, run.buffer.values))

@@ -13,7 +13,7 @@ from regard.core.calls.call import Call
 from regard.core.eager import transformed
 from regard.core.masks import Mask, causal
 from regard.core.masks.guard import cleaned, poisoned, taint
-from regard.core.masks.structure import structure
+from regard.core.masks.structure import structure_of
 from regard.core.paths import decode, parts, sdpa, torch_softmax
 from regard.core.states.key_value_runs import Run
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def cannot(mechanism: Any, q: Tensor, keys: int, mask: Mask | None, bias: Tensor | None, recorded: bool) -> str | None:
     """Why queries at the end of `keys` keys cannot attend to a prefix and the rest apart; None if they can."""
-    known, queries = structure(mask, q.shape[2], keys), q.shape[2]
+    known, queries = structure_of(mask, q.shape[2], keys), q.shape[2]
     plain = sdpa.PATH in mechanism.paths() and mechanism.sdpa_scale(q.shape[3]) is not None
     if bias is not None or not plain:
         return "only plain softmax merges parts"

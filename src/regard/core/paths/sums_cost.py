@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from regard.core.cost import Cost, Work, accumulator
-from regard.core.masks.structure import structure
+from regard.core.masks.structure import structure_of
 from regard.core.paths.stream import folded
 from regard.core.paths.sums import CHUNK, Step, steps
 
@@ -32,7 +32,7 @@ def cost(mechanism: Any, work: Work, recent: int, state_bytes: int) -> Cost:
         flops = work.batch * _stream_flops(mechanism, work, recent)
         moved = replace(work, key_length=work.query_length, mask=None).io_bytes + state_bytes
     else:
-        known = structure(work.rule, work.query_length, length)
+        known = structure_of(work.rule, work.query_length, length)
         spans = Counter(known.rows) if known.rows else {(0, length): work.batch}
         offset = length - work.query_length
         flops = sum(
@@ -91,7 +91,7 @@ def _stream_flops(mechanism: Any, work: Work, recent: int) -> int:
     """FLOPs a key head spends on the newest tokens of a stream."""
     before, length = work.key_length - work.query_length, work.key_length
     start, end = folded(before, recent), folded(length, recent)
-    causal = structure(work.rule, work.query_length, length).causal
+    causal = structure_of(work.rule, work.query_length, length).causal
     plan = steps(work.query_length, length - start, before - start if causal else None, end - start)
     meetings = [step for step in plan if not step.folds]
     spread = work.query_length * _fold_flops(mechanism, work) if end else 0

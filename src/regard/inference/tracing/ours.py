@@ -13,7 +13,7 @@ from regard.core.calls.call import ordered
 from regard.core.families.mechanism import Mechanism
 from regard.core.masks import Mask, Padding, as_mask
 from regard.core.masks.padded import join_padding
-from regard.core.masks.structure import padding_between, structure
+from regard.core.masks.structure import padding_between, structure_of
 from regard.core.paths.exact import choose_scores
 from regard.core.states.state import State
 from regard.core.tensors import weighs_tokens
@@ -123,7 +123,7 @@ def met(
         scores = scores if computed is chosen else choose_scores(scores, None, chosen)
         return (scores if seen is None else scores.masked_fill(~seen, mechanism.hidden_score)).to(q.dtype)
 
-    known = structure(rule, queries, keys)
+    known = structure_of(rule, queries, keys)
     return Met(
         kind=kind,
         mechanism=repr(mechanism),

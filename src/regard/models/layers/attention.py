@@ -22,7 +22,7 @@ from regard.core.calls.call import ordered
 from regard.core.families.mechanism import Mechanism
 from regard.core.masks import Band, Mask, MaskFunction, Packed, as_mask
 from regard.core.masks.guard import cleaned, poisoned, taint
-from regard.core.masks.structure import structure
+from regard.core.masks.structure import structure_of
 from regard.core.mechanisms import Softmax, named
 from regard.core.paths import gpu, split
 from regard.core.paths.slots import Slot
@@ -274,7 +274,7 @@ class MultiHeadAttention(nn.Module):
         if split.scale(mechanism, self.qk_length) is None or (turned is not None and turned.kind == "dynamic"):
             return None
         tokens = ragged.valid.shape[1]
-        known = structure(as_mask(mask), tokens, tokens)
+        known = structure_of(as_mask(mask), tokens, tokens)
         if known.rows is None or known.rest is not None or max(self.qk_length, self.value_length) > gpu.LONGEST:
             return None
         rule = Packed(tuple(max(0, high - low) for low, high in known.rows))

@@ -19,7 +19,7 @@ from regard.core.calls.choice import refusal
 from regard.core.families.mechanism import Mechanism
 from regard.core.masks import Band, Mask, as_mask, window
 from regard.core.masks import causal as causal_mask
-from regard.core.masks.structure import Structure, padding_between, structure
+from regard.core.masks.structure import Structure, padding_between, structure_of
 from regard.models.layers.attention import AnyMask, MultiHeadAttention, as_mechanism, own_copy
 from regard.models.layers.network import PositionWise, norm
 from regard.models.layers.positions import Rotary, Tables
@@ -237,7 +237,7 @@ def _held(state: ModelState, index: int, size: int | None, tokens: int) -> tuple
 
 def _recent(rule: Mask | None, gone: int, keys: int) -> Mask | None:
     """What a mask says of the keys that are left once the first ones are gone."""
-    known = structure(rule, keys, keys)
+    known = structure_of(rule, keys, keys)
     if known.rest is not None:
         raise ValueError(f"mask: expected padding or a band, for a window that has left tokens behind, got {rule!r}")
     # A band speaks of distances, which stay what they were.
