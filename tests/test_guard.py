@@ -11,7 +11,7 @@ from torch import Tensor
 import regard as rg
 from broken import Similar
 from regard.core.calls.choice import Path, never, refusal
-from regard.core.masks.guard import all_finite, cleaned, poisoned, taint
+from regard.core.masks.guard import all_finite, bad_keys, cleaned, poisoned
 from regard.core.mechanisms import REGISTRY
 from regard.core.paths import reference
 
@@ -85,20 +85,20 @@ def test_what_is_read_is_noticed(unreadable: None) -> None:
 def test_taint_is_exactly_where_a_bad_number_is(dtype: torch.dtype, bad: float, which: int) -> None:
     pair = [torch.full((1, 2, 3, 5), torch.finfo(dtype).max, dtype=dtype) for _ in range(2)]  # large, and finite
     pair[0][0, 0, 1], pair[1][0, 1, 2] = -pair[0][0, 0, 1], 0
-    assert not taint(*pair).any()
+    assert not bad_keys(*pair).any()
     pair[which][0, 1, 2, 4] = bad
-    assert taint(*pair).nonzero().tolist() == [[0, 1, 2]]
+    assert bad_keys(*pair).nonzero().tolist() == [[0, 1, 2]]
 
 
 def test_values_of_no_length_taint_nothing() -> None:
-    assert not taint(torch.ones(1, 1, 2, 4), torch.ones(1, 1, 2, 0)).any()
+    assert not bad_keys(torch.ones(1, 1, 2, 4), torch.ones(1, 1, 2, 0)).any()
 
 
 def test_cleaned_and_poisoned_touch_nothing_else() -> None:
-    tainted = torch.tensor([[[False, True, False]]])
+    bad = torch.tensor([[[False, True, False]]])
     x = torch.randn(1, 1, 3, 4)
-    assert torch.equal(cleaned(x, tainted)[0, 0], torch.stack([x[0, 0, 0], torch.zeros(4), x[0, 0, 2]]))
-    out = poisoned(x, rg.causal, tainted)
+    assert torch.equal(cleaned(x, bad)[0, 0], torch.stack([x[0, 0, 0], torch.zeros(4), x[0, 0, 2]]))
+    out = poisoned(x, rg.causal, bad)
     assert torch.equal(out[0, 0, 0], x[0, 0, 0])
     assert out[0, 0, 1:].isnan().all()
     assert cleaned(x, None) is x
@@ -121,8 +121,8 @@ def test_a_path_that_claims_what_it_does_not_do_is_caught() -> None:
 def test_training_takes_numbers_to_be_finite() -> None:
     _, k, v = tensors()
     with all_finite():
-        assert taint(k, v) is None
-    assert taint(k, v) is not None
+        assert bad_keys(k, v) is None
+    assert bad_keys(k, v) is not None
 
 
 @pytest.mark.parametrize("grad", [False, True], ids=["plain", "gradients"])

@@ -95,13 +95,13 @@ def weights(
     return call.mechanism.choose_weights(call, chosen_rows, chosen_heads)
 
 
-def _chosen(name: str, wanted: Sequence[int] | Tensor | None, size: int) -> list[int] | None:
-    if wanted is None:
+def _chosen(name: str, indices: Sequence[int] | Tensor | None, size: int) -> list[int] | None:
+    if indices is None:
         return None
-    listed = isinstance(wanted, list | tuple | range) or getattr(wanted, "ndim", 0) == 1
-    chosen = [whole_number(i) for i in wanted] if listed else [None]
+    listed = isinstance(indices, list | tuple | range) or getattr(indices, "ndim", 0) == 1
+    chosen = [whole_number(i) for i in indices] if listed else [None]
     if not all(i is not None and -size <= i < size for i in chosen):
-        raise ValueError(f"{name}: expected whole numbers from {-size} to {size - 1}, got {wanted!r}")
+        raise ValueError(f"{name}: expected whole numbers from {-size} to {size - 1}, got {indices!r}")
     return [i % size for i in chosen if i is not None]
 
 

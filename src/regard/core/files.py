@@ -30,9 +30,9 @@ def write_text(path: str | Path, text: str) -> Path:
 def save_figure(figure: "Figure", path: str | Path) -> Path:
     """Write a matplotlib figure; the suffix chooses the format, and an unknown one is refused before any work."""
     target = Path(path)
-    known = figure.canvas.get_supported_filetypes()
-    if target.suffix[1:].lower() not in known:
-        raise ValueError(f"path: expected a picture file ({', '.join(sorted(known))}), got {str(path)!r}")
+    formats = figure.canvas.get_supported_filetypes()
+    if target.suffix[1:].lower() not in formats:
+        raise ValueError(f"path: expected a picture file ({', '.join(sorted(formats))}), got {str(path)!r}")
     if not target.parent.is_dir():
         raise ValueError(f"path: expected an existing folder, got {str(target.parent)!r}")
     return write(target, lambda beside: figure.savefig(beside))

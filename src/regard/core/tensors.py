@@ -77,8 +77,8 @@ def probe(mechanism: "Mechanism", shape: tuple[int, ...]) -> Tensor:
     like = _floating(mechanism)
     if like is None:
         functions = [value for value in vars(mechanism).values() if callable(value)]
-        held = [tensor for function in functions for tensor in named_tensors(function).values()]
-        like = next((tensor for tensor in held if tensor.is_floating_point()), None)
+        captured = [tensor for function in functions for tensor in named_tensors(function).values()]
+        like = next((tensor for tensor in captured if tensor.is_floating_point()), None)
     return torch.zeros(shape, device="cpu") if like is None else like.new_zeros(shape)
 
 
@@ -108,8 +108,8 @@ def named_tensors(value: Any, name: str = "", depth: int = 3) -> dict[str, Tenso
     if isinstance(value, Tensor):
         return {name: value}
     if isinstance(value, nn.Module):
-        held = [*value.named_parameters(), *value.named_buffers()]
-        return {f"{name}.{inner}".lstrip("."): tensor for inner, tensor in held}
+        members = [*value.named_parameters(), *value.named_buffers()]
+        return {f"{name}.{inner}".lstrip("."): tensor for inner, tensor in members}
     parts: dict[str, Any] = {}
     if isinstance(value, partial):
         bound = {f"argument {place}": part for place, part in enumerate(value.args)}
@@ -117,9 +117,9 @@ def named_tensors(value: Any, name: str = "", depth: int = 3) -> dict[str, Tenso
     elif inspect.ismethod(value):
         parts = {name: value.__func__, **_attributes(value.__self__)}
     elif inspect.isfunction(value):
-        seen = inspect.getclosurevars(value)
+        scope = inspect.getclosurevars(value)
         defaults = inspect.signature(value).parameters.values()
-        parts = {**seen.globals, **seen.nonlocals, **{entry.name: entry.default for entry in defaults}}
+        parts = {**scope.globals, **scope.nonlocals, **{entry.name: entry.default for entry in defaults}}
     elif callable(value) and not inspect.isclass(value):
         parts = _attributes(value)
     if not depth:
@@ -136,16 +136,16 @@ def _attributes(thing: object) -> dict[str, Any]:
 
 def leaves(tensor: Tensor) -> list[Tensor]:
     """The leaves of a tensor's autograd graph."""
-    nodes, seen, found = [tensor.grad_fn], set(), []
+    nodes, visited, tensors = [tensor.grad_fn], set(), []
     while nodes:
         node = nodes.pop()
-        if node is None or node in seen:
+        if node is None or node in visited:
             continue
-        seen.add(node)
+        visited.add(node)
         nodes += [parent for parent, _ in node.next_functions]
         if hasattr(node, "variable"):
-            found.append(node.variable)
-    return found
+            tensors.append(node.variable)
+    return tensors
 
 
 def made_on(device: torch.device) -> AbstractContextManager[object]:

@@ -22,11 +22,11 @@ def check_class(kind: "type[Mechanism]") -> None:
             f"{kind.__name__}: expected fields, as of a dataclass, got an __init__: what it sets would not be "
             "compared, shown or saved"
         )
-    ours = [parent for parent in kind.__mro__[1:] if parent.__module__.startswith("regard.")]
+    bases = [parent for parent in kind.__mro__[1:] if parent.__module__.startswith("regard.")]
     for name, annotation in vars(kind).get("__annotations__", {}).items():
         if "ClassVar" in str(annotation):
             continue
-        owner = next((parent for parent in ours if name in vars(parent)), None)
+        owner = next((parent for parent in bases if name in vars(parent)), None)
         if owner is not None and name not in {entry.name for entry in fields(owner)}:
             raise TypeError(
                 f"{kind.__name__}: expected a field of another name than {name!r}, which every {owner.__name__} has "

@@ -85,18 +85,18 @@ class Call:
             raise ValueError("q: expected a qk_length of at least 1, got 0")
         for name, tensor in (("k", self.k), ("v", self.v)):
             if tensor.dtype != kind:
-                wanted = f"q's dtype {kind}" if tensor.is_floating_point() else A_FLOAT
-                raise ValueError(f"{name}: expected {wanted}, got {tensor.dtype}")
+                expected = f"q's dtype {kind}" if tensor.is_floating_point() else A_FLOAT
+                raise ValueError(f"{name}: expected {expected}, got {tensor.dtype}")
             if tensor.device != device:
                 raise ValueError(f"{name}: expected q's device {device}, got {tensor.device}")
-        held = self.k.shape
-        if held[0] != batch:
-            raise ValueError(f"k: expected q's batch of {batch}, got shape {tuple(held)}")
-        if held[3] != self.qk_length:
-            raise ValueError(f"k: expected q's qk_length of {self.qk_length}, got {held[3]}")
-        if self.v.shape[:3] != held[:3]:
+        shape = self.k.shape
+        if shape[0] != batch:
+            raise ValueError(f"k: expected q's batch of {batch}, got shape {tuple(shape)}")
+        if shape[3] != self.qk_length:
+            raise ValueError(f"k: expected q's qk_length of {self.qk_length}, got {shape[3]}")
+        if self.v.shape[:3] != shape[:3]:
             raise ValueError(
-                f"v: expected k's batch, heads and length {tuple(held[:3])}, got {tuple(self.v.shape[:3])}"
+                f"v: expected k's batch, heads and length {tuple(shape[:3])}, got {tuple(self.v.shape[:3])}"
             )
         if self.groups == 0 or self.heads % self.groups:
             raise ValueError(
@@ -112,8 +112,8 @@ class Call:
     def _check_bias(self, bias: Tensor) -> None:
         full = (self.batch, self.heads, self.queries, self.keys)
         if not isinstance(bias, Tensor) or not bias.dtype.is_floating_point:
-            given = bias.dtype if isinstance(bias, Tensor) else type(bias).__name__
-            raise ValueError(f"bias: expected a floating-point tensor, got {given}; a bool tensor belongs in `mask`")
+            kind = bias.dtype if isinstance(bias, Tensor) else type(bias).__name__
+            raise ValueError(f"bias: expected a floating-point tensor, got {kind}; a bool tensor belongs in `mask`")
         if bias.device != self.q.device:
             raise ValueError(f"bias: expected q's device {self.q.device}, got {bias.device}")
         try:

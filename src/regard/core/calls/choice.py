@@ -10,7 +10,7 @@ from torch import Tensor
 from regard.core.calls.call import Call, nothing
 from regard.core.display import Html, escape, table
 from regard.core.masks import Mask
-from regard.core.masks.guard import cleaned, finite, poisoned, taint
+from regard.core.masks.guard import bad_keys, cleaned, finite, poisoned
 from regard.core.masks.structure import EVERYTHING
 
 if TYPE_CHECKING:
@@ -124,17 +124,19 @@ def compute(call: Call, path: Path, *, derived: bool = False) -> Tensor:
     if call.empty:
         return nothing(call, call.queries)
     call = call if path.reads_int8 else call.widened()
-    known = call.structure
-    if finite() or (not derived and (known is EVERYTHING or not path.reads_hidden(call))):
+    structure = call.structure
+    if finite() or (not derived and (structure is EVERYTHING or not path.reads_hidden(call))):
         return path.run(call)
-    if not known.positional and not torch.is_grad_enabled():  # padding alone hides, and it is the same for all queries
-        valid = known.valid(call.keys, call.q.device)
+    if (
+        not structure.positional and not torch.is_grad_enabled()
+    ):  # padding alone hides, and it is the same for all queries
+        valid = structure.valid(call.keys, call.q.device)
         assert valid is not None
         hidden = ~valid[:, None]
         return path.run(call.with_keys(cleaned(call.k, hidden), cleaned(call.v, hidden)))
-    tainted = taint(call.k, call.v)
-    clean = call.with_keys(cleaned(call.k, tainted), cleaned(call.v, tainted))
-    return poisoned(path.run(clean), call.mask, tainted)
+    bad = bad_keys(call.k, call.v)
+    clean = call.with_keys(cleaned(call.k, bad), cleaned(call.v, bad))
+    return poisoned(path.run(clean), call.mask, bad)
 
 
 def never(call: Call) -> bool:
@@ -145,5 +147,5 @@ def never(call: Call) -> bool:
 def between_queries(call: Call) -> bool:
     """Of a path that leaves padding out by slices: what is hidden from some queries alone is read. Gradients need more:
     those of queries that see a bad number must be finite too."""
-    known = call.structure
-    return known.positional or known.rows is None or torch.is_grad_enabled()
+    structure = call.structure
+    return structure.positional or structure.rows is None or torch.is_grad_enabled()

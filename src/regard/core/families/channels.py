@@ -17,7 +17,7 @@ from regard.core.calls.call import Call, in_own_dtype
 from regard.core.calls.choice import Path
 from regard.core.cost import Cost, Work, accumulator
 from regard.core.families.mechanism import Mechanism
-from regard.core.masks.guard import cleaned, taint
+from regard.core.masks.guard import bad_keys, cleaned
 from regard.core.masks.structure import EVERYTHING, Structure, structure_of
 from regard.core.paths import reference
 from regard.core.user_code import unstated
@@ -65,15 +65,15 @@ class ChannelMechanism(Mechanism):
     def choose_weights(self, call: Call, rows: list[int] | None, heads: list[int] | None) -> Tensor:
         if rows is not None:
             raise ValueError(f"rows: expected none, the weights of {self!r} are between channels, got {rows}")
-        tainted = None if call.mask is None else taint(call.k, call.k)
+        bad = None if call.mask is None else bad_keys(call.k, call.k)
         visible = None
         if call.mask is not None:
             visible = call.mask.visible(call.batch, call.heads, call.queries, call.keys, call.q.device)
         with in_own_dtype(call.q):
-            weights = self.weigh(call.q, cleaned(call.k, tainted), visible).to(call.q.dtype)
-        if tainted is not None:
+            weights = self.weigh(call.q, cleaned(call.k, bad), visible).to(call.q.dtype)
+        if bad is not None:
             valid = call.structure.valid(call.keys, call.q.device)
-            bad = (tainted if valid is None else tainted & valid[:, None]).any(-1)
+            bad = (bad if valid is None else bad & valid[:, None]).any(-1)
             weights = weights.masked_fill(
                 bad.repeat_interleave(call.heads // call.groups, 1)[..., None, None], torch.nan
             )
@@ -90,8 +90,8 @@ class ChannelMechanism(Mechanism):
     def refuses(self, call: Call) -> str | None:
         if call.bias is not None:
             return super().refuses(call)
-        known, name = call.structure, type(self).__name__
-        if known.causal or known.windowed or known.rest is not None:
+        structure, name = call.structure, type(self).__name__
+        if structure.causal or structure.windowed or structure.rest is not None:
             return f"mask: expected padding or none, got {call.mask!r}; {name} has no order of tokens to be causal in"
         if call.queries != call.keys:
             return f"q: expected as many queries as keys for {name}, {call.keys}, got {call.queries}"
@@ -99,7 +99,7 @@ class ChannelMechanism(Mechanism):
             return f"v: expected value_length = qk_length = {call.qk_length} for {name}, got {call.value_length}"
         return None
 
-    def streams(self, qk_length: int, known: Structure = EVERYTHING) -> str | None:
+    def streams(self, qk_length: int, structure: Structure = EVERYTHING) -> str | None:
         name = type(self).__name__
         return f"mechanism: expected one with a token-by-token form, got {name}, which looks at all tokens at once"
 
@@ -107,8 +107,8 @@ class ChannelMechanism(Mechanism):
         return (_PATH,)
 
     def cost(self, work: Work) -> Cost:
-        known, name = structure_of(work.rule, work.query_length, work.key_length), type(self).__name__
-        if known.causal or known.windowed or known.rest is not None:
+        structure, name = structure_of(work.rule, work.query_length, work.key_length), type(self).__name__
+        if structure.causal or structure.windowed or structure.rest is not None:
             raise ValueError(f"mask: expected padding or none for {name}, got {work.mask!r}")
         if work.query_length != work.key_length:
             raise ValueError(f"query_length: expected key_length={work.key_length} for {name}, got {work.query_length}")

@@ -48,9 +48,9 @@ class FadingMechanism(RecurrentMechanism):
         gates = read_only(self, "log_gates", lambda keys: self.log_gates(keys, real), keys)
         # Compared one by one: Dynamo finds no size that a trace holds open in a tuple.
         if not isinstance(gates, Tensor) or (gates.shape != k.shape and gates.shape != (*k.shape[:3], 1)):
-            given = tuple(gates.shape) if isinstance(gates, Tensor) else type(gates).__name__
+            shape = tuple(gates.shape) if isinstance(gates, Tensor) else type(gates).__name__
             raise ValueError(
-                f"gate: expected (…, S, 1) or (…, S, K) from keys (…, S, K) = {tuple(k.shape)}, got {given}"
+                f"gate: expected (…, S, 1) or (…, S, K) from keys (…, S, K) = {tuple(k.shape)}, got {shape}"
             )
         return gates.to(kind)
 
@@ -61,9 +61,9 @@ class FadingMechanism(RecurrentMechanism):
         kind = gates.dtype
         if groups is not None:
             k, gates = k[:, groups], gates[:, groups]
-        before, seen = seen_keys(places, k.shape[2], real)
+        before, visible = seen_keys(places, k.shape[2], real)
         # A query that sees nothing must not reach the keys' gradients either.
-        q = q.to(kind).masked_fill(~seen.any(-1, keepdim=True), 0) * k.shape[3] ** -0.5
+        q = q.to(kind).masked_fill(~visible.any(-1, keepdim=True), 0) * k.shape[3] ** -0.5
         k = k if real is None else k.masked_fill(~real, 0)
         q, k = rearrange(q, "b (g r) t k -> b g r t k", g=k.shape[1]), k.to(kind)[:, :, None].transpose(-1, -2)
         # One gate for all features, or feature by feature.
@@ -71,7 +71,7 @@ class FadingMechanism(RecurrentMechanism):
         weights = torch.zeros((), dtype=kind, device=q.device)
         for (queries, keys), gate in zip(parts, gates.unbind(-1), strict=True):
             between = _after(gate[:, :, None].masked_fill(~before, 0))  # gates after the key, up to the query
-            fade = between.masked_fill(~seen, -torch.inf).exp()
+            fade = between.masked_fill(~visible, -torch.inf).exp()
             weights = weights + queries @ keys * fade[:, :, None]
         return weights.flatten(1, 2)
 

@@ -145,11 +145,11 @@ class FeatureMechanism(Mechanism):
         how = "by the kernels of `fused`" if why is None else f"by PyTorch's operators: {why}"
         return (f"a state is extended by such tokens {how}",)
 
-    def streams(self, qk_length: int, known: Structure = EVERYTHING) -> str | None:
-        if self.linear(qk_length) and (known.rest is not None or known.windowed):
-            given = f"{known.rest!r}" if known.rest is not None else "a window"
+    def streams(self, qk_length: int, structure: Structure = EVERYTHING) -> str | None:
+        if self.linear(qk_length) and (structure.rest is not None or structure.windowed):
+            kind = f"{structure.rest!r}" if structure.rest is not None else "a window"
             return (
-                f"mask: expected causal, padding, both or none to stream {self!r}: its sums forget no key, got {given}"
+                f"mask: expected causal, padding, both or none to stream {self!r}: its sums forget no key, got {kind}"
             )
         return None
 

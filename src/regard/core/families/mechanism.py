@@ -32,7 +32,7 @@ from regard.core.eager import symbolic
 from regard.core.masks import Mask, MaskFunction, as_mask
 from regard.core.masks.structure import EVERYTHING, Structure, padding_between, with_padding
 from regard.core.paths import blocks, exact, reference
-from regard.core.paths.runs import over_runs, settled, with_space
+from regard.core.paths.runs import over_runs, usable_state, with_space
 from regard.core.paths.slots import CacheSlot, Clock, Slot
 from regard.core.states.key_values import KeyValueState
 from regard.core.states.state import Sizes, State
@@ -221,8 +221,8 @@ class Mechanism:
     def _grouped(self, compare: Callable[[Tensor, Tensor], Tensor], q: Tensor, k: Tensor) -> Tensor:
         groups, kind, name = k.shape[1], self.precision(q.dtype), compare.__name__
         tiled = rearrange(q, "b (g r) t k -> b g (r t) k", g=groups)
-        own = self.formula_dtype(kind)
-        tensors = tiled.to(own), k.to(own)
+        dtype = self.formula_dtype(kind)
+        tensors = tiled.to(dtype), k.to(dtype)
         # Our own formulas write to nothing, and hand a user's phi on to `read_only`.
         similar = read_only(self, name, compare, *tensors) if is_user_code(compare) else compare(*tensors)
         expected = (*tiled.shape[:3], k.shape[2])
@@ -246,7 +246,7 @@ class Mechanism:
         """Why this mechanism has no meaning for a call, as an error message; None if it has one."""
         return None if call.bias is None else f"bias: expected none, {self!r} has no additive scores, got one"
 
-    def streams(self, qk_length: int, known: Structure = EVERYTHING) -> str | None:
+    def streams(self, qk_length: int, structure: Structure = EVERYTHING) -> str | None:
         """Why there is no token-by-token form under a mask of this structure, as an error message; None if there is."""
         return None
 
@@ -324,8 +324,8 @@ class Mechanism:
         kind = self.state_type(k.shape[-1] if isinstance(k, Tensor) else 1)
         if type(state) is not kind or not same(state.mechanism, self):
             owner = getattr(state, "mechanism", None)
-            given = type(state).__name__ if owner is None else f"a {type(state).__name__} of {owner!r}"
-            raise ValueError(f"state: expected one from {self!r}.start(…), got {given}")
+            kind = type(state).__name__ if owner is None else f"a {type(state).__name__} of {owner!r}"
+            raise ValueError(f"state: expected one from {self!r}.start(…), got {kind}")
         check_extend(self, q, k, v, state, rule, bias)
         with in_own_dtype(q):
             return self.advance(q, k, v, state.recordable(), rule, bias)
@@ -348,7 +348,7 @@ class Mechanism:
         longer = state.append(k, v, fresh, recorded=recorded)
         if longer.padding is not None:
             rule = with_padding(rule, longer.padding)
-        longer = settled(self, q, longer, rule, bias, recorded)
+        longer = usable_state(self, q, longer, rule, bias, recorded)
         return over_runs(self, q, longer, rule, bias), longer
 
     slotted: ClassVar[bool] = True

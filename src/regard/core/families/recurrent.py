@@ -24,7 +24,7 @@ from regard.core.cost import Cost, Work, accumulator
 from regard.core.eager import symbolic
 from regard.core.families.mechanism import UnnormalisedMechanism
 from regard.core.masks import Mask
-from regard.core.masks.guard import cleaned, taint
+from regard.core.masks.guard import bad_keys, cleaned
 from regard.core.masks.structure import EVERYTHING, Structure, reached, structure_of
 from regard.core.paths import reference
 from regard.core.paths.exact import choose_scores
@@ -91,8 +91,8 @@ class RecurrentMechanism(UnnormalisedMechanism):
         return self.table(q, k, torch.arange(k.shape[2] - q.shape[2], k.shape[2], device=q.device), real)
 
     def choose_weights(self, call: Call, rows: list[int] | None, heads: list[int] | None) -> Tensor:
-        tainted = taint(call.k, call.k)
-        k, q = cleaned(call.k, tainted), choose_scores(call.q, rows, heads)
+        bad = bad_keys(call.k, call.k)
+        k, q = cleaned(call.k, bad), choose_scores(call.q, rows, heads)
         size = (*q.shape[:3], call.keys)
         if 0 in size:
             return q.new_zeros(size) + q[..., :0].sum() + k[..., :0].sum()
@@ -100,19 +100,19 @@ class RecurrentMechanism(UnnormalisedMechanism):
         places = torch.arange(call.queries, device=q.device) + call.keys - call.queries
         with in_own_dtype(q):
             weights = self.table(q, k, places if rows is None else places[rows], _real(call), groups).to(q.dtype)
-        if tainted is None:
+        if bad is None:
             return weights
-        seen = choose_scores(reached(call.mask, tainted, call.heads, call.queries)[..., None], rows, heads)
-        return weights.masked_fill(seen, torch.nan)
+        spoiled = choose_scores(reached(call.mask, bad, call.heads, call.queries)[..., None], rows, heads)
+        return weights.masked_fill(spoiled, torch.nan)
 
     def refuses(self, call: Call) -> str | None:
         return super().refuses(call) or self.streams(call.qk_length, call.structure)
 
-    def streams(self, qk_length: int, known: Structure = EVERYTHING) -> str | None:
-        if known.rest is None and not known.windowed:
+    def streams(self, qk_length: int, structure: Structure = EVERYTHING) -> str | None:
+        if structure.rest is None and not structure.windowed:
             return None
-        given = f"{known.rest!r}" if known.rest is not None else "a window"
-        return f"mask: expected causal, padding, both or none for {self!r}: its sums cannot drop a key, got {given}"
+        kind = f"{structure.rest!r}" if structure.rest is not None else "a window"
+        return f"mask: expected causal, padding, both or none for {self!r}: its sums cannot drop a key, got {kind}"
 
     def paths(self) -> tuple[Path, ...]:
         return (RECURRENT, reference.PATH)
@@ -142,8 +142,8 @@ class RecurrentMechanism(UnnormalisedMechanism):
         return new.attended(out, sums=sums)
 
     def cost(self, work: Work) -> Cost:
-        known = structure_of(work.rule, work.query_length, work.key_length)
-        if (reason := self.streams(work.qk_length, known)) is not None:
+        structure = structure_of(work.rule, work.query_length, work.key_length)
+        if (reason := self.streams(work.qk_length, structure)) is not None:
             raise ValueError(reason)
         heads, itemsize = work.batch * work.num_kv_heads, accumulator(work.dtype).itemsize
         state_bytes = heads * work.qk_length * work.value_length * itemsize

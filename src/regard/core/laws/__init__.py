@@ -67,7 +67,10 @@ def check(
     from regard.core.laws.search import nothing_kept, search  # hypothesis takes a while to load
 
     cells: dict[tuple[str, ...], Cell] = {}
-    with nothing_kept(), _shown(len(chosen) * len(places), cells) if progress is None else _given(progress) as begin:
+    with (
+        nothing_kept(),
+        _shown(len(chosen) * len(places), cells) if progress is None else _reported_to(progress) as begin,
+    ):
         for place in places:
             for law in chosen:
                 begin(", ".join((law, *place)))
@@ -80,11 +83,11 @@ def count_cells() -> int:
     return len(LAWS) * len(MASKS) * len(HEADS) * len(DTYPES)
 
 
-def _picked(name: str, wanted: Iterable[str] | None, known: dict[str, Any]) -> Sequence[str]:
-    chosen = list(known) if wanted is None else [wanted] if isinstance(wanted, str) else list(wanted)
-    for one in chosen:
-        if one not in known:
-            raise ValueError(f"{name}: expected some of {', '.join(known)}, got {one!r}")
+def _picked(name: str, names: Iterable[str] | None, table: dict[str, Any]) -> Sequence[str]:
+    chosen = list(table) if names is None else [names] if isinstance(names, str) else list(names)
+    for choice in chosen:
+        if choice not in table:
+            raise ValueError(f"{name}: expected some of {', '.join(table)}, got {choice!r}")
     return chosen
 
 
@@ -103,7 +106,7 @@ def _check_lengths(mechanism: Mechanism, lengths: Sequence[tuple[int, int]]) -> 
 
 
 @contextmanager
-def _given(progress: Progress) -> Iterator[Progress]:
+def _reported_to(progress: Progress) -> Iterator[Progress]:
     yield progress
 
 

@@ -30,7 +30,7 @@ Triple: TypeAlias = tuple[Tensor, Tensor, Tensor]
 """Queries, keys and values."""
 
 
-def each(change: Callable[[Tensor], Tensor], tensors: Triple) -> Triple:
+def apply(change: Callable[[Tensor], Tensor], tensors: Triple) -> Triple:
     """The same change to queries, keys and values."""
     q, k, v = tensors
     return change(q), change(k), change(v)
@@ -78,7 +78,7 @@ class Case:
         q = draw(self.batch, heads, self.queries, self.qk_length)
         k = draw(self.batch, groups, self.keys, self.qk_length)
         v = draw(self.batch, groups, self.keys, self.value_length)
-        return each(lambda t: t.to(self.device, self.kind), (q, k, v))
+        return apply(lambda t: t.to(self.device, self.kind), (q, k, v))
 
 
 def _right(case: Case, keys: int) -> Mask:
@@ -134,9 +134,9 @@ def budget(dtype: torch.dtype, plain_error: float, *, gradient: bool = False) ->
 def within_budget(what: str, actual: Tensor, exact: Tensor, plain: Tensor, *, gradient: bool = False) -> None:
     """Raise Broken if `actual` is further from `exact` (float64) than the error budget allows."""
     size = max(1.0, exact.abs().max().item()) if exact.numel() else 1.0
-    found, allowed = error(actual, exact), size * budget(actual.dtype, error(plain, exact) / size, gradient=gradient)
-    if actual.shape != exact.shape or not found <= allowed:
-        raise Broken(f"{what} is off by {found:.2g}, {allowed:.2g} allowed")
+    distance, allowed = error(actual, exact), size * budget(actual.dtype, error(plain, exact) / size, gradient=gradient)
+    if actual.shape != exact.shape or not distance <= allowed:
+        raise Broken(f"{what} is off by {distance:.2g}, {allowed:.2g} allowed")
 
 
 def plain_output(mechanism: Mechanism, q: Tensor, k: Tensor, v: Tensor, rule: Mask | None) -> Tensor:
@@ -155,8 +155,8 @@ def exact_output(mechanism: Mechanism, q: Tensor, k: Tensor, v: Tensor, rule: Ma
 
 def in_dtype(mechanism: Mechanism, dtype: torch.dtype, device: str | None = None) -> Mechanism:
     """A mechanism with its tensors in a dtype, and on a device if one is given; itself where they are."""
-    own = own_dtype(mechanism)
-    if own is None or (own == dtype and device is None):
+    current = own_dtype(mechanism)
+    if current is None or (current == dtype and device is None):
         return mechanism
     tensors: dict[str, Tensor | nn.Module] = {}
     for name, value in mechanism.tensors().items():

@@ -20,7 +20,7 @@ from regard.core.laws.case import (
     Case,
     Triple,
     agrees,
-    each,
+    apply,
     error,
     exact_output,
     in_dtype,
@@ -113,7 +113,7 @@ def _forked(mechanism: Mechanism, case: Case) -> None:
     q, k, v = case.tensors()
     half, rest = case.queries // 2, case.queries - case.queries // 2
     _, early = _stream(mechanism, case, (q, k, v), _start(mechanism, case, case.keys), [half] if half else [])
-    other = each(lambda t: torch.cat([t[:, :, :half], t[:, :, half:].flip(2)], dim=2), (q, k, v))
+    other = apply(lambda t: torch.cat([t[:, :, :half], t[:, :, half:].flip(2)], dim=2), (q, k, v))
     # The two futures take turns, so that one writing into the other's history would show.
     stories, states = [(q, k, v), other], [early, early]
     outs: list[list[Tensor]] = [[], []]
@@ -139,7 +139,7 @@ def _reordered(mechanism: Mechanism, case: Case, tensors: Triple, early: Any, re
     if case.batch < 2 or not rest or structure_of(rule, case.queries, case.keys).paddings:
         return  # a padded row cannot change places under a mask that stays
     index = torch.arange(case.batch).roll(1)
-    q, k, v = each(lambda t: torch.cat([t[:, :, : early.length][index], t[:, :, early.length :]], dim=2), tensors)
+    q, k, v = apply(lambda t: torch.cat([t[:, :, : early.length][index], t[:, :, early.length :]], dim=2), tensors)
     piece = slice(early.length, None)
     out, _ = mechanism.extend(q[:, :, piece], k[:, :, piece], v[:, :, piece], early.reorder(index), mask=rule)
     exact, plain = exact_output(mechanism, q, k, v, rule), plain_output(mechanism, q, k, v, rule)
@@ -168,23 +168,23 @@ def _batched(mechanism: Mechanism, case: Case) -> None:
     visible = None if rule is None else rule.visible(case.batch, q.shape[1], case.queries, case.keys)
     for row in range(case.batch):
         alone = q[row : row + 1], k[row : row + 1], v[row : row + 1]
-        one = rule if visible is None or visible.shape[0] == 1 else _row(rule, case, row)
-        agrees("a row alone", attend(*alone, mechanism, one), mechanism, *alone, one)
-        exact, plain = exact_output(mechanism, *alone, one), plain_output(mechanism, *alone, one)
+        row_rule = rule if visible is None or visible.shape[0] == 1 else _row(rule, case, row)
+        agrees("a row alone", attend(*alone, mechanism, row_rule), mechanism, *alone, row_rule)
+        exact, plain = exact_output(mechanism, *alone, row_rule), plain_output(mechanism, *alone, row_rule)
         within_budget("a row in the batch", together[row : row + 1], exact, plain)
 
 
 def _row(rule: Mask | None, case: Case, row: int) -> Mask | None:
     """One row's own mask: its padding as intervals where there is nothing else, else the row as it is."""
-    known = structure_of(rule, case.queries, case.keys)
-    if known == EVERYTHING:
+    structure = structure_of(rule, case.queries, case.keys)
+    if structure == EVERYTHING:
         return None
     assert rule is not None
-    if known.rest is None and known.rows is not None and not known.windowed:
-        low, high = known.rows[row]
+    if structure.rest is None and structure.rows is not None and not structure.windowed:
+        low, high = structure.rows[row]
         place = torch.arange(case.keys)
-        one = padding(valid=((place >= low) & (place < high))[None])
-        return causal & one if known.causal else one
+        pads = padding(valid=((place >= low) & (place < high))[None])
+        return causal & pads if structure.causal else pads
     return dense(rule.visible(case.batch, 1, case.queries, case.keys)[row : row + 1])
 
 
@@ -193,18 +193,18 @@ def _padded(mechanism: Mechanism, case: Case) -> None:
     q, k, v = case.tensors()
     lengths = [min(n, case.keys) for n in case.lengths(salt=2)]
     left = case.mask == "padding left"
-    own = None if case.mask.startswith("padding") else case.rule()
+    inner = None if case.mask.startswith("padding") else case.rule()
     if case.mask == "combined":
-        own = causal & (window(before=4) | global_tokens(1))
+        inner = causal & (window(before=4) | global_tokens(1))
     place = torch.arange(case.keys)
     ends = torch.tensor(lengths, dtype=torch.long)[:, None]
     pads = padding(valid=place >= case.keys - ends) if left else padding(lengths)
-    rule = pads if own is None else own & pads
+    rule = pads if inner is None else inner & pads
     out = attend(q, k, v, mechanism, rule)
     for row, length in enumerate(lengths):
         real = slice(case.keys - length, case.keys) if left else slice(0, length)
         alone = q[row : row + 1, :, real], k[row : row + 1, :, real], v[row : row + 1, :, real]
-        exact, plain = exact_output(mechanism, *alone, own), plain_output(mechanism, *alone, own)
+        exact, plain = exact_output(mechanism, *alone, inner), plain_output(mechanism, *alone, inner)
         within_budget("a padded row", out[row : row + 1, :, real], exact, plain)
 
 
@@ -283,13 +283,13 @@ def _past(case: Case) -> Mask:
 
 
 def _finite_gradients(out: Tensor, inputs: tuple[Tensor, ...], to: Tensor | None = None) -> list[Tensor]:
-    found = torch.autograd.grad(
+    grads = torch.autograd.grad(
         out, inputs, torch.ones_like(out) if to is None else to, allow_unused=True, materialize_grads=True
     )
-    for name, one in zip("qkv", found, strict=True):
-        if not bool(one.isfinite().all()):
+    for name, grad in zip("qkv", grads, strict=True):
+        if not bool(grad.isfinite().all()):
             raise Broken(f"the gradient of {name} is not finite")
-    return list(found)
+    return list(grads)
 
 
 def _leakless(mechanism: Mechanism, case: Case) -> None:
@@ -330,8 +330,8 @@ def _leakless(mechanism: Mechanism, case: Case) -> None:
             if poison != 50 and tokens and bool(result[sees].isfinite().any()):
                 raise Broken(f"a visible {poison} is hidden from a query that sees it")
         grads = _finite_gradients(out, (query, dirty_k, dirty_v), kept.expand_as(out).to(out.dtype))
-        for name, one in zip("kv", grads[1:], strict=True):
-            if one[bad[:, None].expand(one.shape[:3])].abs().sum() != 0:
+        for name, grad in zip("kv", grads[1:], strict=True):
+            if grad[bad[:, None].expand(grad.shape[:3])].abs().sum() != 0:
                 raise Broken(f"gradient reaches a masked {name}")
 
 
@@ -343,7 +343,7 @@ def _no_hidden(mechanism: Mechanism, case: Case) -> str | None:
 def _permuted(mechanism: Mechanism, case: Case) -> None:
     q, k, v = case.tensors()
     order = torch.randperm(case.keys, generator=case.generator)
-    moved = each(lambda t: t[:, :, order], (q, k, v))
+    moved = apply(lambda t: t[:, :, order], (q, k, v))
     rule = case.rule()
     if rule is None:
         other = None
@@ -421,14 +421,14 @@ def _paths_agree(mechanism: Mechanism, case: Case) -> None:
     tensors = case.tensors()
     exact = run(lambda q, k, v: exact_output(mechanism, q, k, v, rule), *(t.double() for t in tensors))
     plain = run(lambda q, k, v: plain_output(mechanism, q, k, v, rule), *tensors)
-    call = Call(mechanism, *each(lambda t: t.detach().requires_grad_(), tensors), rule)
+    call = Call(mechanism, *apply(lambda t: t.detach().requires_grad_(), tensors), rule)
     for path in mechanism.paths():
         if path.cannot(call) is not None:  # those that have no derivative serve the laws that take none
             continue
-        found = run(lambda q, k, v, name=path.name: attend(q, k, v, mechanism, rule, path=name), *tensors)
-        for what, one, good, rough in zip(("output", "q", "k", "v"), found, exact, plain, strict=True):
+        results = run(lambda q, k, v, name=path.name: attend(q, k, v, mechanism, rule, path=name), *tensors)
+        for what, result, good, rough in zip(("output", "q", "k", "v"), results, exact, plain, strict=True):
             name = f"path {path.name!r}: " + (what if what == "output" else f"the gradient of {what}")
-            within_budget(name, one, good, rough, gradient=what != "output")
+            within_budget(name, result, good, rough, gradient=what != "output")
 
 
 def _learned(mechanism: Mechanism, case: Case) -> None:
@@ -439,7 +439,7 @@ def _learned(mechanism: Mechanism, case: Case) -> None:
     rule = _causal_rule(case) if streams else case.rule()
     term = torch.randn(case.queries, case.keys, generator=case.generator, dtype=case.kind).to(q).requires_grad_()
     bias = term if mechanism.refuses(Call(mechanism, q, k, v, rule, term)) is None else None
-    own = (*mechanism.parameters(), *(() if bias is None else (bias,)))
+    learned = (*mechanism.parameters(), *(() if bias is None else (bias,)))
     call = Call(mechanism, q, k, v, rule, bias)
     ways: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
         f"path {path.name!r}": partial(attend, mechanism=mechanism, mask=rule, bias=bias, path=path.name)
@@ -451,12 +451,12 @@ def _learned(mechanism: Mechanism, case: Case) -> None:
         ways["the stream"] = lambda q, k, v: _stream(mechanism, case, (q, k, v), state, _pieces(case), bias)[0]
     to = torch.randn(*q.shape[:3], case.value_length, generator=case.generator, dtype=case.kind).to(q)
     # What is learned, with tokens that are not; and the tokens themselves.
-    plain, derived = (q, k, v), each(lambda t: t.clone().requires_grad_(), (q, k, v))
-    for tokens, leaves in ((plain, own), (derived, (*own, *derived))):
+    plain, derived = (q, k, v), apply(lambda t: t.clone().requires_grad_(), (q, k, v))
+    for tokens, leaves in ((plain, learned), (derived, (*learned, *derived))):
         if not leaves:
             continue
         exact = _gradients(attend(*tokens, mechanism, rule, bias=bias, path="reference"), leaves, to)
-        names = [f"learned tensor {number + 1}" for number in range(len(own))] + [*"qkv"]
+        names = [f"learned tensor {number + 1}" for number in range(len(learned))] + [*"qkv"]
         for way, compute in ways.items():
             for name, grad, good in zip(names, _gradients(compute(*tokens), leaves, to), exact, strict=False):
                 within_budget(f"{way}: the gradient of {name}", grad, good, good, gradient=True)
@@ -477,7 +477,7 @@ def _gradients(out: Tensor, leaves: tuple[Tensor, ...], to: Tensor) -> tuple[Ten
 def _curved(mechanism: Mechanism, case: Case) -> None:
     if 0 in (case.batch, case.queries, case.keys):
         return
-    tokens = each(lambda t: t.requires_grad_(), _short(case))
+    tokens = apply(lambda t: t.requires_grad_(), _short(case))
     leaves = (*tokens, *mechanism.parameters())
     call = Call(mechanism, *tokens, case.rule())
 
@@ -493,15 +493,15 @@ def _curved(mechanism: Mechanism, case: Case) -> None:
         if path.name == "reference" or path.cannot(call) is not None:
             continue
         try:
-            found = second(path.name)
+            results = second(path.name)
         except RuntimeError as refusal:  # by torch or by the path
             if "not implemented" not in str(refusal):
                 raise
             continue
-        for name, one, good in zip((*"qkv", *["a learned tensor"] * len(leaves)), found, exact, strict=False):
+        for name, result, good in zip((*"qkv", *["a learned tensor"] * len(leaves)), results, exact, strict=False):
             size = max(1.0, good.abs().max().item())
-            if not error(one, good) <= 1e-9 * size:
-                raise Broken(f"path {path.name!r}: the second derivative by {name} is off by {error(one, good):.2g}")
+            if not error(result, good) <= 1e-9 * size:
+                raise Broken(f"path {path.name!r}: the second derivative by {name} is off by {error(result, good):.2g}")
 
 
 def _counted(mechanism: Mechanism, case: Case) -> None:
@@ -517,9 +517,9 @@ def _counted(mechanism: Mechanism, case: Case) -> None:
         if counted != stated.flops:
             raise Broken(f"{stated.flops} FLOPs stated, {counted} counted")
     if mechanism.streams(case.qk_length) is None:
-        held = _start(mechanism, case, case.keys).nbytes
-        if held != stated.state_bytes:
-            raise Broken(f"{stated.state_bytes} bytes of state stated, {held} held")
+        actual = _start(mechanism, case, case.keys).nbytes
+        if actual != stated.state_bytes:
+            raise Broken(f"{stated.state_bytes} bytes of state stated, {actual} held")
 
 
 def _work(case: Case, rule: Mask | None) -> Work:
@@ -550,8 +550,8 @@ def _count_flops(mechanism: Mechanism, case: Case, tensors: Triple, rule: Mask |
     tokens = count_flops(lambda: mechanism.compare_heads(q, none[1]))
     tokens += count_flops(lambda: mechanism.compare_heads(none[0], k))
     tokens -= count_flops(lambda: mechanism.compare_heads(*none))
-    seen = 1 if rule is None else rule.visible(case.batch, 1, case.queries, case.keys).double().mean().item()
-    return tokens + round((whole - tokens) * seen)
+    share = 1 if rule is None else rule.visible(case.batch, 1, case.queries, case.keys).double().mean().item()
+    return tokens + round((whole - tokens) * share)
 
 
 def _refusing(mechanism: Mechanism, case: Case) -> None:
@@ -573,9 +573,9 @@ def _refusing(mechanism: Mechanism, case: Case) -> None:
     for name, mistake in wrong.items():
         try:
             mistake()
-        except ValueError as said:
-            if not str(said).startswith(name.strip()):
-                raise Broken(f"the error for a wrong {name.strip()} does not name it: {said}") from None
+        except ValueError as error:
+            if not str(error).startswith(name.strip()):
+                raise Broken(f"the error for a wrong {name.strip()} does not name it: {error}") from None
         else:
             raise Broken(f"a wrong {name.strip()} passes")
 

@@ -125,7 +125,7 @@ class Mask:
         self, batch: int, heads: int, query: Tensor, key: Tensor, device: torch.device | str | None = None
     ) -> Tensor:
         """The mask at chosen absolute query and key positions, broadcastable to (B, H, len(query), len(key))."""
-        found = self(
+        visible = self(
             torch.arange(batch, device=device)[:, None, None, None],
             torch.arange(heads, device=device)[:, None, None],
             query.to(device)[:, None],
@@ -133,12 +133,12 @@ class Mask:
         )
         full = (batch, heads, query.shape[0], key.shape[0])
         try:
-            torch.broadcast_shapes(found.shape, full)
+            torch.broadcast_shapes(visible.shape, full)
         except RuntimeError:
             raise ValueError(
-                f"mask: expected {self!r} to broadcast to {full}, got a tensor of shape {tuple(found.shape)}"
+                f"mask: expected {self!r} to broadcast to {full}, got a tensor of shape {tuple(visible.shape)}"
             ) from None
-        return found.reshape((1,) * (4 - found.ndim) + tuple(found.shape)) if found.ndim < 4 else found
+        return visible.reshape((1,) * (4 - visible.ndim) + tuple(visible.shape)) if visible.ndim < 4 else visible
 
     def draw(self, queries: int, keys: int | None = None, *, batch: int = 0, head: int = 0) -> "Drawing":
         """The mask at some lengths, as text (`print`) and as a picture (`.save("mask.png")`, `.plot()`).
@@ -152,12 +152,12 @@ class Mask:
         """
         keys = count("queries", queries) if keys is None else count("keys", keys)
         sequences, heads = (size or least for size, least in zip(self.sizes, (batch + 1, head + 1), strict=True))
-        for name, one, most in (("batch", batch, sequences), ("head", head, heads)):
-            if not 0 <= one < most:
-                raise ValueError(f"{name}: expected 0 to {most - 1} for {self!r}, got {one}")
+        for name, index, most in (("batch", batch, sequences), ("head", head, heads)):
+            if not 0 <= index < most:
+                raise ValueError(f"{name}: expected 0 to {most - 1} for {self!r}, got {index}")
         self.fits(sequences, heads, count("queries", queries), keys)
-        found = self.visible(sequences, heads, queries, keys).expand(sequences, heads, queries, keys)
-        return Drawing(visible=found[batch, head], title=repr(self))
+        visible = self.visible(sequences, heads, queries, keys).expand(sequences, heads, queries, keys)
+        return Drawing(visible=visible[batch, head], title=repr(self))
 
     def plot(self, queries: int | None = None, keys: int | None = None, *, batch: int = 0, head: int = 0) -> "Figure":
         """A matplotlib figure of the mask: by default of the length it is made for, or of 16 tokens.
@@ -219,8 +219,8 @@ class And(_Pair):
         return self.left.at(batch, heads, query, key, device) & self.right.at(batch, heads, query, key, device)
 
     def spans(self, low: int, high: int, keys: int) -> list[Span]:
-        mine, other = self.left.spans(low, high, keys), self.right.spans(low, high, keys)
-        return [(max(a, c), min(b, d)) for a, b in mine for c, d in other if max(a, c) < min(b, d)]
+        first, second = self.left.spans(low, high, keys), self.right.spans(low, high, keys)
+        return [(max(a, c), min(b, d)) for a, b in first for c, d in second if max(a, c) < min(b, d)]
 
     def terms(self) -> Terms:
         return Terms(*map(operator.add, self.left.terms(), self.right.terms()))

@@ -32,12 +32,12 @@ def all_finite() -> Iterator[None]:
     where one NaN anywhere spoils the loss, which is looked at. Other threads are guarded as ever.
 
     >>> import torch
-    >>> from regard.core.masks.guard import all_finite, taint
+    >>> from regard.core.masks.guard import all_finite, bad_keys
     >>> spoiled = torch.full((1, 1, 2, 4), torch.nan)
-    >>> taint(spoiled, spoiled)
+    >>> bad_keys(spoiled, spoiled)
     tensor([[[True, True]]])
     >>> with all_finite():
-    ...     print(taint(spoiled, spoiled))
+    ...     print(bad_keys(spoiled, spoiled))
     None
     """
     before, _policy.finite = _policy.finite, True
@@ -52,7 +52,7 @@ def finite() -> bool:
     return _policy.finite
 
 
-def taint(k: Tensor, v: Tensor) -> Tensor | None:
+def bad_keys(k: Tensor, v: Tensor) -> Tensor | None:
     """Which keys (B, G, S) carry a NaN or infinity, or whose value does; None where all are taken to be finite."""
     return None if _policy.finite else not_finite(k, v)
 
@@ -70,13 +70,13 @@ def _mark(rows: Tensor) -> Tensor:
     return rows.amax(-1).mul(0) + rows.amin(-1).mul(0)  # the extremes of a row are finite if all of it is
 
 
-def cleaned(tensor: Tensor, tainted: Tensor | None) -> Tensor:
-    """The tensor with zeros where it is tainted."""
-    return tensor if tainted is None else torch.where(tainted[..., None], 0, tensor)
+def cleaned(tensor: Tensor, bad: Tensor | None) -> Tensor:
+    """The tensor with zeros where it is bad."""
+    return tensor if bad is None else torch.where(bad[..., None], 0, tensor)
 
 
-def poisoned(out: Tensor, mask: Mask | None, tainted: Tensor | None) -> Tensor:
-    """NaN for exactly the queries that see a tainted key: no masked NaN leaks, and no visible one is hidden."""
-    if tainted is None:
+def poisoned(out: Tensor, mask: Mask | None, bad: Tensor | None) -> Tensor:
+    """NaN for exactly the queries that see a bad key: no masked NaN leaks, and no visible one is hidden."""
+    if bad is None:
         return out
-    return torch.where(reached(mask, tainted, out.shape[1], out.shape[2])[..., None], math.nan, out)
+    return torch.where(reached(mask, bad, out.shape[1], out.shape[2])[..., None], math.nan, out)

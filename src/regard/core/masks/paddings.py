@@ -139,8 +139,8 @@ def padding(lengths: Tensor | Sequence[int] | None = None, *, valid: Tensor | No
         return _padding_to(from_numpy("lengths", lengths))
     valid = from_numpy("valid", valid)
     if not isinstance(valid, Tensor) or valid.dtype != torch.bool or valid.ndim != 2:
-        given = f"{valid.dtype} {tuple(valid.shape)}" if isinstance(valid, Tensor) else type(valid).__name__
-        raise ValueError(f"valid: expected a bool tensor of shape (B, S), got {given}")
+        kind = f"{valid.dtype} {tuple(valid.shape)}" if isinstance(valid, Tensor) else type(valid).__name__
+        raise ValueError(f"valid: expected a bool tensor of shape (B, S), got {kind}")
     # A mask is a value, and states keep it: what is written to the user's tensor later does not change it.
     return replace(padding_of(valid.clone()), width=valid.shape[1])
 

@@ -17,12 +17,12 @@ class Band(Mask):
     after: int | None
 
     def __call__(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        seen = torch.ones(torch.broadcast_shapes(query.shape, key.shape), dtype=torch.bool, device=key.device)
+        visible = torch.ones(torch.broadcast_shapes(query.shape, key.shape), dtype=torch.bool, device=key.device)
         if self.before is not None:
-            seen = seen & (key >= query - self.before)
+            visible = visible & (key >= query - self.before)
         if self.after is not None:
-            seen = seen & (key <= query + self.after)
-        return seen
+            visible = visible & (key <= query + self.after)
+        return visible
 
     def spans(self, low: int, high: int, keys: int) -> list[Span]:
         first = 0 if self.before is None else max(0, low - self.before)

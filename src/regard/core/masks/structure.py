@@ -24,12 +24,12 @@ QUERY_BLOCK = 128
 
 def _together(paddings: tuple[Padding, ...]) -> tuple[Span, ...] | None:
     """The real keys of each row under all of them; None if a row has holes."""
-    known = [one.rows for one in paddings if one.rows is not None]
-    if len(known) < len(paddings):
+    row_spans = [padding.rows for padding in paddings if padding.rows is not None]
+    if len(row_spans) < len(paddings):
         return None
-    if len(known) == 1:
-        return known[0]
-    return tuple((max(a for a, _ in spans), min(b for _, b in spans)) for spans in zip(*known, strict=True))
+    if len(row_spans) == 1:
+        return row_spans[0]
+    return tuple((max(a for a, _ in spans), min(b for _, b in spans)) for spans in zip(*row_spans, strict=True))
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Structure:
             return None
         if len(self.paddings) == 1:
             return self.paddings[0].valid(keys, device)
-        return torch.stack([one.valid(keys, device) for one in self.paddings]).all(0)
+        return torch.stack([padding.valid(keys, device) for padding in self.paddings]).all(0)
 
 
 EVERYTHING, CAUSAL = Structure(), Structure(after=0)
@@ -83,15 +83,15 @@ def structure_of(mask: Mask | None, queries: int, keys: int) -> Structure:
     if torch.compiler.is_compiling():
         return _structure_of(mask, queries, keys)
     place = "_at_any_length" if type(keys) is int and keys == FOREVER else "_at_last"
-    asked = getattr(mask, place, None)
-    if asked is None or asked[0] != queries or asked[1] != keys:
-        asked = queries, keys, _structure_of(mask, queries, keys)
+    cached = getattr(mask, place, None)
+    if cached is None or cached[0] != queries or cached[1] != keys:
+        cached = queries, keys, _structure_of(mask, queries, keys)
         # A mask that is remembered by itself would outlive its use, and its table with it.
-        itself = asked[2].rest is mask or mask in asked[2].paddings
+        itself = cached[2].rest is mask or mask in cached[2].paddings
         if not itself and not symbolic(queries, keys):
-            object.__setattr__(mask, place, asked)  # one assignment, so that threads see one or the other
-    known: Structure = asked[2]
-    return known
+            object.__setattr__(mask, place, cached)  # one assignment, so that threads see one or the other
+    structure: Structure = cached[2]
+    return structure
 
 
 def _structure_of(mask: Mask, queries: int, keys: int) -> Structure:
@@ -106,9 +106,9 @@ def _structure_of(mask: Mask, queries: int, keys: int) -> Structure:
     if after is not None and not is_open and after >= queries - 1 and queries <= keys:
         after = None
     if paddings:
-        known = Structure(before, after, paddings, rest)
-        if known.rows is None or is_open or any(a > 0 or b < keys for a, b in known.rows):
-            return known
+        structure = Structure(before, after, paddings, rest)
+        if structure.rows is None or is_open or any(a > 0 or b < keys for a, b in structure.rows):
+            return structure
     if before is None and after in (None, 0) and rest is None:
         return EVERYTHING if after is None else CAUSAL
     return Structure(before, after, (), rest)
@@ -131,12 +131,12 @@ def _joined(mask: Mask, padding: Padding) -> Mask:
 
 def both(first: Padding | None, second: Padding | None, keys: int) -> Padding | None:
     """Keys that are real in both; None is no padding."""
-    parts = tuple(one for one in (first, second) if one is not None)
+    parts = tuple(padding for padding in (first, second) if padding is not None)
     if len(parts) < 2:
         return parts[0] if parts else None
-    known = Structure(paddings=parts)
-    if known.rows is not None:
-        return Padding(known.rows)
+    joined = Structure(paddings=parts)
+    if joined.rows is not None:
+        return Padding(joined.rows)
     # A table that a state has joined is on the state's device.
     device = max((p.table.device.type for p in parts if p.table is not None), default="cpu")
     return padding_of(torch.stack([p.valid(keys, device) for p in parts]).all(0))
@@ -175,26 +175,26 @@ def count_pairs(mask: Mask | None, batch: int, heads: int, queries: int, keys: i
     """Visible (query, key) pairs over the batch and heads; every pair counts where the mask is not structured."""
     if mask is None or not mask.structured:
         return batch * heads * queries * keys
-    known = structure_of(mask, queries, keys)
-    if known.rest is None and (not known.paddings or known.rows is not None):
-        rows = known.rows or ((0, keys),)
-        each = [_band_pairs(known, queries, keys, low, high) for low, high in rows]
-        return heads * (sum(each) if known.rows else batch * each[0])
+    structure = structure_of(mask, queries, keys)
+    if structure.rest is None and (not structure.paddings or structure.rows is not None):
+        rows = structure.rows or ((0, keys),)
+        pairs = [_band_pairs(structure, queries, keys, low, high) for low, high in rows]
+        return heads * (sum(pairs) if structure.rows else batch * pairs[0])
     total = 0
     offset = keys - queries
     for start, stop, spans in blocks(mask, queries, keys):
-        seen = mask.at(batch, heads, torch.arange(start, stop) + offset, positions(spans))
-        copies = math.prod((batch, heads, stop - start, sum(b - a for a, b in spans))) // max(1, seen.numel())
-        total += int(seen.sum()) * copies
+        visible = mask.at(batch, heads, torch.arange(start, stop) + offset, positions(spans))
+        copies = math.prod((batch, heads, stop - start, sum(b - a for a, b in spans))) // max(1, visible.numel())
+        total += int(visible.sum()) * copies
     return total
 
 
-def _band_pairs(known: Structure, queries: int, keys: int, low: int, high: int) -> int:
+def _band_pairs(structure: Structure, queries: int, keys: int, low: int, high: int) -> int:
     """Pairs of queries at the last positions and keys at [low, high), within the band."""
     place = range(keys - queries, keys)
     # Keys below a limit, minus keys below the other: each is a sum of a clamped ramp.
-    last = queries * high if known.after is None else _ramp(place, known.after + 1, low, high)
-    first = queries * low if known.before is None else _ramp(place, -known.before, low, high)
+    last = queries * high if structure.after is None else _ramp(place, structure.after + 1, low, high)
+    first = queries * low if structure.before is None else _ramp(place, -structure.before, low, high)
     return last - first if high > low else 0
 
 
@@ -214,11 +214,11 @@ def count_keys(mask: Mask | None, batch: int, queries: int, keys: int) -> int:
     """Keys, over the batch, within the spans that the queries may see."""
     if mask is None or not queries:
         return batch * keys
-    known = structure_of(mask, queries, keys)
+    structure = structure_of(mask, queries, keys)
     spans = mask.spans(keys - queries, keys, keys)
-    if known.rows is None:
+    if structure.rows is None:
         return batch * sum(b - a for a, b in spans)
-    return sum(max(0, min(b, d) - max(a, c)) for a, b in spans for c, d in known.rows)
+    return sum(max(0, min(b, d) - max(a, c)) for a, b in spans for c, d in structure.rows)
 
 
 def reached(mask: Mask | None, flags: Tensor, heads: int, queries: int) -> Tensor:
@@ -226,26 +226,30 @@ def reached(mask: Mask | None, flags: Tensor, heads: int, queries: int) -> Tenso
     batch, groups, keys = flags.shape
     if queries == 0:
         return flags.new_zeros(batch, heads, 0)
-    known = structure_of(mask, queries, keys)
-    if known.rest is None:
-        valid = known.valid(keys, flags.device)
+    structure = structure_of(mask, queries, keys)
+    if structure.rest is None:
+        valid = structure.valid(keys, flags.device)
         counted = flags if valid is None else flags & valid[:, None]
         sums = torch.nn.functional.pad(counted.long().cumsum(-1), (1, 0))
         place = torch.arange(keys - queries, keys, device=flags.device)
-        first = (place - known.before).clamp(0, keys) if known.before is not None else torch.zeros_like(place)
-        last = (place + known.after + 1).clamp(0, keys) if known.after is not None else torch.full_like(place, keys)
-        seen = sums[..., torch.maximum(first, last)] - sums[..., first] > 0
-        return seen.repeat_interleave(heads // groups, dim=1)
+        first = (place - structure.before).clamp(0, keys) if structure.before is not None else torch.zeros_like(place)
+        last = (
+            (place + structure.after + 1).clamp(0, keys)
+            if structure.after is not None
+            else torch.full_like(place, keys)
+        )
+        visible = sums[..., torch.maximum(first, last)] - sums[..., first] > 0
+        return visible.repeat_interleave(heads // groups, dim=1)
     parts = []
     assert mask is not None
     whole: list[tuple[int, int, list[Span]]] = [(0, queries, [(0, keys)])]
     for start, stop, spans in whole if symbolic(queries, keys) else blocks(mask, queries, keys):
         place = torch.arange(start, stop) + keys - queries
-        seen = mask.at(batch, heads, place, positions(spans), flags.device)
+        visible = mask.at(batch, heads, place, positions(spans), flags.device)
         near = torch.cat([flags[:, :, None, low:high] for low, high in spans] or [flags[:, :, None, :0]], -1)
-        if seen.shape[1] == 1:  # alike for all heads
-            found = (seen & near).any(-1).repeat_interleave(heads // groups, dim=1)
+        if visible.shape[1] == 1:  # alike for all heads
+            hits = (visible & near).any(-1).repeat_interleave(heads // groups, dim=1)
         else:
-            found = (seen & near.repeat_interleave(heads // groups, dim=1)).any(-1)
-        parts.append(found.expand(batch, heads, stop - start))
+            hits = (visible & near.repeat_interleave(heads // groups, dim=1)).any(-1)
+        parts.append(hits.expand(batch, heads, stop - start))
     return torch.cat(parts, -1)

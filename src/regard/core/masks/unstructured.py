@@ -68,9 +68,9 @@ def dense(table: Tensor) -> Mask:
     """
     table = from_numpy("mask", table)
     if not isinstance(table, Tensor) or table.dtype != torch.bool:
-        given = table.dtype if isinstance(table, Tensor) else type(table).__name__
+        kind = table.dtype if isinstance(table, Tensor) else type(table).__name__
         raise ValueError(
-            f"mask: expected a bool tensor (True = may attend), got {given}; an additive score term belongs in `bias`"
+            f"mask: expected a bool tensor (True = may attend), got {kind}; an additive score term belongs in `bias`"
         )
     if table.ndim not in (2, 4):
         # Of three dimensions the first could be the batch or the heads, and guessing is how masks go wrong.
@@ -91,7 +91,7 @@ class Function(Mask):
 
     def __call__(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         try:
-            found = self.rule(batch, head, query, key)
+            visible = self.rule(batch, head, query, key)
         except TypeError as wrong:
             raise ValueError(f"mask: expected a function of (batch, head, query, key), got {self!r}: {wrong}") from None
         except RuntimeError as wrong:
@@ -101,10 +101,10 @@ class Function(Mask):
                 "mask: expected a function of tensors of positions (combined by &, |, ~ and torch.where, not by `and`, "
                 f"`or`, `not` and `if`), got {self!r}: {wrong}"
             ) from None
-        if not isinstance(found, Tensor) or found.dtype != torch.bool:
-            given = found.dtype if isinstance(found, Tensor) else type(found).__name__
-            raise ValueError(f"mask: expected {self!r} to return a bool tensor, got {given}")
-        return found
+        if not isinstance(visible, Tensor) or visible.dtype != torch.bool:
+            kind = visible.dtype if isinstance(visible, Tensor) else type(visible).__name__
+            raise ValueError(f"mask: expected {self!r} to return a bool tensor, got {kind}")
+        return visible
 
     def __repr__(self) -> str:
         return f"function({getattr(self.rule, '__name__', type(self.rule).__name__)})"

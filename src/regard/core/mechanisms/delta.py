@@ -79,8 +79,8 @@ class Delta(RecurrentMechanism):
             return torch.full(shape, 0.5, dtype=kind, device=k.device)
         rates = read_only(self, "rate", self.rate, k.to(own_dtype(self) or kind))
         if not isinstance(rates, Tensor) or rates.shape != shape:
-            given = tuple(rates.shape) if isinstance(rates, Tensor) else type(rates).__name__
-            raise ValueError(f"rate: expected (…, S, 1) from keys (…, S, K) = {tuple(k.shape)}, got {given}")
+            shape = tuple(rates.shape) if isinstance(rates, Tensor) else type(rates).__name__
+            raise ValueError(f"rate: expected (…, S, 1) from keys (…, S, K) = {tuple(k.shape)}, got {shape}")
         return rates.to(kind)
 
     def table(
@@ -89,12 +89,12 @@ class Delta(RecurrentMechanism):
         rates = self.rates(k)
         if groups is not None:
             k, rates = k[:, groups], rates[:, groups]
-        _, seen = seen_keys(places, k.shape[2], real)
+        _, visible = seen_keys(places, k.shape[2], real)
         # A query that sees nothing must not reach the keys' gradients either.
-        q = q.to(rates.dtype).masked_fill(~seen.any(-1, keepdim=True), 0) * k.shape[3] ** -0.5
+        q = q.to(rates.dtype).masked_fill(~visible.any(-1, keepdim=True), 0) * k.shape[3] ** -0.5
         k = _directions(k if real is None else k.masked_fill(~real, 0), rates.dtype)
         scores = rearrange(q, "b (g r) t k -> b g r t k", g=k.shape[1]) @ k[:, :, None].transpose(-1, -2)
-        scores = scores.masked_fill(~(seen if real is None else seen[:, :, None]), 0)
+        scores = scores.masked_fill(~(visible if real is None else visible[:, :, None]), 0)
         system = _corrected(k, rates)[:, :, None].expand(-1, -1, scores.shape[2], -1, -1)
         through = torch.linalg.solve_triangular(system, scores, upper=False, left=False, unitriangular=True)
         return (through * rates[:, :, None].transpose(-1, -2)).flatten(1, 2)
@@ -112,14 +112,14 @@ class Delta(RecurrentMechanism):
         k, v, rates = (x.unflatten(2, (-1, size)) for x in (k, v, rates))
         scores = (q @ k.transpose(-1, -2)).unflatten(3, (-1, size)).tril().flatten(3, 4)
         # Each token's correction: what its value asks for, less what is stored under its key.
-        asked, stored = torch.linalg.solve_triangular(
+        new_values, new_keys = torch.linalg.solve_triangular(
             _corrected(k, rates), torch.cat([rates * v, rates * k], -1), upper=False, unitriangular=True
         ).split([v.shape[-1], k.shape[-1]], -1)
         out = []
         for chunk in range(k.shape[2]):
-            change = asked[:, :, chunk] if sums is None else asked[:, :, chunk] - stored[:, :, chunk] @ sums
-            seen = scores[:, :, chunk] @ change
-            out.append(seen if sums is None else seen + q[:, :, chunk] @ sums)
+            change = new_values[:, :, chunk] if sums is None else new_values[:, :, chunk] - new_keys[:, :, chunk] @ sums
+            inside = scores[:, :, chunk] @ change
+            out.append(inside if sums is None else inside + q[:, :, chunk] @ sums)
             if keep or chunk + 1 < k.shape[2]:
                 added = k[:, :, chunk].transpose(-1, -2) @ change
                 sums = added if sums is None else sums + added

@@ -89,14 +89,14 @@ class _Square(FeatureMechanism):
             return torch.cat([*outer, *rest], dim=-2).transpose(-1, -2)
         many, (length, size) = x.shape[:-2], x.shape[-2:]
         total, at = self.summed_length(size), 0
-        found = out[: x.shape[:-1].numel() * total].view(*many, total, length)
+        features = out[: x.shape[:-1].numel() * total].view(*many, total, length)
         for p, q in pairs:
             rows, wide = p.shape[-3], q.shape[-2]
-            torch.mul(p, q, out=found.narrow(-2, at, rows * wide).view(*many, rows, wide, length))
+            torch.mul(p, q, out=features.narrow(-2, at, rows * wide).view(*many, rows, wide, length))
             at += rows * wide
-        torch.mul(columns, math.sqrt(b), out=found.narrow(-2, at, size))
-        found[..., -1, :].fill_(math.sqrt(a))
-        return found.transpose(-1, -2)
+        torch.mul(columns, math.sqrt(b), out=features.narrow(-2, at, size))
+        features[..., -1, :].fill_(math.sqrt(a))
+        return features.transpose(-1, -2)
 
     def summed_pairs(self, qk_length: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
         """`summed_features` as a table, on the CPU: feature c is scale_c x_i x_j, where coordinate qk_length is 1."""
@@ -129,10 +129,10 @@ class _Square(FeatureMechanism):
         length = q.shape[-1] + 1
         square, rest = normaliser.view(*normaliser.shape[:-1], length, length), a - b * b / (4 * d)
         extended = F.pad(q, (0, 1), value=b / (2 * d))
-        found = ((extended @ square) * extended).sum(-1)
+        total = ((extended @ square) * extended).sum(-1)
         if d != 1:
-            found = found * d
-        return found if abs(rest) < 1e-12 else found + rest * square[..., -1, -1:]
+            total = total * d
+        return total if abs(rest) < 1e-12 else total + rest * square[..., -1, -1:]
 
     def normaliser_flops(self, qk_length: int) -> tuple[int, int]:
         return 2 * (qk_length + 1) ** 2, 2 * (qk_length + 1) ** 2
@@ -245,7 +245,10 @@ def _upper(length: int) -> tuple[Tensor, Tensor, Tensor]:
 def _monomials(length: int, degree: int) -> tuple[tuple[Tensor, ...], Tensor]:
     """Index columns of every monomial of length + 1 coordinates, and the root of its multinomial coefficient."""
     chosen = list(combinations_with_replacement(range(length + 1), degree))
-    ways = [math.factorial(degree) / math.prod(math.factorial(one.count(i)) for i in set(one)) for one in chosen]
+    ways = [
+        math.factorial(degree) / math.prod(math.factorial(monomial.count(i)) for i in set(monomial))
+        for monomial in chosen
+    ]
     return tuple(torch.tensor(chosen, device="cpu").unbind(1)), torch.tensor(
         ways, dtype=torch.float64, device="cpu"
     ).sqrt()

@@ -49,8 +49,8 @@ def lookup(text: str) -> Mechanism | type[Mechanism]:
     module = _imported(place, text)
     if not hasattr(module, name):
         there = [key for key, value in vars(module).items() if _is_mechanism(value)]
-        known = f"; it has {', '.join(there)}" if there else ""
-        raise ValueError(f"mechanism: expected a name in {place}, got {text!r}, which is not there{known}")
+        hint = f"; it has {', '.join(there)}" if there else ""
+        raise ValueError(f"mechanism: expected a name in {place}, got {text!r}, which is not there{hint}")
     thing = getattr(module, name)
     if callable(thing) and not isinstance(thing, Mechanism | type):
         thing = _called(thing, text)
@@ -142,8 +142,8 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, SyntaxError) and error.filename:
         return f"{type(error).__name__} in {Path(error.filename).name}, line {error.lineno}: {error.msg}"
     frames = traceback.extract_tb(error.__traceback__)
-    ours = (__file__, importlib.__file__)
-    theirs = [frame for frame in frames if frame.filename not in ours and not frame.filename.startswith("<")]
-    theirs = [frame for frame in theirs if frame.filename == theirs[0].filename and frame.lineno]
-    where = f" in {Path(theirs[-1].filename).name}, line {theirs[-1].lineno}" if theirs else ""
+    skipped = (__file__, importlib.__file__)
+    user_frames = [frame for frame in frames if frame.filename not in skipped and not frame.filename.startswith("<")]
+    user_frames = [frame for frame in user_frames if frame.filename == user_frames[0].filename and frame.lineno]
+    where = f" in {Path(user_frames[-1].filename).name}, line {user_frames[-1].lineno}" if user_frames else ""
     return f"{type(error).__name__}{where}{words}"

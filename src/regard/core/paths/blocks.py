@@ -77,18 +77,18 @@ class _Views:
     """The mask of each block. A band looks alike wherever the block stands: one view for each shape."""
 
     def __init__(self, call: Call) -> None:
-        self.call, self.known = call, call.structure
-        self.alike = self.known.rest is None and len(self.known.paddings) == 0
+        self.call, self.structure = call, call.structure
+        self.alike = self.structure.rest is None and len(self.structure.paddings) == 0
         # A key of sizes would fix those that a trace holds open.
         self.keeps = self.alike and not torch.compiler.is_compiling()
-        self.seen: dict[tuple[int, int, int], tuple[Tensor, Tensor | None]] = {}
+        self.views: dict[tuple[int, int, int], tuple[Tensor, Tensor | None]] = {}
 
     def __call__(self, start: int, stop: int, spans: list[Span]) -> tuple[Tensor, Tensor | None]:
         """What a block sees, broadcastable to (B, H, t, s), and its rows that see nothing, if any."""
         first = start + self.call.keys - self.call.queries
         shape = (stop - start, spans[0][1] - spans[0][0], first - spans[0][0])
-        if self.keeps and shape in self.seen:
-            return self.seen[shape]
+        if self.keeps and shape in self.views:
+            return self.views[shape]
         place = torch.arange(stop - start) + first
         assert self.call.mask is not None
         visible = self.call.mask.at(self.call.batch, self.call.heads, place, positions(spans), self.call.q.device)
@@ -96,7 +96,7 @@ class _Views:
         sees = self.alike and self.call.queries <= self.call.keys
         blind = None if sees else ~visible.any(-1, keepdim=True)
         if self.keeps:
-            self.seen[shape] = visible, blind
+            self.views[shape] = visible, blind
         return visible, blind
 
 
@@ -112,8 +112,8 @@ def _bias(bias: Tensor, start: int, stop: int, spans: list[Span]) -> Tensor:
 
 def reads_hidden(call: Call) -> bool:
     """One query under a band reads the keys that it sees and no others."""
-    known = call.structure
-    return call.queries > 1 or known.rest is not None or len(known.paddings) > 0 or torch.is_grad_enabled()
+    structure = call.structure
+    return call.queries > 1 or structure.rest is not None or len(structure.paddings) > 0 or torch.is_grad_enabled()
 
 
 PATH = Path("blocks", cannot, run, reads_hidden)

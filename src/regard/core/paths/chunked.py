@@ -36,11 +36,11 @@ if TYPE_CHECKING:
     from regard.core.families.features import FeatureMechanism
 
 
-def quadratic(mechanism: "FeatureMechanism", qk_length: int, known: Structure) -> str | None:
+def quadratic(mechanism: "FeatureMechanism", qk_length: int, structure: Structure) -> str | None:
     """Why sums cannot serve, so that only the score form is left; None if they can."""
-    if known.rest is not None:
+    if structure.rest is not None:
         return "the mask hides keys pair by pair, which sums over keys cannot"
-    if known.windowed:
+    if structure.windowed:
         return "a window takes keys out again, which sums over keys cannot"
     if not mechanism.linear(qk_length):
         return f"phi has {mechanism.summed_length(qk_length):,} features"
@@ -57,40 +57,40 @@ def cannot(call: Call) -> str | None:
 
 def run(call: Call) -> Tensor:
     """running sums in chunks of 256: time and memory linear in the length."""
-    known, offset = call.structure, call.keys - call.queries
+    structure, offset = call.structure, call.keys - call.queries
 
-    guarded = known is not EVERYTHING and not finite()
+    guarded = structure is not EVERYTHING and not finite()
 
     def rows(q: Tensor, k: Tensor, v: Tensor, low: int, high: int) -> Tensor:
-        return _whole(call.mechanism, q, k, v, offset - low if known.causal else None, None, guarded)
+        return _whole(call.mechanism, q, k, v, offset - low if structure.causal else None, None, guarded)
 
-    if known.rows is not None:
+    if structure.rows is not None:
         return by_interval(call, rows)
-    valid = known.valid(call.keys, call.q.device)
-    if valid is not None and not known.causal and readable(valid):
+    valid = structure.valid(call.keys, call.q.device)
+    if valid is not None and not structure.causal and readable(valid):
         # Sums over few keys lose digits that the score form keeps: take the real keys out of the holes first.
-        each = [
+        rows_out = [
             _whole(call.mechanism, q[None], k[None, :, real], v[None, :, real], None, None, guarded)
             if bool(real.any())
             else nothing(call, call.queries)[:1]
             for q, k, v, real in zip(call.q, call.k, call.v, valid, strict=True)
         ]
-        return torch.cat(each)
+        return torch.cat(rows_out)
     q = call.q
     if valid is not None:  # a query that sees nothing must not reach the keys' gradients either
         sees = reached(call.mask, torch.ones_like(call.k[..., 0], dtype=torch.bool), call.heads, call.queries)
         q = q.masked_fill(~sees[..., None], 0)
-    return _whole(call.mechanism, q, call.k, call.v, offset if known.causal else None, valid, guarded)
+    return _whole(call.mechanism, q, call.k, call.v, offset if structure.causal else None, valid, guarded)
 
 
 def _whole(
     mechanism: Any, q: Tensor, k: Tensor, v: Tensor, offset: int | None, valid: Tensor | None, guarded: bool
 ) -> Tensor:
     rows, keys, values, real = tiled(q, k, v, valid)
-    tainted = not_finite(keys, values) if guarded else None
-    if tainted is not None and real is not None:
-        tainted = tainted & real
-    walk = Walk(steps(q.shape[2], k.shape[2], offset), offset, real, tainted)
+    bad = not_finite(keys, values) if guarded else None
+    if bad is not None and real is not None:
+        bad = bad & real
+    walk = Walk(steps(q.shape[2], k.shape[2], offset), offset, real, bad)
     learned = mechanism.parameters()
     traced = torch.compiler.is_compiling() or transformed()
     if recorded(q, k, v, *learned) and not traced and not mechanism.captured(q.shape[3]):
@@ -101,7 +101,7 @@ def _whole(
 
 
 def _sweep(mechanism: Any, walk: Walk, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """`sweep` from no history, NaN for the queries that see a tainted key."""
+    """`sweep` from no history, NaN for the queries that see a bad key."""
     out, spoiled = sweep(mechanism, walk, q, k, v, *no_sums(mechanism, k, v))[0], walk.spoiled(q.shape[2])
     if spoiled is None:
         return out
@@ -172,7 +172,7 @@ class _Gradients(torch.autograd.Function):
             first = torch.autograd.grad(out, inputs, grad, create_graph=True, allow_unused=True, materialize_grads=True)
             pairs = [pair for pair in zip(first, directions, strict=True) if pair[0].requires_grad]
             second = torch.autograd.grad(
-                [one for one, _ in pairs],
+                [grad for grad, _ in pairs],
                 [grad, *inputs],
                 [direction for _, direction in pairs],
                 allow_unused=True,
@@ -214,10 +214,10 @@ class _Backward:
         return k.to(kind).detach().requires_grad_(), v.to(kind).detach().requires_grad_(), real
 
     def _pull(self, outputs: tuple[Tensor, ...], grads: tuple[Tensor, ...], inputs: list[Tensor]) -> list[Tensor]:
-        found = torch.autograd.grad(outputs, inputs + self.learned, grads, allow_unused=True, materialize_grads=True)
-        for total, more in zip(self.learned_grads, found[len(inputs) :], strict=True):
+        grads_in = torch.autograd.grad(outputs, inputs + self.learned, grads, allow_unused=True, materialize_grads=True)
+        for total, more in zip(self.learned_grads, grads_in[len(inputs) :], strict=True):
             total += more
-        return list(found[: len(inputs)])
+        return list(grads_in[: len(inputs)])
 
     def queries_forward(self) -> None:
         """Every gradient of the chunks' own part, and the queries' through the sums."""

@@ -34,7 +34,7 @@ LEAST_SHARED = 1 << 19
 """Multiplications from which on a second thread is worth waking."""
 _LOG2E = log2(e)
 _NO_SCALES: tuple[int, ...] = (0,) * 6
-_TOLD = Struct("32qd2q")
+_ARGUMENTS = Struct("32qd2q")
 """The fields of decode_code.py, with one span."""
 
 
@@ -87,14 +87,25 @@ def _derived(call: Call) -> str | None:
 
 def run(call: Call) -> Tensor:
     """one pass over keys and values, in machine code made for this processor."""
-    known, scale = call.structure, sdpa.scale(call)
+    structure, scale = call.structure, sdpa.scale(call)
     k_scales, v_scales = call.scales or (None, None)
     if direct(call.q, call.k, call.v):
         return _attention(
-            call.q, call.k, call.v, k_scales, v_scales, scale, known.rows, known.before, known.after, call.q.dtype
+            call.q,
+            call.k,
+            call.v,
+            k_scales,
+            v_scales,
+            scale,
+            structure.rows,
+            structure.before,
+            structure.after,
+            call.q.dtype,
         )
-    spans = None if known.rows is None else torch.tensor(known.rows, device=call.q.device)
-    return torch.ops.regard.decode(call.q, call.k, call.v, scale, spans, known.before, known.after, k_scales, v_scales)
+    spans = None if structure.rows is None else torch.tensor(structure.rows, device=call.q.device)
+    return torch.ops.regard.decode(
+        call.q, call.k, call.v, scale, spans, structure.before, structure.after, k_scales, v_scales
+    )
 
 
 PATH = Path("decode", cannot, run, never, reads_int8=True)
@@ -170,7 +181,7 @@ def _attention(
         out = torch.empty(batch, heads, queries, value_length, dtype=result, device="cpu")
     size = 8 * units + 4 * tasks * chunk * (value_length + 2)
     room = torch.empty(size, dtype=torch.uint8, device="cpu") if size > most else None
-    told = (
+    arguments = (
         0, tasks, parts, chunks, chunk, groups, rows, queries, keys - queries,
         FAR if before is None else before, FAR if after is None else after, 0 if spans is None else 2,
         q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(),
@@ -179,9 +190,9 @@ def _attention(
         threads, 0 if threads == 1 else cpu.openmp(), scale * _LOG2E,
     )  # fmt: skip
     if spans is None:
-        step(_TOLD.pack(*told, 0, keys))
+        step(_ARGUMENTS.pack(*arguments, 0, keys))
     else:
-        step(_TOLD.pack(*told, *spans[0]) + pack(f"{2 * len(spans) - 2}q", *chain.from_iterable(spans[1:])))
+        step(_ARGUMENTS.pack(*arguments, *spans[0]) + pack(f"{2 * len(spans) - 2}q", *chain.from_iterable(spans[1:])))
     return out
 
 

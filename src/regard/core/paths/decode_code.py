@@ -206,7 +206,7 @@ def source(qk_length: int, value_length: int, tile: int, dtype: str, stored: str
 
                 with b.if_else(careful, likely=False) as (rarely, mostly):
                     with rarely, code.loop(I64(0), I64(tile)) as row:
-                        add(row, 1, *_seen(code, field, task, b.add(place, row), start, tokens))
+                        add(row, 1, *_visible(code, field, task, b.add(place, row), start, tokens))
                     with mostly, code.loop(I64(0), I64(tile), min(tile, 4)) as row:
                         add(row, min(tile, 4), I64(0), tokens)
 
@@ -222,13 +222,13 @@ def _start(code: Code) -> None:
     what the caller keeps."""
     work, size = code.b.function, len(FIELDS) - 1
     b = code.begin("step")
-    told = b.function.args[0]
+    arguments = b.function.args[0]
     field, copy, room = code.fields(FIELDS[:size]), b.alloca(I64, I64(size + 1)), b.alloca(I64, I64(ROOM // 8))
     small = b.icmp_signed("==", field["room"], I64(0))
     changed = {
         "next": I64(0),
         "room": b.select(small, b.ptrtoint(room, I64), field["room"]),
-        "span": b.ptrtoint(code.at(told, size, I64), I64),
+        "span": b.ptrtoint(code.at(arguments, size, I64), I64),
     }
     for place, name in enumerate(FIELDS):
         b.store(changed.get(name, field.get(name)), code.at(copy, place, I64))
@@ -262,7 +262,7 @@ def _band(code: Code, field: dict[str, Any], task: _Task, row: Any) -> tuple[Any
     return b.sub(position, field["before"]), b.add(position, b.add(field["after"], I64(1)))
 
 
-def _seen(code: Code, field: dict[str, Any], task: _Task, row: Any, start: Any, count: Any) -> tuple[Any, Any]:
+def _visible(code: Code, field: dict[str, Any], task: _Task, row: Any, start: Any, count: Any) -> tuple[Any, Any]:
     """The tokens [low, high) of the block from `start` on that a row may see."""
     low, high = (
         code.least(count, code.most(I64(0), code.b.sub(edge, start))) for edge in _band(code, field, task, row)
@@ -402,7 +402,7 @@ def _hide(
     """-inf in place of the scores of keys that a row may not see, in the block from `start` on."""
     b = code.b
     with code.loop(I64(0), I64(tile)) as row:
-        low, high = _seen(code, field, task, b.add(place, row), start, count)
+        low, high = _visible(code, field, task, b.add(place, row), start, count)
         for begin, end in ((I64(0), low), (high, count)):
             with code.loop(begin, end) as s:
                 code.write(F32(-math.inf), weights, b.add(b.mul(s, I64(tile)), row))
@@ -448,7 +448,7 @@ def _add(
         out, values = code.at(out, first), code.at(values, first, stored)
         cells = [(row, column) for row in range(rows) for column in columns]
         shrink = [code.splat(code.read(fading, row)) for row in range(rows)]
-        held = {
+        totals = {
             (row, column): code.register(b.fmul(shrink[row], code.vector(out, row * length + column)))
             for row, column in cells
         }
@@ -457,10 +457,10 @@ def _add(
             value = {column: code.vector(here, column, stored) for column in columns}
             weight = [code.splat(code.read(weights, b.add(b.mul(s, I64(tile)), I64(row)))) for row in range(rows)]
             for row, column in cells:
-                cell = held[row, column]
+                cell = totals[row, column]
                 b.store(code.fma(weight[row], value[column], b.load(cell)), cell)
         for row, column in cells:
-            code.write(b.load(held[row, column]), out, row * length + column)
+            code.write(b.load(totals[row, column]), out, row * length + column)
 
 
 def _merge(

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from regard.core.calls.call import Call, in_own_dtype
-from regard.core.masks.guard import cleaned, taint
+from regard.core.masks.guard import bad_keys, cleaned
 from regard.core.masks.structure import EVERYTHING
 from regard.core.user_code import weigh
 
@@ -13,8 +13,8 @@ def weights(call: Call, rows: list[int] | None, heads: list[int] | None) -> Tens
     """Weights (B, heads, rows, S) between queries and keys, by the mechanism's plain formula."""
     if call.mechanism.ordered and (rows is not None or heads is not None):  # which token or head it is matters to it
         return choose_scores(weights(call, None, None), rows, heads)
-    tainted = None if call.structure is EVERYTHING else taint(call.k, call.k)
-    q, k, bias, repeats = call.q, cleaned(call.k, tainted), call.bias, call.heads // call.groups
+    bad = None if call.structure is EVERYTHING else bad_keys(call.k, call.k)
+    q, k, bias, repeats = call.q, cleaned(call.k, bad), call.bias, call.heads // call.groups
     every_row = range(call.queries) if rows is None else rows
     every_head = list(range(call.heads)) if heads is None else heads
     size = (call.batch, len(every_head), len(every_row), call.keys)
@@ -31,11 +31,11 @@ def weights(call: Call, rows: list[int] | None, heads: list[int] | None) -> Tens
     q = q if rows is None else q[:, :, rows]
     with in_own_dtype(q):
         result = weigh(call.mechanism, q, k, visible, bias).to(q.dtype)
-    if tainted is None:
+    if bad is None:
         return result
-    flags = tainted.repeat_interleave(repeats, dim=1)[:, every_head, None]
-    seen = flags if visible is None else flags & visible
-    return result.masked_fill(seen.any(-1, keepdim=True), torch.nan)
+    flags = bad.repeat_interleave(repeats, dim=1)[:, every_head, None]
+    spoiled = flags if visible is None else flags & visible
+    return result.masked_fill(spoiled.any(-1, keepdim=True), torch.nan)
 
 
 def choose_scores(table: Tensor, rows: list[int] | None, heads: list[int] | None) -> Tensor:

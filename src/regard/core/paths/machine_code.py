@@ -203,9 +203,9 @@ class Code:
         b = self.b
         near = b.fadd(x, self.constant(_ROUNDER))
         rest = b.fsub(x, b.fsub(near, self.constant(_ROUNDER)))
-        found = self.constant(_POWERS[0])
+        total = self.constant(_POWERS[0])
         for factor in _POWERS[1:]:
-            found = self.fma(found, rest, self.constant(factor))
+            total = self.fma(total, rest, self.constant(factor))
         exponent = b.add(b.shl(b.bitcast(near, self.bits), self.whole(23)), self.whole(127 << 23))
         tiny = b.fcmp_ordered("<", x, self.constant(-126))
-        return b.select(tiny, self.constant(0), b.fmul(found, b.bitcast(exponent, self.kind)))
+        return b.select(tiny, self.constant(0), b.fmul(total, b.bitcast(exponent, self.kind)))

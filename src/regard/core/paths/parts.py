@@ -95,11 +95,11 @@ def over_tail(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Te
     return merge(*over_old(q, k[:, :, :old], v[:, :, :old], scale), *over_new(q, k, v, scale, old))
 
 
-def merge(one: Tensor, one_lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
+def merge(first: Tensor, first_lse: Tensor, second: Tensor, second_lse: Tensor) -> tuple[Tensor, Tensor]:
     """Two parts as one, in the dtype of their log-sum-exps: float32 or better."""
-    share = torch.sigmoid(one_lse - other_lse)[..., None]
-    out = other.to(share.dtype).lerp(one.to(share.dtype), share)
-    return out, torch.logaddexp(one_lse, other_lse)
+    share = torch.sigmoid(first_lse - second_lse)[..., None]
+    out = second.to(share.dtype).lerp(first.to(share.dtype), share)
+    return out, torch.logaddexp(first_lse, second_lse)
 
 
 class _Merged(torch.autograd.Function):

@@ -35,7 +35,7 @@ def with_space(state: KeyValueState, mask: Mask | None, new: int) -> KeyValueSta
     return state.forget(first) if state.length + new - state.forgotten > state.capacity else state
 
 
-def settled(
+def usable_state(
     mechanism: "Mechanism", q: Tensor, state: KeyValueState, mask: Mask | None, bias: Tensor | None, recorded: bool
 ) -> KeyValueState:
     """The state as this attention can use it: without shared prefixes, if that is what it takes."""

@@ -34,16 +34,16 @@ def cannot(call: Call) -> str | None:
 
 def not_intervals(call: Call) -> str | None:
     """Why a call is not softmax over an interval of keys a batch row, causal or not; None if it is."""
-    known = call.structure
+    structure = call.structure
     if (reason := unfit(call)) is not None:
         return reason
     if call.bias is not None:
         return "a bias needs the score form"
-    if known.rest is not None:
+    if structure.rest is not None:
         return "a mask that is no band of positions would need a dense mask"
-    if known.windowed:
+    if structure.windowed:
         return "a window would need a dense mask"
-    if known.paddings and known.rows is None:
+    if structure.paddings and structure.rows is None:
         return "padding with holes would need a dense mask"
     return None
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from regard.core.calls.call import Call
 from regard.core.eager import transformed
 from regard.core.masks import Mask, causal
-from regard.core.masks.guard import cleaned, poisoned, taint
+from regard.core.masks.guard import bad_keys, cleaned, poisoned
 from regard.core.masks.structure import structure_of
 from regard.core.paths import decode, parts, sdpa, torch_softmax
 from regard.core.states.key_value_runs import Run
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 def cannot(mechanism: Any, q: Tensor, keys: int, mask: Mask | None, bias: Tensor | None, recorded: bool) -> str | None:
     """Why queries at the end of `keys` keys cannot attend to a prefix and the rest apart; None if they can."""
-    known, queries = structure_of(mask, q.shape[2], keys), q.shape[2]
+    structure, queries = structure_of(mask, q.shape[2], keys), q.shape[2]
     plain = sdpa.PATH in mechanism.paths() and mechanism.sdpa_scale(q.shape[3]) is not None
     if bias is not None or not plain:
         return "only plain softmax merges parts"
-    if known.rest is not None or known.windowed or known.paddings or not (known.causal or queries == 1):
+    if structure.rest is not None or structure.windowed or structure.paddings or not (structure.causal or queries == 1):
         return "the mask is not causal alone"
     if recorded or transformed() or torch.compiler.is_compiling():
         return "gradients, transforms and traces take one call"
@@ -58,11 +58,11 @@ def _part(call: Call) -> tuple[Tensor, Tensor]:
     if decode.cannot(call) is None:
         return decode.part(call)
     call = call.widened()
-    tainted = taint(call.k, call.v) if call.structure.causal else None
-    k, v = cleaned(call.k, tainted), cleaned(call.v, tainted)
+    bad = bad_keys(call.k, call.v) if call.structure.causal else None
+    k, v = cleaned(call.k, bad), cleaned(call.v, bad)
     q, k, v, scale = torch_softmax.fitted(call.q, k, v, scale, max(size, call.qk_length))
     out, lse = (parts.over_tail if call.structure.causal else parts.over_old)(q, k, v, scale)
-    return poisoned(out[..., :size], call.mask, tainted), lse
+    return poisoned(out[..., :size], call.mask, bad), lse
 
 
 def _by_parent(q: Tensor, places: tuple[int, ...]) -> tuple[list[tuple[slice, Tensor]], Tensor]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from regard.core.eager import recorded, transformed
 from regard.core.masks import Padding
 from regard.core.masks import causal as causal_mask
-from regard.core.masks.guard import cleaned, not_finite, poisoned, taint
+from regard.core.masks.guard import bad_keys, cleaned, not_finite, poisoned
 from regard.core.masks.structure import both
 from regard.core.paths import fused_stream
 from regard.core.paths.sums import Walk, step, steps, sweep, tiled, unreadable, untiled
@@ -40,24 +40,24 @@ def stream(
     new, length = k.shape[2], state.length + k.shape[2]
     # After a crop more may be folded than the length alone would have: then nothing is, until the stream catches up.
     fold_to = max(0, folded(length, recent) - state.folded)
-    held = state.recent if state.recent.length + new <= recent else state.recent.resized(state.recent.length + new)
-    held = held.append(k, v, None, recorded=q.requires_grad or mechanism.learns(k.shape[3]))
+    newest = state.recent if state.recent.length + new <= recent else state.recent.resized(state.recent.length + new)
+    newest = newest.append(k, v, None, recorded=q.requires_grad or mechanism.learns(k.shape[3]))
     if padding is not None:
-        held = replace(held, padding=both(held.padding, padding, held.length))
-    holes = held.padding is not None and held.padding.rows is None
-    keys, values = held.keys, held.values
+        newest = replace(newest, padding=both(newest.padding, padding, newest.length))
+    holes = newest.padding is not None and newest.padding.rows is None
+    keys, values = newest.keys, newest.values
     if fused_stream.cannot(mechanism, q, k, v, state.sums, causal, holes) is None:
         before = state.sums, state.normaliser
-        out, sums, normaliser = fused_stream.run(mechanism, q, keys, values, held.padding, *before, fold_to)
+        out, sums, normaliser = fused_stream.run(mechanism, q, keys, values, newest.padding, *before, fold_to)
     else:
-        out, sums, normaliser = _guarded(mechanism, q, keys, values, held.padding, causal, state, fold_to)
+        out, sums, normaliser = _guarded(mechanism, q, keys, values, newest.padding, causal, state, fold_to)
     longer = KernelState(
         mechanism=state.mechanism,
         sums=sums,
         normaliser=normaliser,
         folded=state.folded + fold_to,
-        recent=held.resized(recent, fold_to) if fold_to else held,
-        padding=state.padding_after(held.padding, fold_to, held.length),
+        recent=newest.resized(recent, fold_to) if fold_to else newest,
+        padding=state.padding_after(newest.padding, fold_to, newest.length),
     )
     return out, longer
 
@@ -77,23 +77,26 @@ def _guarded(
     derived = recorded(q, k, v, state.sums) or mechanism.learns(k.shape[3]) or transformed()
     if not derived and (q.shape[2] == 1 or not causal):  # all queries see all keys, and the sums
         return _walk(mechanism, q, k, v, valid, None, causal, state, fold_to)
-    tainted = taint(k, v)
-    if tainted is None:
+    bad = bad_keys(k, v)
+    if bad is None:
         return _walk(mechanism, q, k, v, valid, None, causal, state, fold_to)
     if valid is not None:
-        tainted = tainted & valid[:, None]
-    clean, seen = state, tainted
+        bad = bad & valid[:, None]
+    clean, bad_lines = state, bad
     if derived and state.folded:  # a bad value is in all rows of the sums, a bad key in the normaliser
         lines = not_finite(state.normaliser.unsqueeze(2), state.sums[:, :, :1])
         zeros = torch.where(lines, 0, state.normaliser)
-        clean, seen = replace(state, sums=cleaned(state.sums, lines), normaliser=zeros), torch.cat([lines, tainted], -1)
-    out, sums, normaliser = _walk(mechanism, q, k, v, valid, tainted, causal, clean, fold_to)
+        clean, bad_lines = (
+            replace(state, sums=cleaned(state.sums, lines), normaliser=zeros),
+            torch.cat([lines, bad], -1),
+        )
+    out, sums, normaliser = _walk(mechanism, q, k, v, valid, bad, causal, clean, fold_to)
     if not fold_to:
         sums, normaliser = state.sums, state.normaliser
     else:  # what has been folded is before the other keys, and every later query divides by this
-        bad = seen[..., : seen.shape[-1] - k.shape[2] + fold_to].any(-1)
-        normaliser = torch.where(bad[..., None], math.nan, normaliser)
-    return poisoned(out, causal_mask if causal else None, seen), sums, normaliser
+        spoiled = bad_lines[..., : bad_lines.shape[-1] - k.shape[2] + fold_to].any(-1)
+        normaliser = torch.where(spoiled[..., None], math.nan, normaliser)
+    return poisoned(out, causal_mask if causal else None, bad_lines), sums, normaliser
 
 
 def _walk(
@@ -102,7 +105,7 @@ def _walk(
     k: Tensor,
     v: Tensor,
     valid: Tensor | None,
-    tainted: Tensor | None,
+    bad: Tensor | None,
     causal: bool,
     state: KernelState,
     fold_to: int,
@@ -110,14 +113,14 @@ def _walk(
     """The output of the last tokens of k and v, and the sums with the first `fold_to` of them, by PyTorch."""
     new, length = q.shape[2], k.shape[2]
     rows, keys, values, real = tiled(q, k, v, valid)
-    tainted = None if tainted is None else tainted.flatten(0, 1)
+    bad = None if bad is None else bad.flatten(0, 1)
     if new == 1 and not fold_to:
-        hidden = unreadable(real, tainted)
+        hidden = unreadable(real, bad)
         keys, values = cleaned(keys, hidden), cleaned(values, hidden)
         out = step(mechanism, real, rows, keys, values, state.sums, state.normaliser, history=state.folded > 0)
         return untiled(out, k), state.sums, state.normaliser
     offset = length - new if causal else None
-    walk = Walk(steps(new, length, offset, fold_to), offset, real, tainted)
+    walk = Walk(steps(new, length, offset, fold_to), offset, real, bad)
     sums, normaliser = state.sums.flatten(0, 1), state.normaliser.flatten(0, 1)
     out, sums, normaliser = sweep(mechanism, walk, rows, keys, values, sums, normaliser, history=state.folded > 0)
     shape = state.sums.shape[:2]

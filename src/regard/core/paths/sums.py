@@ -97,19 +97,19 @@ class Walk:
     """Where among the keys the first query stands; None is no causality."""
     valid: Tensor | None = None
     """Which keys are real, (M, S); None if all are."""
-    tainted: Tensor | None = None
+    bad: Tensor | None = None
     """Which real keys carry a NaN or infinity, or whose value does, (M, S); None if all are taken to be finite."""
 
     def chunk(self, step: Step, k: Tensor, v: Tensor, derived: bool) -> tuple[Tensor, Tensor, Tensor | None]:
         """The keys and values of a step as they can be computed with, and which of them are real.
 
-        The queries that see a tainted key are spoiled afterwards; here it is kept from those that do not. All later
+        The queries that see a bad key are spoiled afterwards; here it is kept from those that do not. All later
         queries see what is folded, and beyond the diagonal similarities are 0, so that only values there can leak. A
-        gradient reaches everything that was computed with: for it, all that is tainted is 0.
+        gradient reaches everything that was computed with: for it, all that is bad is 0.
         """
         here = slice(step.low, step.high)
         k, v, real = k[:, here], v[:, here], None if self.valid is None else self.valid[:, here]
-        bad = None if self.tainted is None else self.tainted[:, here]
+        bad = None if self.bad is None else self.bad[:, here]
         if derived or real is not None:
             hidden = unreadable(real, bad)
             return cleaned(k, hidden), cleaned(v, hidden), real
@@ -118,21 +118,21 @@ class Walk:
         return k, v, real
 
     def spoiled(self, queries: int) -> Tensor | None:
-        """Which of the queries see a tainted key, (M, T); None if none can."""
-        if self.tainted is None:
+        """Which of the queries see a bad key, (M, T); None if none can."""
+        if self.bad is None:
             return None
         if self.offset is None:
-            return self.tainted.any(-1, keepdim=True).expand(-1, queries)
-        keys = self.tainted.shape[1]
-        last = (torch.arange(queries, device=self.tainted.device) + self.offset + 1).clamp(0, keys)
-        return F.pad(self.tainted.int().cumsum(-1), (1, 0))[:, last] > 0
+            return self.bad.any(-1, keepdim=True).expand(-1, queries)
+        keys = self.bad.shape[1]
+        last = (torch.arange(queries, device=self.bad.device) + self.offset + 1).clamp(0, keys)
+        return F.pad(self.bad.int().cumsum(-1), (1, 0))[:, last] > 0
 
 
-def unreadable(real: Tensor | None, tainted: Tensor | None) -> Tensor | None:
-    """Which keys (M, S) are padding or tainted; None if none can be."""
+def unreadable(real: Tensor | None, bad: Tensor | None) -> Tensor | None:
+    """Which keys (M, S) are padding or bad; None if none can be."""
     if real is None:
-        return tainted
-    return ~real if tainted is None else ~real | tainted
+        return bad
+    return ~real if bad is None else ~real | bad
 
 
 def sweep(

@@ -9,14 +9,14 @@ from regard.core.masks.structure import structure_of
 from regard.core.paths.stream import folded
 from regard.core.paths.sums import CHUNK, Step, steps
 
-SETTLED = 2
+EDGE_CHUNKS = 2
 """Chunks until a walk repeats itself: the first has no sums to meet yet, the last is not folded."""
 
 
 def sums_bytes(mechanism: Any, work: Work) -> int:
     """Bytes of the running sums and their normaliser."""
-    each = mechanism.summed_length(work.qk_length) * work.value_length + mechanism.normaliser_length(work.qk_length)
-    return work.batch * work.num_kv_heads * each * accumulator(work.dtype).itemsize
+    numbers = mechanism.summed_length(work.qk_length) * work.value_length + mechanism.normaliser_length(work.qk_length)
+    return work.batch * work.num_kv_heads * numbers * accumulator(work.dtype).itemsize
 
 
 def cost(mechanism: Any, work: Work, recent: int, state_bytes: int) -> Cost:
@@ -32,11 +32,12 @@ def cost(mechanism: Any, work: Work, recent: int, state_bytes: int) -> Cost:
         flops = work.batch * _stream_flops(mechanism, work, recent)
         moved = replace(work, key_length=work.query_length, mask=None).io_bytes + state_bytes
     else:
-        known = structure_of(work.rule, work.query_length, length)
-        spans = Counter(known.rows) if known.rows else {(0, length): work.batch}
+        structure = structure_of(work.rule, work.query_length, length)
+        spans = Counter(structure.rows) if structure.rows else {(0, length): work.batch}
         offset = length - work.query_length
         flops = sum(
-            rows * _walk_flops(mechanism, work, work.query_length, high - low, offset - low if known.causal else None)
+            rows
+            * _walk_flops(mechanism, work, work.query_length, high - low, offset - low if structure.causal else None)
             for (low, high), rows in spans.items()
             if high > low and work.query_length
         )
@@ -71,7 +72,7 @@ def _walk_flops(mechanism: Any, work: Work, queries: int, keys: int, offset: int
             (min(queries, queries + offset - keys), (CHUNK, 0, 0)),
         )
     for room, (more_queries, more_keys, more_offset) in places:
-        repeats = room // CHUNK - SETTLED
+        repeats = room // CHUNK - EDGE_CHUNKS
         if repeats > 1:
             fewer, more = (
                 _walk_flops(

@@ -110,8 +110,8 @@ class Buffer:
 
     def read(self, which: int, length: int) -> Tensor:
         """The first keys (0) or values (1): a view, unless they have scales."""
-        found = (self.values if which else self.keys).narrow(2, 0, length)
-        return found if self.scales is None else (found * self.scales[which][:, :, :length]).to(self.dtype)
+        tensor = (self.values if which else self.keys).narrow(2, 0, length)
+        return tensor if self.scales is None else (tensor * self.scales[which][:, :, :length]).to(self.dtype)
 
     def stored(self, length: int) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:
         """The first keys and values as they lie there, and the scales of int8 ones: views."""

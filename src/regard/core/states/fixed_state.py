@@ -8,7 +8,7 @@ from torch import Tensor
 
 from regard.core.eager import transformed
 from regard.core.masks import Mask, Padding, causal
-from regard.core.masks.guard import cleaned, poisoned, taint
+from regard.core.masks.guard import bad_keys, cleaned, poisoned
 from regard.core.masks.padded import check_taken_in, join_padding, reorder_padding
 from regard.core.masks.structure import padding_between
 from regard.core.states.state import Sizes, State, Stored, check_tokens, frozen, row_index
@@ -104,15 +104,15 @@ class FixedState(State):
             hidden = ~fresh.valid(count, k.device)[:, None]
             k, v = cleaned(k, hidden), cleaned(v, hidden)
         derived = torch.is_grad_enabled() or transformed()
-        tainted = taint(k, v) if count > 1 or derived else None
-        if tainted is None or not (derived and self.length):
-            return Received(self, self, cleaned(k, tainted), cleaned(v, tainted), fresh, tainted)
+        bad = bad_keys(k, v) if count > 1 or derived else None
+        if bad is None or not (derived and self.length):
+            return Received(self, self, cleaned(k, bad), cleaned(v, bad), fresh, bad)
         kept = {name: tensor for name, tensor in self._tensors().items() if tensor.is_floating_point()}
         flat = [tensor.flatten(2)[:, :, None] for tensor in kept.values()]
-        before = torch.stack([flags for x in flat if (flags := taint(x, x)) is not None]).any(0)
+        before = torch.stack([flags for x in flat if (flags := bad_keys(x, x)) is not None]).any(0)
         clean: dict[str, Any] = {name: _marked(tensor, before[..., 0], 0) for name, tensor in kept.items()}
-        flags = torch.cat([before, tainted], dim=-1)
-        return Received(self, replace(self, **clean), cleaned(k, tainted), cleaned(v, tainted), fresh, flags)
+        flags = torch.cat([before, bad], dim=-1)
+        return Received(self, replace(self, **clean), cleaned(k, bad), cleaned(v, bad), fresh, flags)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.mechanism!r}, length={self.length}, nbytes={self.nbytes})"
@@ -133,7 +133,7 @@ class Received:
     v: Tensor
     fresh: Padding | None
     """Which of the tokens are real; None if all are."""
-    tainted: Tensor | None
+    bad: Tensor | None
     """What was bad, (B, G, T) or (B, G, 1 + T) with the history as if it were one key; None if nobody has to know."""
 
     @property
@@ -144,12 +144,12 @@ class Received:
     def attended(self, out: Tensor, **tensors: Tensor) -> tuple[Tensor, Any]:
         """The output of the tokens' queries, each of which saw the tokens up to its own, and the state after them."""
         state, count = self.before, self.k.shape[2]
-        if self.tainted is not None:
-            bad = self.tainted.any(-1)
+        if self.bad is not None:
+            bad = self.bad.any(-1)
             tensors = {name: _marked(tensor, bad, torch.nan) for name, tensor in tensors.items()}
         padding = join_padding(state.padding, state.length, self.fresh, count, state.batch, state.device)
         changes: dict[str, Any] = {**tensors, "length": state.length + count, "padding": padding}
-        return poisoned(out, causal, self.tainted), replace(state, **changes)
+        return poisoned(out, causal, self.bad), replace(state, **changes)
 
 
 def _marked(tensor: Tensor, rows: Tensor, number: float) -> Tensor:

@@ -49,8 +49,8 @@ class KernelState(State):
     @property
     def nbytes(self) -> int:
         table = None if self.padding is None else self.padding.table
-        held = [t for t in (self.sums, self.normaliser, table) if t is not None]
-        return self.recent.nbytes + sum(t.numel() * t.element_size() for t in held)
+        tensors = [t for t in (self.sums, self.normaliser, table) if t is not None]
+        return self.recent.nbytes + sum(t.numel() * t.element_size() for t in tensors)
 
     def check_folded(self, padding: Padding | None) -> None:
         """Raise ValueError if a mask's padding hides a token that is already in the sums."""

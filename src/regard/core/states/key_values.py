@@ -122,11 +122,11 @@ class KeyValueState(State):
 
     @property
     def nbytes(self) -> int:
-        held = [tensor for run in self.runs for tensor in run.buffer.tensors]
-        held += [tensor for run in self.runs if run.prefix is not None for tensor in run.prefix.buffer.tensors]
+        tensors = [tensor for run in self.runs for tensor in run.buffer.tensors]
+        tensors += [tensor for run in self.runs if run.prefix is not None for tensor in run.prefix.buffer.tensors]
         table = None if self.padding is None else self.padding.table
-        held += [] if table is None else [table]
-        return sum(t.numel() * t.element_size() for t in held)
+        tensors += [] if table is None else [table]
+        return sum(t.numel() * t.element_size() for t in tensors)
 
     def append(
         self,
@@ -225,8 +225,8 @@ class KeyValueState(State):
         return self.resized(max(kept + new, 2 * (before + 1)), self.length - kept)
 
     def with_room(self, more: int, most: int) -> "KeyValueState":
-        held = self.length - self.forgotten
-        return self if held + more <= self.capacity else self.resized(held + max(more, first_room([held], most)))
+        kept = self.length - self.forgotten
+        return self if kept + more <= self.capacity else self.resized(kept + max(more, first_room([kept], most)))
 
     def history(self) -> tuple[Tensor, Tensor, Padding | None]:
         return self.keys, self.values, self.padding
@@ -310,7 +310,7 @@ def stored_buffer(stored: Stored, prefix: str, like: Buffer, rows: int, count: i
         return stored.tensor(prefix + PARTS[part], dtype, rows, like.keys.shape[1], count, length)
 
     pairs = enumerate((like.keys, like.values))
-    keys, values = (read(part, torch.int8 if small else held.dtype, held.shape[3]) for part, held in pairs)
+    keys, values = (read(part, torch.int8 if small else like.dtype, like.shape[3]) for part, like in pairs)
     if not small:
         return Buffer(keys, values, count)
     fine = torch.promote_types(like.dtype, torch.float32)

@@ -21,7 +21,7 @@ from regard.core.attention import attend, weights
 from regard.core.calls.call import ordered
 from regard.core.families.mechanism import Mechanism
 from regard.core.masks import Band, Mask, MaskFunction, Packed, as_mask
-from regard.core.masks.guard import cleaned, poisoned, taint
+from regard.core.masks.guard import bad_keys, cleaned, poisoned
 from regard.core.masks.structure import structure_of
 from regard.core.mechanisms import Softmax, named
 from regard.core.paths import gpu, split
@@ -152,11 +152,11 @@ class Attend(nn.Module):
         if self.training and self.dropout > 0:
             # Dropping weights needs the weights: the plain form, in training only. A weight of 0 does not hide a NaN.
             mask = ordered(mechanism, as_mask(mask))
-            tainted = None if mask is None else taint(k, v)
-            kept = F.dropout(weights(q, cleaned(k, tainted), mechanism, mask, bias=bias), self.dropout)
+            bad = None if mask is None else bad_keys(k, v)
+            kept = F.dropout(weights(q, cleaned(k, bad), mechanism, mask, bias=bias), self.dropout)
             visible = None if mask is None else mask.visible(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.device)
-            out = mechanism.mix(kept, cleaned(v, tainted), visible).to(q.dtype)
-            return poisoned(out, mask, tainted), None
+            out = mechanism.mix(kept, cleaned(v, bad), visible).to(q.dtype)
+            return poisoned(out, mask, bad), None
         return attend(q, k, v, mechanism, mask, bias=bias), None
 
     def extra_repr(self) -> str:
