@@ -488,7 +488,7 @@ def test_the_operation_has_no_gradient_and_says_so():
 @pytest.mark.parametrize(
     ("case", "reason"),
     [
-        (tensors(K=20), "head lengths that are multiples of .*, got (20, 16)"),
+        (tensors(K=20), "head dimensions that are multiples of .*, got (20, 16)"),
         ((*tensors()[:2], tensors(torch.float16)[2]), "one dtype, .*torch.float32, torch.float32 and torch.float16"),
     ],
 )
@@ -706,7 +706,7 @@ except ValueError as error:
     if "PR_SET_MDWE" in done.stderr:
         pytest.skip(done.stderr)
     assert done.returncode == 0, done.stderr
-    reason = "the system forbids code made at run time (W^X, MemoryDenyWriteExecute)"
+    reason = "the system forbids code generated at run time (W^X, MemoryDenyWriteExecute)"
     assert done.stdout.splitlines() == [
         f"sdpa {reason}",
         "tensor(True)",
@@ -730,7 +730,7 @@ def test_where_our_tests_do_not_run_a_probe_must_come_out_right(monkeypatch):
 @pytest.mark.parametrize("system", ["darwin", "win32"])
 def test_other_systems_are_refused_with_the_reason(monkeypatch, system):
     monkeypatch.setattr(sys, "platform", system)
-    assert f"made for Linux, on which PyTorch's threads are GNU OpenMP's; this is {system}" in _reason(*tensors())
+    assert f"made for Linux, where PyTorch uses GNU OpenMP; this is {system}" in _reason(*tensors())
 
 
 def test_llvm_is_loaded_by_who_decodes_and_nobody_else():

@@ -477,7 +477,7 @@ def test_a_formula_that_writes_later_on_is_refused_when_it_does() -> None:
     mechanism = stating(rg.Mechanism, similarity=lambda self, q, k: ((q.mul_(2) if q.sum() > 0 else q) @ k.mT).exp())
     q = -torch.ones(1, 1, 3, 4)
     rg.attend(q, q, q, mechanism)
-    with pytest.raises(ValueError, match="similarity: expected a formula that leaves the tensors it is given"):
+    with pytest.raises(ValueError, match="similarity: expected a formula that does not change its inputs"):
         rg.attend(-q, q, q, mechanism)
 
 
@@ -545,6 +545,6 @@ UNSTATED = {
 def test_a_formula_that_is_not_stated_is_named_everywhere(signature: str, verb: str) -> None:
     name = signature.partition("(")[0]
     with pytest.raises(
-        ValueError, match=rf"^{name}: expected {re.escape(signature.strip())} to be stated by Mine, got none$"
+        ValueError, match=rf"^{name}: expected {re.escape(signature.strip())} to be defined by Mine, got none$"
     ):
         verbs(UNSTATED[signature])[verb]()

@@ -405,7 +405,7 @@ def test_a_key_with_nan_spoils_what_sees_it_alone():
 
 def test_gradients_and_sums_are_refused():
     q, k, v = tokens_of(3)
-    with pytest.raises(ValueError, match="state: expected no gradients, int8 states round, got some"):
+    with pytest.raises(ValueError, match="state: expected no gradients with int8 storage, which rounds, got some"):
         rg.Softmax().extend(q, k.requires_grad_(), v, begin(), rg.causal)
     with torch.no_grad():
         rg.Softmax().extend(q, k, v, begin(), rg.causal)

@@ -367,7 +367,7 @@ def test_a_state_of_ones_own_streams_forks_reorders_and_remembers(outside: Any) 
         mechanism.extend(
             q[:, :, 20:], k[:, :, 20:], v[:, :, 20:], state, rg.padding(valid=real & (torch.arange(30) != 12))
         )
-    with pytest.raises(ValueError, match="length: expected 20, since FadingState cannot be taken back, got 3"):
+    with pytest.raises(ValueError, match="length: expected 20, since FadingState cannot be cropped, got 3"):
         state.crop(3)
     k[0, 0, 25] = math.nan
     rest, longer = mechanism.extend(q[:, :, 20:], k[:, :, 20:], v[:, :, 20:], state)

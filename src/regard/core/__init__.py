@@ -1,1 +1,1 @@
-"""The core: masks, mechanisms, states, paths, cost, laws."""
+"""The core: masks, mechanisms, states (KV caches and recurrent states), paths, cost, laws."""

@@ -23,7 +23,7 @@ def attend(
     bias: Float[Tensor, "..."] | None = None,
     path: str | None = None,
 ) -> Float[Tensor, "B H T V"]:
-    """Attention of queries to keys and values, on the fastest path there is, or on the one named by `path`.
+    """Attention of queries to keys and values, on the fastest path, or on the path that `path` names.
 
     A query with no visible key gets exactly 0. A NaN in a key or value reaches the queries that see it and no others;
     an infinity does not reach the others either.
@@ -59,7 +59,7 @@ def explain(
     >>> import regard as rg, torch
     >>> q = k = v = torch.randn(1, 2, 300, 16)
     >>> rg.explain(q, k, v, rg.Quadratic(), rg.causal & rg.window(before=9)).notes
-    ('quadratic in the length: a window takes keys out again, which sums over keys cannot',)
+    ('quadratic in the length: a sliding window drops keys again, which running sums cannot',)
     """
     call = Call(_mechanism(mechanism), q, k, v, as_mask(mask), bias)
     call.check()
@@ -78,8 +78,8 @@ def weights(
 ) -> Float[Tensor, "..."]:
     """The exact weights (B, H, T, S): `weights @ v` is the output of `attend`. Between channels for `Channel`.
 
-    `rows` and `heads` choose query rows and heads, in that order, and only those are computed. Negative ones count from
-    the end, so `rows=[-1]` is the newest token's.
+    `rows` and `heads` choose query rows and heads, in that order, and only those are computed. Negative numbers count
+    from the end, so `rows=[-1]` is the newest token's row.
 
     >>> import regard as rg, torch
     >>> q, k = torch.randn(1, 4, 6, 8), torch.randn(1, 2, 6, 8)

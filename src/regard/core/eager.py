@@ -1,4 +1,4 @@
-"""Whether a computation runs now, on numbers that Python can read, or is being traced or transformed."""
+"""Whether a computation runs eagerly, on numbers that Python can read, or under a trace or transform."""
 
 from collections.abc import Callable
 from functools import lru_cache, wraps
@@ -16,14 +16,14 @@ _PLAIN = {Tensor, Parameter}
 
 
 def transformed() -> bool:
-    """Whether a transform of torch.func, or forward derivatives, must reach inside every operator."""
+    """Whether a torch.func transform or forward-mode differentiation is active: it must see every operator."""
     if torch.compiler.is_compiling():
         return False
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def readable(*tensors: Tensor) -> bool:
-    """Whether Python can read numbers of these tensors: not in a trace or transform, not where there are none.
+    """Whether Python can read numbers of these tensors: not in a trace or transform, not of meta or fake tensors.
 
     >>> import torch
     >>> readable(torch.zeros(1)), readable(torch.zeros(1, device="meta"))
@@ -33,7 +33,7 @@ def readable(*tensors: Tensor) -> bool:
     """
     if torch.compiler.is_compiling() or transformed():
         return False
-    for tensor in tensors:  # a loop: this is asked at every step
+    for tensor in tensors:  # a loop is fast: every decode step runs this
         if tensor.is_meta or isinstance(tensor, FakeTensor):
             return False
         if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -53,23 +53,23 @@ def recorded(*tensors: Tensor) -> bool:
     (True, False)
     """
     if torch.is_grad_enabled():
-        for tensor in tensors:  # a loop: this is asked at every step
+        for tensor in tensors:  # a loop is fast: every decode step runs this
             if tensor.requires_grad:
                 return True
     return False
 
 
 def untouched() -> bool:
-    """Whether tensors made here are plain ones, which may be kept for later: no trace, transform or mode is at work."""
+    """Whether tensors made here are plain and may be cached: no trace, transform or dispatch mode is active."""
     return not torch.compiler.is_compiling() and not transformed() and torch._C._len_torch_dispatch_stack() == 0
 
 
 def kept(maxsize: int) -> Callable[[Callable[..., Constant]], Callable[..., Constant]]:
-    """Decorates a function that makes constant tensors: the last `maxsize` are kept for later calls.
+    """A decorator for functions that make constant tensors: an LRU cache of `maxsize`.
 
-    They are made outside of any transform or mode, which would stick to them: an inference tensor cannot be saved for a
-    gradient, a fake one has no numbers. A trace by Dynamo, and fake tensors, which take none but fake ones beside them,
-    get constants of their own; to torch.export plain tensors are constants.
+    Cached tensors are made outside of any transform or mode, since an inference tensor cannot be saved for backward and
+    a fake tensor has no data. Under Dynamo and under FakeTensorMode, which accept no cached plain tensors, the constant
+    is made anew; torch.export takes the plain tensors as constants.
 
     >>> import torch
     >>> @kept(8)
@@ -99,13 +99,13 @@ def kept(maxsize: int) -> Callable[[Callable[..., Constant]], Callable[..., Cons
 
 
 def _fakes() -> bool:
-    """Whether tensors made here are fake ones."""
+    """Whether tensors made here are fake tensors."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def direct(*tensors: Tensor) -> bool:
-    """Whether code may compute on the memory of these tensors past torch's dispatcher, which takes longer than a short
-    step: they are plain tensors, and nobody traces, transforms or watches operators.
+    """Whether code may bypass torch's dispatcher and compute on the memory of these tensors: they are plain tensors,
+    and nothing traces, transforms or observes operators. The dispatcher takes longer than a short decode step.
 
     >>> import torch
     >>> from torch.utils.flop_counter import FlopCounterMode
@@ -119,15 +119,15 @@ def direct(*tensors: Tensor) -> bool:
         return False
     if torch._C._autograd._profiler_enabled() or torch._C._len_torch_function_stack() > 0:
         return False
-    for tensor in tensors:  # noqa: SIM110 - a loop takes half the time, and this is asked at every step
+    for tensor in tensors:  # noqa: SIM110 - a loop takes half the time, and every decode step runs this
         if type(tensor) not in _PLAIN or tensor.is_neg():  # a negative view: its memory holds -x
             return False
     return True
 
 
 def symbolic(*sizes: int) -> bool:
-    """Whether a trace holds one of these sizes open, as torch.export does for a dynamic dimension."""
-    for size in sizes:  # noqa: SIM110 - a loop takes half the time, and this is asked at every call
+    """Whether one of these sizes is symbolic, as a dynamic dimension is under torch.export."""
+    for size in sizes:  # noqa: SIM110 - a loop takes half the time, and every call runs this
         if isinstance(size, torch.SymInt):
             return True
     return False

@@ -1,4 +1,4 @@
-"""Files are written beside their name and renamed, so that a reader never meets half a file."""
+"""Files are written to a temporary name and renamed atomically, so that a reader never finds half a file."""
 
 import os
 from collections.abc import Callable
@@ -23,7 +23,7 @@ def write(path: str | Path, produce: Callable[[Path], object]) -> Path:
 
 
 def write_text(path: str | Path, text: str) -> Path:
-    """Write a text file whole or not at all."""
+    """Write a text file atomically."""
     return write(path, lambda beside: beside.write_text(text, encoding="utf-8"))
 
 

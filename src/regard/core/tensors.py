@@ -25,7 +25,7 @@ def flat(mechanism: "Mechanism") -> list[Tensor]:
 
 
 def replaced(mechanism: M, tensors: dict[str, Any]) -> M:
-    """The mechanism with other tensors or modules in some of its fields.
+    """A copy of the mechanism with other tensors or modules in some of its fields.
 
     `dataclasses.replace` would run the checks again, and refuses fields that were computed from others.
     """
@@ -36,7 +36,8 @@ def replaced(mechanism: M, tensors: dict[str, Any]) -> M:
 
 
 def same(owner: object, mechanism: "Mechanism") -> bool:
-    """Whether a state of `owner` is one of `mechanism`: equal fields, and the very same tensors; None is anybody's."""
+    """Whether `mechanism` can extend a state of `owner`: equal fields, and identical tensors; None fits any
+    mechanism."""
     if owner is None or owner is mechanism:
         return True
     if type(owner) is not type(mechanism):
@@ -46,7 +47,7 @@ def same(owner: object, mechanism: "Mechanism") -> bool:
 
 
 def _equal(old: object, new: object) -> bool:
-    """Whether two values are equal and say so in one word; arrays and what holds tensors are compared by identity."""
+    """Whether two values are equal by `==`; False where that gives no single bool (arrays, containers of tensors)."""
     if isinstance(old, Tensor) or isinstance(new, Tensor):
         return False
     try:
@@ -73,7 +74,8 @@ def _floating(mechanism: "Mechanism") -> Tensor | None:
 
 
 def probe(mechanism: "Mechanism", shape: tuple[int, ...]) -> Tensor:
-    """Zeros of the dtype and on the device of the tensors that a mechanism or a function among its fields holds."""
+    """Zeros with the dtype and device of a mechanism's tensors, including those that functions among its fields
+    capture."""
     like = _floating(mechanism)
     if like is None:
         functions = [value for value in vars(mechanism).values() if callable(value)]
@@ -83,7 +85,7 @@ def probe(mechanism: "Mechanism", shape: tuple[int, ...]) -> Tensor:
 
 
 def weighs_tokens(mechanism: "Mechanism", qk_length: int) -> bool:
-    """Whether the weights are between queries and keys, (…, T, S), and not between channels: seen on a small example.
+    """Whether the weights are between queries and keys, (…, T, S), and not between channels: tested on a small example.
 
     >>> import regard as rg
     >>> from regard.core.tensors import weighs_tokens
@@ -97,8 +99,8 @@ def weighs_tokens(mechanism: "Mechanism", qk_length: int) -> bool:
 
 
 def named_tensors(value: Any, name: str = "", depth: int = 3) -> dict[str, Tensor]:
-    """Tensors that a function names: in its closure, globals and defaults, in the arguments that functools.partial
-    binds, in the object whose method it is; and those of modules and functions among them.
+    """Tensors that a function refers to: in its closure, globals and defaults, in arguments bound by functools.partial,
+    in the object of a method; and those of modules and functions among them.
 
     >>> import torch
     >>> W = torch.randn(4, 6)
@@ -130,7 +132,7 @@ def named_tensors(value: Any, name: str = "", depth: int = 3) -> dict[str, Tenso
 
 
 def _attributes(thing: object) -> dict[str, Any]:
-    """What an object holds, a module as itself."""
+    """The attributes of an object; a module stands for itself."""
     return {type(thing).__name__: thing} if isinstance(thing, nn.Module) else dict(getattr(thing, "__dict__", {}))
 
 
@@ -149,13 +151,13 @@ def leaves(tensor: Tensor) -> list[Tensor]:
 
 
 def made_on(device: torch.device) -> AbstractContextManager[object]:
-    """A context in which new tensors are made on a device, also while a model is built on another ("meta")."""
+    """A context in which new tensors are made on this device, even while a model is built on another ("meta")."""
     usual = torch.compiler.is_compiling() or torch.get_default_device() == device
     return nullcontext() if usual else device
 
 
 def real_place() -> AbstractContextManager[object]:
-    """A context in which a mechanism makes its tensors, with numbers also while a model is built without memory: such a
-    model is filled from a file, which may hold none of them."""
+    """A context in which a mechanism makes its tensors with data, even while a model is built on the meta device: the
+    file that fills the model may not contain them."""
     place = torch.get_default_device()
     return made_on(torch.device("cpu") if place.type == "meta" else place)

@@ -1,8 +1,8 @@
 """A guard against CPUs that advertise matrix tiles (AMX) the system will not let a process use.
 
-There a bfloat16 product dies with an illegal instruction. oneDNN reads its limit from the environment when it is first
-used, so setting it while regard is imported is early enough, and only such machines are limited. No torch here: this
-runs before it is imported.
+On such a machine a bfloat16 matrix product crashes with an illegal instruction. oneDNN reads its limit from the
+environment when it is first used, so setting it while regard is imported is early enough, and only such machines are
+limited. No torch here: this runs before it is imported.
 """
 
 import ctypes
@@ -23,7 +23,7 @@ def tiles_are_forbidden(cpuinfo: str, permitted: bool) -> bool:
 
 
 def guard() -> None:
-    """Keep oneDNN from tiles that may not be used; a limit the user has set stays."""
+    """Keep oneDNN from using tiles that are forbidden; a limit set by the user stays."""
     info = Path("/proc/cpuinfo")
     if sys.platform != "linux" or not info.is_file() or "amx_tile" not in (text := info.read_text()):
         return

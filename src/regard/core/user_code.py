@@ -1,4 +1,4 @@
-"""A user's code: what a class of is_user_code must be, and that its formulas only read the tensors they get."""
+"""A user's code: what is required of a user's class, and a check that its formulas do not write to their inputs."""
 
 from collections.abc import Callable
 from dataclasses import fields
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 def check_class(kind: "type[Mechanism]") -> None:
-    """Raise TypeError for a user's class whose fields would take the place of what a mechanism is asked, or that has
-    an `__init__` of its own, which fields do not know of."""
+    """Raise TypeError for a user's class with a field that would hide a method of mechanisms, or with an `__init__`,
+    which sets values that are not fields."""
     if "__init__" in vars(kind):
         raise TypeError(
             f"{kind.__name__}: expected fields, as of a dataclass, got an __init__: what it sets would not be "
@@ -35,39 +35,39 @@ def check_class(kind: "type[Mechanism]") -> None:
 
 
 def unstated(mechanism: "Mechanism", signature: str) -> ValueError:
-    """The error of a mechanism without a formula that its family asks for.
+    """The error for a mechanism that does not define a formula which its family needs.
 
     >>> import regard as rg
     >>> from regard.core.user_code import unstated
     >>> unstated(rg.Mechanism(), "similarity(q, k)")
-    ValueError('similarity: expected similarity(q, k) to be stated by Mechanism, got none')
+    ValueError('similarity: expected similarity(q, k) to be defined by Mechanism, got none')
     """
     name = signature.partition("(")[0]
     return ValueError(f"{name}: expected {signature} to be stated by {type(mechanism).__name__}, got none")
 
 
 def runs_user_code(mechanism: "Mechanism") -> bool:
-    """Whether a mechanism runs code of a user's, a module or a function: ours holds no tensors."""
+    """Whether a mechanism runs a user's code: its class, or a module or function among its fields."""
     return not mechanism.shipped or any(callable(value) for value in vars(mechanism).values())
 
 
 def is_user_code(function: Callable[..., Any]) -> bool:
-    """Whether a method or function is a user's, and not of this package."""
+    """Whether a function or method comes from outside of this package."""
     return not (function.__module__ or "").startswith("regard.")
 
 
 _watched: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Of each mechanism the formulas, and shapes of tensors, that were seen to leave those tensors as they are."""
+"""By mechanism: formulas, with shapes, that were observed not to write to their inputs."""
 
 
 def read_only(mechanism: "Mechanism", name: str, formula: Callable[..., Any], *tensors: Tensor) -> Any:
-    """`formula(*tensors)`; ValueError for a user's formula that writes to its tensors, which are the caller's or a KV
-    cache's. Tensors of new shapes are copied for it, so that nothing is lost, and later ones given as they are: a
-    version counter tells of a write that depends on numbers, after it. Tensors made in inference mode have none, but
-    copies made outside do. A write to `x.data` counts nowhere."""
+    """`formula(*tensors)`; ValueError if a user's formula writes to its inputs, which belong to the caller or to a KV
+    cache. For new shapes the formula gets copies, so that nothing is lost; later it gets the tensors themselves, and
+    their version counters show a write that depends on numbers, after the fact. Tensors made in inference mode have no
+    version counter, but copies made outside of it do. A write to `x.data` is not noticed."""
     if not runs_user_code(mechanism) or torch.compiler.is_compiling() or transformed():
         return formula(*tensors)
-    plain = untouched()  # a mode that counts operators or memory sees no copies
+    plain = untouched()  # no copies under a dispatch mode, which may count operators or memory
     if plain:
         safe: set[Any] = _watched.setdefault(mechanism, set())
         key = name, *(tensor.shape for tensor in tensors)
@@ -77,7 +77,7 @@ def read_only(mechanism: "Mechanism", name: str, formula: Callable[..., Any], *t
     result = formula(*tensors)
     if _versions(tensors) != versions:
         raise ValueError(
-            f"{name}: expected a formula that leaves the tensors it is given as they are, got {mechanism!r}, which "
+            f"{name}: expected a formula that does not change its inputs, got {mechanism!r}, which "
             "writes to them in place (x.mul_(2) or x[…] = 2 instead of x * 2)"
         )
     if plain:
@@ -86,7 +86,7 @@ def read_only(mechanism: "Mechanism", name: str, formula: Callable[..., Any], *t
 
 
 def _counting_copy(tensor: Tensor) -> Tensor:
-    """A copy that counts writes, in inference mode too."""
+    """A copy with a version counter, in inference mode too."""
     if not torch.is_inference_mode_enabled():
         return tensor.clone()
     with torch.inference_mode(False), torch.no_grad():
@@ -98,7 +98,7 @@ def _versions(tensors: tuple[Tensor, ...]) -> list[int]:
 
 
 def weigh(mechanism: "Mechanism", q: Tensor, k: Tensor, visible: Tensor | None, bias: Tensor | None) -> Tensor:
-    """The mechanism's exact weights, in whatever way it states them."""
+    """The mechanism's exact weights; a user's `weigh` is checked for writes."""
     if not is_user_code(mechanism.weigh):
         return mechanism.weigh(q, k, visible, bias)
     return read_only(mechanism, "weigh", lambda q, k: mechanism.weigh(q, k, visible, bias), q, k)

@@ -1,1 +1,1 @@
-"""One call: checked once, its path chosen, computed."""
+"""One call of attention: its arguments are checked, a path is chosen, the path computes it."""

@@ -1,4 +1,4 @@
-"""One call of attention, checked once."""
+"""One call of attention: queries, keys, values, mask and bias, checked once."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
@@ -17,9 +17,9 @@ A_FLOAT = "a floating-point dtype (float16, bfloat16, float32 or float64)"
 
 
 class Call:
-    """Queries (B, H, T, K), keys (B, G, S, K) and values (B, G, S, V), with what is to be done with them.
+    """Queries (B, H, T, K), keys (B, G, S, K) and values (B, G, S, V), with the mechanism, mask and bias to apply.
 
-    Sizes are read once: a short sequence is attended to sooner than Python reads them a dozen times.
+    Sizes are read once: for a short sequence, reading them a dozen times takes Python longer than the attention.
     """
 
     __slots__ = (
@@ -48,20 +48,20 @@ class Call:
         _, self.groups, self.keys, _ = k.shape
         self.value_length = v.shape[3]
         self.scales = scales
-        """Of int8 keys and values, (B, G, S, 1): a KV cache may store them so."""
+        """The scales of int8 keys and values, (B, G, S, 1), if a KV cache stores them in int8."""
         self.square = bool(self.queries == self.keys)
-        """Whether there are as many queries as keys. A trace that holds lengths open must know early."""
+        """Whether there are as many queries as keys. A trace with dynamic lengths has to decide this early."""
         self.structure: Structure = structure_of(mask, self.queries, self.keys)
-        """What is known of the mask at this shape."""
+        """The band, padding and rest of the mask at this shape."""
 
     @property
     def empty(self) -> bool:
-        """Nothing to compute: no queries, or no keys to look at."""
+        """Whether there is nothing to compute: no queries, or no keys to attend to."""
         return self.batch * self.heads * self.queries * self.keys * self.value_length == 0
 
     def with_keys(self, k: Tensor, v: Tensor) -> "Call":
         """The same call over other keys and values of the same sizes and kind."""
-        call = object.__new__(Call)  # not checked again; and a trace does not know copy.copy
+        call = object.__new__(Call)  # not checked again; torch.compile cannot trace copy.copy
         for name in Call.__slots__:
             setattr(call, name, getattr(self, name))
         call.k, call.v = k, v
@@ -77,7 +77,7 @@ class Call:
         return call
 
     def check(self) -> None:
-        """Raise ValueError for what a user can get wrong, before any compute."""
+        """Raise ValueError for wrong arguments, before anything is computed."""
         kind, device, batch = self.q.dtype, self.q.device, self.batch
         if kind not in FLOATS:
             raise ValueError(f"q: expected {A_FLOAT}, got {kind}")
@@ -125,7 +125,7 @@ class Call:
 
 
 def ordered(mechanism: "Mechanism", mask: Mask | None) -> Mask | None:
-    """The mask under which a mechanism computes: causal too, if the mechanism is causal by itself.
+    """The mask under which a mechanism computes: made causal if the mechanism is causal by definition.
 
     >>> import regard as rg
     >>> from regard.core.calls.call import ordered
@@ -138,7 +138,8 @@ def ordered(mechanism: "Mechanism", mask: Mask | None) -> Mask | None:
 
 
 def nothing(call: Call, queries: int) -> Tensor:
-    """The output of queries that see no key: exactly 0 whatever the inputs hold, and still part of the graph."""
+    """The output of queries that see no key: exactly 0 whatever the inputs are, and still part of the autograd
+    graph."""
     zeros = call.q.new_zeros(call.batch, call.heads, queries, call.value_length)
     return zeros + sum(t[..., :0].sum() for t in (call.q, call.k, call.v))
 
@@ -147,9 +148,9 @@ _AS_IT_IS = nullcontext()
 
 
 def in_own_dtype(q: Tensor) -> AbstractContextManager[object]:
-    """A context in which autocast is off: attention computes in its inputs' dtype, or better, and in no other.
+    """A context in which autocast is off: attention computes in its inputs' dtype or better.
 
-    A backward pass that torch.compile traces is under the autocast around its forward pass all the same.
+    This does not reach a backward pass that torch.compile traces: it runs under the autocast around its forward pass.
     """
     place = "cpu" if q.is_cpu else q.device.type
     if q.is_meta or not torch.is_autocast_enabled(place):

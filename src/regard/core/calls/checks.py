@@ -1,4 +1,4 @@
-"""What can be wrong with a state to start or to extend, said before any work."""
+"""Checks before a state is started or extended."""
 
 from typing import TYPE_CHECKING
 
@@ -25,7 +25,7 @@ def check_start(
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> None:
-    """Raise ValueError for a state that cannot be."""
+    """Raise ValueError unless a state of these sizes, dtype and device can be made."""
     sizes = {"batch": batch, "num_kv_heads": num_kv_heads, "qk_length": qk_length}
     for name, size in {**sizes, "value_length": value_length, "capacity": capacity}.items():
         least = 0 if name in ("batch", "capacity") else 1
@@ -42,7 +42,7 @@ def check_start(
 
 
 def _fit(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether new queries are certainly those of new keys and values: asked at every step, so in a few comparisons."""
+    """Whether queries, keys and values certainly fit together: a quick test, since every decode step runs it."""
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         return False
     if not q.ndim == k.ndim == v.ndim == 4:
@@ -62,9 +62,9 @@ def check_extend(
     mask: Mask | None,
     bias: Tensor | None,
 ) -> None:
-    """Raise ValueError for tokens that do not belong to a state, or a mask under which it cannot go on."""
+    """Raise ValueError for tokens that do not fit the state, or a mask under which the state cannot be extended."""
     if runs_user_code(mechanism) or not _fit(q, k, v):
-        Call(mechanism, q, k, v).check()  # says what is wrong, if anything is
+        Call(mechanism, q, k, v).check()  # raises the error that names what is wrong, if anything is
     state.check(k, v)
     batch, heads, queries, _ = q.shape
     if queries != k.shape[2]:
@@ -72,7 +72,7 @@ def check_extend(
     total = state.length + queries
     if mask is not None:
         mask.fits(batch, heads, queries, total)
-    # A window that does not bind yet will: better refused at the first token than in the middle.
+    # A window that hides nothing yet will hide keys later: refuse it at the first token, not in the middle.
     if (reason := mechanism.streams(k.shape[3], structure_of(mask, FOREVER, FOREVER))) is not None:
         raise ValueError(reason)
     if bias is not None:

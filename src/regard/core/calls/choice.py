@@ -1,4 +1,4 @@
-"""The choice of a path for a call, in words and in deed."""
+"""Which path computes a call, why (`Plan`), and the call computed by it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 Again = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""What runs a call again on other queries, keys and values of the same sizes, strides, dtype and device."""
+"""A function that runs the same call on other queries, keys and values of the same sizes, strides, dtype and device."""
 
 
 @dataclass(frozen=True)
@@ -27,16 +27,16 @@ class Path:
 
     name: str
     cannot: Callable[[Call], str | None]
-    """Why it cannot serve a call, None if it can: a pure function of shapes, dtype, device, mask, whether gradients are
-    recorded, and the machine."""
+    """Why this path cannot compute a call, None if it can: a pure function of shapes, dtype, device, mask, whether
+    gradients are recorded, and the machine."""
     run: Callable[[Call], Tensor]
     reads_hidden: Callable[[Call], bool] = lambda call: True
-    """Whether numbers of a key that a mask hides can reach queries that do not see it, or their gradients."""
+    """Whether the numbers of a masked key can reach queries that do not see it, or their gradients."""
     reads_int8: bool = False
-    """Whether it reads int8 keys and values as they are; for others they are widened first."""
+    """Whether it reads int8 keys and values directly; for other paths they are dequantized first."""
     again: Callable[[Call], Again | None] | None = None
-    """For a call that it serves on a GPU without gradients: what runs calls like it, all set up; None if it cannot
-    (repeats.py)."""
+    """For a call on a GPU without gradients: a function that runs calls like it without the set-up; None if there is
+    none (repeats.py)."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -76,7 +76,7 @@ class Plan:
 
 
 def refusal(mechanism: "Mechanism", mask: Mask | None = None, *, bias: bool = False) -> str | None:
-    """Why a mechanism has no meaning under a mask, or with a bias, at whatever size; None if it has one.
+    """Why a mechanism has no meaning under a mask, or with a bias, at any size; None if it has one.
 
     >>> import regard as rg
     >>> from regard.core.calls.choice import refusal
@@ -88,7 +88,7 @@ def refusal(mechanism: "Mechanism", mask: Mask | None = None, *, bias: bool = Fa
 
 
 def choose(call: Call, name: str | None = None) -> Path:
-    """The first of the mechanism's paths that can serve the call, or the named one, which must."""
+    """The first of the mechanism's paths that can compute the call; or the named path, with ValueError if it cannot."""
     paths = call.mechanism.paths()
     for path in paths:
         if name not in (None, path.name):
@@ -101,7 +101,7 @@ def choose(call: Call, name: str | None = None) -> Path:
 
 
 def plan(call: Call, name: str | None = None) -> Plan:
-    """What `choose` chooses, in words."""
+    """What `choose` chooses, and the reasons, as a value to print."""
     chosen = choose(call, name)
     others = {path.name: path.cannot(call) for path in call.mechanism.paths() if path is not chosen}
     shapes = ", ".join(f"{n} {tuple(t.shape)}" for n, t in (("q", call.q), ("k", call.k), ("v", call.v)))
@@ -116,10 +116,10 @@ def plan(call: Call, name: str | None = None) -> Plan:
 
 
 def compute(call: Call, path: Path, *, derived: bool = False) -> Tensor:
-    """Run a path so that NaN and infinity in masked places reach nothing, forward or backward.
+    """Run a path so that a NaN or infinity in a masked key or value reaches nothing, forward or backward.
 
-    `derived` is for a step whose gradients are recorded: what its queries see may be bad, and then the gradients of
-    earlier queries, which did not see it, must not be.
+    `derived` is for a decode step with gradients: where its queries see a NaN, the gradients of earlier queries, which
+    did not see it, must stay finite.
     """
     if call.empty:
         return nothing(call, call.queries)
@@ -127,9 +127,7 @@ def compute(call: Call, path: Path, *, derived: bool = False) -> Tensor:
     structure = call.structure
     if finite() or (not derived and (structure is EVERYTHING or not path.reads_hidden(call))):
         return path.run(call)
-    if (
-        not structure.positional and not torch.is_grad_enabled()
-    ):  # padding alone hides, and it is the same for all queries
+    if not structure.positional and not torch.is_grad_enabled():  # only padding hides keys, the same for all queries
         valid = structure.valid(call.keys, call.q.device)
         assert valid is not None
         hidden = ~valid[:, None]
@@ -140,12 +138,12 @@ def compute(call: Call, path: Path, *, derived: bool = False) -> Tensor:
 
 
 def never(call: Call) -> bool:
-    """Of a path that leaves out, or guards against, whatever is hidden."""
+    """`reads_hidden` of a path that does not read masked keys, or guards against them itself."""
     return False
 
 
 def between_queries(call: Call) -> bool:
-    """Of a path that leaves padding out by slices: what is hidden from some queries alone is read. Gradients need more:
-    those of queries that see a bad number must be finite too."""
+    """`reads_hidden` of a path that slices padding off: it still reads keys that only some queries see. With gradients
+    it needs the guard too: those of queries that see a NaN must be finite."""
     structure = call.structure
     return structure.positional or structure.rows is None or torch.is_grad_enabled()

@@ -1,4 +1,5 @@
-"""FLOPs of a formula, whatever it contains: counted as it runs, on tensors without numbers."""
+"""FLOPs of a formula, whatever operators it uses: counted while it runs on meta tensors, which have shapes and no
+data."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -21,13 +22,14 @@ if TYPE_CHECKING:
     from regard.core.families.mechanism import Mechanism
 
 COUNTED = 64
-"""Tokens on which a formula is counted, where not on all of them: a formula may treat its first few differently."""
+"""How many tokens a formula is counted on when there are more: enough, since a formula may treat its first tokens
+differently."""
 FEW = 32
-"""The same where it takes numbers, which cost time and memory."""
+"""The same for a formula that has to run on real tensors, which costs time and memory."""
 
 
 def count_flops(compute: Callable[[], object]) -> int:
-    """FLOPs of what runs, as torch counts them.
+    """FLOPs of what `compute` runs, as torch counts them.
 
     >>> import torch
     >>> count_flops(lambda: torch.ones(2, 3) @ torch.ones(3, 4))
@@ -39,8 +41,8 @@ def count_flops(compute: Callable[[], object]) -> int:
 
 
 class _WithoutNumbers(TorchDispatchMode):
-    """A formula on meta tensors, which have shapes and no numbers: what it computes with them (a parameter, a captured
-    tensor) or writes to is taken as a meta tensor too, so that nothing is moved, copied or changed."""
+    """Runs a formula on meta tensors. Other tensors it computes with (a parameter, a captured tensor) or writes to
+    become meta tensors too, so that nothing is moved, copied or changed."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
@@ -53,11 +55,11 @@ class _WithoutNumbers(TorchDispatchMode):
 class _Count:
     flops: int
     numbers: bool
-    """Whether it took numbers to count."""
+    """Whether the formula had to run on real tensors."""
 
 
 _counts: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Of each mechanism what was counted, by formula and shapes: a crossover asks for the same some hundred times."""
+"""Counts by mechanism, formula and shapes: a crossover asks for the same counts hundreds of times."""
 
 
 def takes_numbers(mechanism: "Mechanism") -> bool:
@@ -66,8 +68,8 @@ def takes_numbers(mechanism: "Mechanism") -> bool:
 
 
 def count_formula(mechanism: "Mechanism", formula: Callable[..., object], *shapes: tuple[int, ...]) -> int:
-    """FLOPs of a mechanism's formula, whatever it contains, for tensors of these shapes: counted on meta tensors, and
-    on zeros where it reads numbers.
+    """FLOPs of a mechanism's formula, whatever it contains, for tensors of these shapes: counted on meta tensors, or on
+    zeros if the formula reads numbers.
 
     >>> import regard as rg
     >>> from regard.core.cost import count_formula
@@ -83,16 +85,17 @@ def count_formula(mechanism: "Mechanism", formula: Callable[..., object], *shape
                 tensors = [torch.empty(shape, dtype=like.dtype, device="meta") for shape in shapes]
                 with _WithoutNumbers():  # type: ignore[no-untyped-call] # torch's own
                     counts[key] = _Count(count_flops(lambda: formula(*tensors)), False)
-            except Exception:  # of a user's formula, which may not run without numbers, or not at all
+            except Exception:  # a user's formula may not run on meta tensors, or not at all
                 tensors = [like.new_zeros(shape) for shape in shapes]
                 counts[key] = _Count(count_flops(lambda: formula(*tensors)), True)
     return counts[key].flops
 
 
 def similarity_flops(mechanism: "Mechanism", work: Work) -> int:
-    """FLOPs of comparing queries and keys: those of the tokens, and of what the pairs take, the visible pairs' share.
+    """FLOPs of comparing queries and keys: those spent on single tokens, and the visible share of those spent on pairs.
 
-    What is counted without keys is the queries', without queries the keys', and the rest the pairs'.
+    A run without keys counts what the queries cost, a run without queries what the keys cost; the rest belongs to the
+    pairs.
     """
     if not work.batch or not work.query_length or not work.key_length:
         return 0
@@ -102,7 +105,7 @@ def similarity_flops(mechanism: "Mechanism", work: Work) -> int:
         return count_formula(mechanism, mechanism.compare_heads, *shapes)
 
     count(1, 1)
-    # What it gives for other numbers of queries than keys is checked, if it takes them.
+    # Check the shape of its result for unequal numbers of queries and keys, if it accepts them.
     with suppress(RuntimeError, IndexError, TypeError):
         count(2, 3)
     step = FEW if takes_numbers(mechanism) else COUNTED
@@ -114,15 +117,16 @@ def similarity_flops(mechanism: "Mechanism", work: Work) -> int:
     try:
         nothing, of_queries, of_keys = count(0, 0), at(work.query_length, 0), at(0, work.key_length)
         of_pairs = at(work.query_length, work.key_length) - of_queries - of_keys + nothing
-    except Exception:  # of a formula that needs a token, or a key for each query: all it costs counts as the pairs'
+    except Exception:  # the formula needs a token, or a key for each query: all of its cost counts as the pairs'
         return work.pairs * count(step, step) // (work.num_heads * step**2)
     tokens = work.batch * (of_queries + of_keys - 2 * nothing)
     return round(nothing + tokens + of_pairs * work.pairs / (work.num_heads * work.query_length * work.key_length))
 
 
 def _interpolation(length: int, step: int) -> list[tuple[int, Fraction]]:
-    """Lengths to count at, and by what each count is multiplied: the length itself, or three from which a polynomial of
-    the second degree follows (a formula may multiply keys with keys), since one may walk over the tokens in Python."""
+    """Lengths to count at, each with its factor: the length itself, or, for long ones, three short lengths that
+    determine a quadratic polynomial (a formula may multiply keys with keys; it may also loop over tokens in Python,
+    slowly)."""
     if length <= 3 * step:
         return [(length, Fraction(1))]
     x = Fraction(length, step)

@@ -15,7 +15,7 @@ PRICES: dict[str, Rate] = {
     "flops": lambda mechanism, work: float(cost(mechanism, work).flops),
     "bytes": lambda mechanism, work: float(cost(mechanism, work).bytes),
 }
-"""What `crossover` can go by without a machine to measure."""
+"""Prices that need no measurement of a machine."""
 
 
 def crossover(
@@ -38,7 +38,8 @@ def crossover(
         at = with_length(work, length)
         return price(first, at) - price(second, at)
 
-    # From the longest down: a kernel's first chunk can be cheaper too, but "from which" means for good.
+    # Search from the longest length down: linear attention can also be cheaper within its first chunk, but "from which"
+    # means for all longer lengths.
     high = limit
     if gain(high) <= 0:
         return None
@@ -48,7 +49,7 @@ def crossover(
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if gain(middle) > 0 else (middle, high)
-    # A new chunk costs a little at once, so the gain can dip below 0 again not far on.
+    # Each new chunk adds a small fixed cost, so the gain can fall below 0 again a little later.
     stride = max(1, high // (512 if high < 1 << 16 else 16))
     dips = [length for length in range(high, 2 * high, stride) if gain(length) <= 0]
     if not dips:
@@ -81,6 +82,6 @@ def mode_crossover(
     >>> mode_crossover(rg.Softmax(), rg.Quadratic(), rg.Work(mask=rg.causal), "decode")
     2565
     """
-    # Any length of at least 2 does: a decode of length 1 would read as a whole sequence of one token.
+    # Any length of at least 2 will do: a decode step of length 1 would look like a whole sequence of one token.
     at = mode_work(work, mode, 2)
     return crossover(first, second, at, seconds=price or mode_price(mode))

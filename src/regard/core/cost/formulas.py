@@ -26,7 +26,7 @@ def cost(mechanism: "Mechanism", work: Work) -> Cost:
     parameters = sum(tensor.numel() for tensor in mechanism.parameters())
     try:
         result = mechanism.cost(replace(check_work(work), mask=ordered(mechanism, work.rule)))
-    except (RuntimeError, IndexError, TypeError) as error:  # a user's formula, which is run to be counted
+    except (RuntimeError, IndexError, TypeError) as error:  # raised by a user's formula, which runs here to be counted
         raise ValueError(
             f"qk_length: expected one that {type(mechanism).__name__} takes, got {work.qk_length}, with which it "
             f"raises {type(error).__name__}: {str(error).partition(chr(10))[0]:.200}"
@@ -40,7 +40,7 @@ def cost(mechanism: "Mechanism", work: Work) -> Cost:
 def score_cost(work: Work, precision: torch.dtype, similarity: int | None = None) -> Cost:
     """The cost of a mechanism that compares every visible pair and keeps every key; its weights are in `precision`.
 
-    `similarity` is what comparing costs in FLOPs, that of q·k if not given.
+    `similarity` is what comparing costs in FLOPs, by default that of q·k.
     """
     comparing = 2 * work.pairs * work.qk_length if similarity is None else similarity
     weights = work.batch * work.num_heads * work.query_length * work.key_length
@@ -63,8 +63,8 @@ def key_value_bytes(work: Work) -> int:
 def layer_cost(work: Work, embedding_dim: int, mechanism: "Mechanism | None" = None) -> LayerCost:
     """What a multi-head attention layer costs on `work`: W_q, W_k, W_v, W_o, and the mechanism, softmax by default.
 
-    Keys and values of `query_length` new tokens are projected, those of a cache are there already; all are projected
-    where the work is not cached (cross-attention).
+    Only the keys and values of the `query_length` new tokens are projected, since the others are in the KV cache; all
+    of them where the work is not cached (cross-attention).
 
     >>> import regard as rg
     >>> short = rg.Work(query_length=64, key_length=64, num_heads=8, num_kv_heads=8)

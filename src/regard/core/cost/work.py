@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from regard.core.families.mechanism import Mechanism
 
 LONGEST = 10**15
-"""Tokens, or sequences: beyond it a float no longer tells neighbouring lengths apart."""
+"""Tokens, or sequences: beyond this a float cannot distinguish neighbouring lengths."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """A piece of work: how many queries meet how many keys, in which shape.
+    """A piece of work: how many queries attend to how many keys, and in which shape.
 
     One new token over a cache of 4096 is `Work(query_length=1, key_length=4096)`; a whole prompt of 4096 is
     `Work(query_length=4096, key_length=4096, mask=rg.causal)`.
@@ -40,7 +40,8 @@ class Work:
     value_length: int = 64
     dtype: torch.dtype = torch.bfloat16
     cached: bool = True
-    """Whether keys before the last `query_length` are in a state already (a decode step); cross-attention's are not."""
+    """Whether the keys before the last `query_length` are already in a state (a decode step); in cross-attention they
+    are not."""
     mask: Mask | MaskFunction | None = None
 
     def __post_init__(self) -> None:
@@ -82,7 +83,7 @@ class Work:
 
     @property
     def keys_read(self) -> int:
-        """Keys that some query may see, over the batch: a structured mask's others need not be read."""
+        """Keys that some query may see, over the batch; a structured mask's other keys need not be read."""
         return count_keys(self.rule, self.batch, self.query_length, self.key_length)
 
     def plot(self, *mechanisms: "Mechanism", shortest: int = 512, longest: int = 131072) -> "Figure":
@@ -121,11 +122,12 @@ class Cost:
     flops: int
     """2 for each multiply-add of the contractions."""
     bytes: int
-    """Read or written at the least: inputs and state once, output once."""
+    """The least that must move: inputs and state read once, output written once."""
     state_bytes: int
-    """What the stream's state holds once it has met all keys."""
+    """Size of the state (KV cache or recurrent state) after all keys."""
     activation_bytes: int
-    """What is held besides inputs and output: the (T, S) weights, or a kernel's sums and one chunk's features."""
+    """Memory besides inputs and output: the (T, S) weights, or linear attention's sums and the features of one
+    chunk."""
     parameters: int = 0
     form: str = "score"
     """"score" grows with queries × keys, "linear" with the length."""
@@ -133,7 +135,7 @@ class Cost:
 
     @property
     def intensity(self) -> float:
-        """FLOPs per byte: below the machine's own ratio, memory is the limit."""
+        """FLOPs per byte: below the machine's ratio, memory bandwidth is the limit."""
         return self.flops / self.bytes if self.bytes else 0.0
 
     def _repr_html_(self) -> Html:
@@ -203,13 +205,13 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
 
 
 def with_length(work: Work, length: int) -> Work:
-    """The same work at another length: both lengths if it is a whole sequence, else the keys'."""
+    """The same work at another length: both lengths for a whole sequence, else only the key length."""
     queries = length if work.query_length == work.key_length else work.query_length
     return replace(work, key_length=length, query_length=queries)
 
 
 MODES = ("prefill", "decode")
-"""A whole sequence at once; one new token over a cache."""
+"""A whole sequence at once; one new token over a KV cache."""
 
 
 def mode_work(work: Work, mode: str, length: int) -> Work:
@@ -226,7 +228,7 @@ def mode_work(work: Work, mode: str, length: int) -> Work:
 
 
 def heads_label(num_heads: int, num_kv_heads: int) -> str:
-    """What a grouping of heads is called.
+    """The field's name for a grouping of heads.
 
     >>> from regard.core.cost import heads_label
     >>> [heads_label(32, kv) for kv in (32, 8, 1)]

@@ -1,13 +1,12 @@
-"""Families of mechanisms, by what their weights are made of.
+"""Families of mechanisms, by how their weights are made.
 
-    similarity over its sum         regard.core.families.mechanism.Mechanism: state `similarity(q, k)`
-    similarity as it is             regard.core.families.mechanism.UnnormalisedMechanism: likewise
-    softmax of scores               scores.ScoreMechanism: state `score(q, k)`
-    inner products of features      features.FeatureMechanism: state `features(x)` and `feature_length`
-    sums that every token changes   recurrent.RecurrentMechanism: state `table` and `walk`
-    sums that fade                  fading.FadingMechanism: state `log_gates(k, real)`
-    between channels                channels.ChannelMechanism: state `size(tokens, channels)`
+    similarity over its sum         regard.core.families.mechanism.Mechanism: define `similarity(q, k)` similarity as it
+    is             regard.core.families.mechanism.UnnormalisedMechanism: likewise softmax of scores
+    scores.ScoreMechanism: define `score(q, k)` inner products of features      features.FeatureMechanism: define
+    `features(x)` and `feature_length` (linear attention) sums that every token changes   recurrent.RecurrentMechanism:
+    define `table` and `walk` sums that fade                  fading.FadingMechanism: define `log_gates(k, real)` (gated
+    linear attention) between channels channels.ChannelMechanism: define `size(tokens, channels)`
 
-A family knows what its members share (how weights are made, what is kept of a history, which paths there are, what it
-costs); a mechanism states its formula, in one file of mechanisms/.
+A family holds what its members share: how weights are made, what the state is, which paths there are, what it costs. A
+mechanism defines its formula, in one file of mechanisms/.
 """

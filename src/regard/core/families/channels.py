@@ -2,8 +2,8 @@
 
     w_cd = softmax over d of (sum over real tokens t of q_tc k_td) / sqrt(size)         out_tc = sum over d of w_cd v_td
 
-A member states the `size`. The weights are (B, H, K, K), whatever the length, and cost is linear in the tokens. There
-is no order of tokens in it, so no causality and no token-by-token form.
+A member defines `size`. The weights are (B, H, K, K) at any length, and the cost is linear in the number of tokens. The
+order of tokens plays no part, so there is no causal form and no token-by-token form.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,8 @@ class ChannelMechanism(Mechanism):
     """Attention between channels. Needs T = S and qk_length = value_length; padding is the only mask with a meaning."""
 
     def size(self, tokens: Tensor, channels: int) -> Tensor:
-        """By whose square root the products are divided, given how many tokens (B or 1, 1, 1, 1) are real."""
+        """The products are divided by the square root of this. `tokens` (B or 1, 1, 1, 1) says how many tokens are
+        real."""
         raise unstated(self, "size(tokens, channels)")
 
     def weigh(
@@ -60,7 +61,7 @@ class ChannelMechanism(Mechanism):
         tiled = rearrange(weights, "b (g r) c d -> b g d (r c)", g=v.shape[1])
         out = rearrange(v.to(weights.dtype) @ tiled, "b g t (r c) -> b (g r) t c", c=weights.shape[-1])
         real = _real(visible)
-        return out if real is None else out.masked_fill(~real, 0)  # padding gets nothing
+        return out if real is None else out.masked_fill(~real, 0)  # the output at padding is 0
 
     def choose_weights(self, call: Call, rows: list[int] | None, heads: list[int] | None) -> Tensor:
         if rows is not None:
@@ -92,7 +93,7 @@ class ChannelMechanism(Mechanism):
             return super().refuses(call)
         structure, name = call.structure, type(self).__name__
         if structure.causal or structure.windowed or structure.rest is not None:
-            return f"mask: expected padding or none, got {call.mask!r}; {name} has no order of tokens to be causal in"
+            return f"mask: expected padding or none, got {call.mask!r}; {name} ignores the order of tokens"
         if call.queries != call.keys:
             return f"q: expected as many queries as keys for {name}, {call.keys}, got {call.queries}"
         if call.qk_length != call.value_length:
@@ -123,7 +124,7 @@ class ChannelMechanism(Mechanism):
 
 
 def _real(visible: Tensor | None) -> Tensor | None:
-    """Which tokens are real, (B, 1, S, 1): padding is alike for all queries."""
+    """Which tokens are real, (B, 1, S, 1): padding is the same for all queries."""
     return None if visible is None else visible[:, :, 0, :, None]
 
 

@@ -1,13 +1,13 @@
-"""Mechanisms that forget: sums over keys that fade with every token.
+"""Gated linear attention: sums over keys that fade with every token.
 
     w_ts = scale · (q_t ⊙ exp(g_{s+1} + … + g_t)) · k_s   for s ≤ t,   0 for s > t          scale = 1 / sqrt(qk_length)
     S_t  = exp(g_t) ⊙ S_{t-1} + k_t v_t^T
 
-A member states `log_gates`: g_t ≤ 0, a number for each token and head, or one for each feature.
+A member defines `log_gates`: g_t ≤ 0, a number for each token and head, or one for each feature.
 
 The whole sequence is computed in chunks. Within a chunk, blocks of 1, 2, 4, … tokens are joined in pairs: the queries
-of the second block see the keys of the first through the gates up to the border between them and from there on, so that
-no exponent is above 0 and no difference of sums is taken, however strong the gates.
+of the second block see the keys of the first through two sums of gates, up to the border between them and from there
+on. So no exponent is above 0 and no sums are subtracted, however strong the gates.
 
 Yang et al. 2024, "Gated linear attention transformers with hardware-efficient training".
 """
@@ -29,24 +29,24 @@ from regard.core.user_code import read_only, unstated
 
 @dataclass(frozen=True, kw_only=True)
 class FadingMechanism(RecurrentMechanism):
-    """A mechanism that forgets. A subclass states `log_gates`."""
+    """A mechanism whose sums fade. A subclass defines `log_gates`."""
 
     def log_gates(
         self, k: Float[Tensor, "B G S K"], real: Bool[Tensor, "..."] | None
     ) -> Float[Tensor, "B G S 1"] | Float[Tensor, "B G S K"]:
-        """g, at most 0, from the keys: what each token leaves of the sums before it, as a logarithm.
+        """g ≤ 0 from the keys: the logarithm of the share that each token leaves of the sums before it.
 
         `real` (B, 1, S, 1) says which keys padding does not hide; None if it hides none.
         """
         raise unstated(self, "log_gates(k, real)")
 
     def gates(self, k: Tensor, real: Tensor | None) -> Tensor:
-        """`log_gates` in float32 or better, computed in the dtype of the mechanism's tensors; ValueError unless it is
-        of the right shape."""
+        """`log_gates` in float32 or better, computed in the dtype of the mechanism's tensors; ValueError unless its
+        shape is right."""
         kind = accumulator(k.dtype)
         keys = k.to(own_dtype(self) or kind)
         gates = read_only(self, "log_gates", lambda keys: self.log_gates(keys, real), keys)
-        # Compared one by one: Dynamo finds no size that a trace holds open in a tuple.
+        # Compared one by one: Dynamo cannot find a symbolic size in a tuple.
         if not isinstance(gates, Tensor) or (gates.shape != k.shape and gates.shape != (*k.shape[:3], 1)):
             shape = tuple(gates.shape) if isinstance(gates, Tensor) else type(gates).__name__
             raise ValueError(
@@ -62,11 +62,11 @@ class FadingMechanism(RecurrentMechanism):
         if groups is not None:
             k, gates = k[:, groups], gates[:, groups]
         before, visible = seen_keys(places, k.shape[2], real)
-        # A query that sees nothing must not reach the keys' gradients either.
+        # A query that sees no key must not contribute to the keys' gradients either.
         q = q.to(kind).masked_fill(~visible.any(-1, keepdim=True), 0) * k.shape[3] ** -0.5
         k = k if real is None else k.masked_fill(~real, 0)
         q, k = rearrange(q, "b (g r) t k -> b g r t k", g=k.shape[1]), k.to(kind)[:, :, None].transpose(-1, -2)
-        # One gate for all features, or feature by feature.
+        # One gate for all features, or one per feature.
         parts = [(q, k)] if gates.shape[-1] == 1 else zip(q.split(1, -1), k.split(1, -2), strict=True)
         weights = torch.zeros((), dtype=kind, device=q.device)
         for (queries, keys), gate in zip(parts, gates.unbind(-1), strict=True):
@@ -98,7 +98,8 @@ class FadingMechanism(RecurrentMechanism):
         return flops + 2 * old * square + keys * self._gate_cost(work.qk_length)[0]
 
     def walk_size(self, work: Work, tokens: int) -> int:
-        # The sums before each chunk; of each token its query, key, value, gates and output, and its share of a level.
+        # The sums before each chunk; for each token its query, key, value, gates and output, and its share of one level
+        # of joins.
         size, rows = chunk_size(max(1, tokens)), work.num_heads // work.num_kv_heads
         chunks, qk_length, value_length = -(-tokens // size), work.qk_length, work.value_length
         gates = 6 * self._gate_cost(qk_length)[1]
@@ -107,7 +108,7 @@ class FadingMechanism(RecurrentMechanism):
         return chunks * (qk_length * value_length + size * token + size * level // 2)
 
     def _gate_cost(self, qk_length: int) -> tuple[int, int]:
-        """FLOPs of a token's gates, and how many there are for each head."""
+        """FLOPs of a token's gates, and the number of gates per head."""
         flops = count_formula(self, self._all_gates, (1, 1, COUNTED, qk_length)) // COUNTED
         x = probe(self, (1, 1, 1, qk_length))
         with made_on(x.device), torch.no_grad():
@@ -118,19 +119,19 @@ class FadingMechanism(RecurrentMechanism):
 
 
 def _after(gates: Tensor) -> Tensor:
-    """For each token the sum of the gates of those that come after it, over the last axis."""
-    # Filled up before it is cut: torch.export would refuse lengths whose rest is a single token.
+    """For each token, the sum of the gates of all later tokens, over the last axis."""
+    # Padded before it is sliced: torch.export would refuse lengths that leave a single token.
     return F.pad(gates, (0, 1))[..., 1:].flip(-1).cumsum(-1).flip(-1)
 
 
 def _walk(
     q: Tensor, k: Tensor, v: Tensor, gates: Tensor, sums: Tensor | None, keep: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """The output for as many queries as keys, given the sums before them; and, to `keep`, the sums after them."""
+    """The output for as many queries as keys, given the sums before them; and, if `keep`, the sums after them."""
     dtype, kind, tokens, heads = q.dtype, gates.dtype, k.shape[2], q.shape[1] // k.shape[1]
     size = chunk_size(tokens)
     q = rearrange(q.to(kind) * q.shape[3] ** -0.5, "b (g r) t k -> b g t (r k)", g=k.shape[1])
-    # What fills the last chunk up changes nothing: keys of 0, and gates of 0, which leave everything as it is.
+    # Padding of the last chunk changes nothing: its keys are 0, and gates of 0 leave the sums as they are.
     q, k, v, gates = (filled(x.to(kind), -tokens % size) for x in (q, k, v, gates))
     q = q.unflatten(-1, (heads, -1))  # (B, G, T, R, K)
     upto, after = gates, torch.zeros_like(gates)  # sums of gates: from a block's start to the token, from it to the end
@@ -161,7 +162,7 @@ def _through_sums(
     size: int,
     keep: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """The output with what queries see of the chunks before theirs; and the sums after the last chunk, to `keep`."""
+    """Add what queries see of earlier chunks to the output; and, if `keep`, give the sums after the last chunk."""
     chunks = k.shape[2] // size
     folded, first = chunks if keep else chunks - 1, 1 if sums is None else 0
     starts = [] if sums is None else [sums]
@@ -182,7 +183,8 @@ def _through_sums(
 
 
 def _halves(x: Tensor, length: int) -> tuple[Tensor, ...]:
-    """The first and second blocks of pairs of blocks of tokens: (B, G, T, …) -> twice (B, G, N, length, …)."""
+    """Tokens as pairs of blocks: the first and the second block of each pair, (B, G, T, …) -> twice (B, G, N, length,
+    …)."""
     return x.unflatten(2, (-1, 2, length)).unbind(3)
 
 

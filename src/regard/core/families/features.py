@@ -1,10 +1,11 @@
-"""Mechanisms whose similarity is an inner product of features, so that keys can be summed before any query comes.
+"""Linear attention: the similarity is an inner product of features phi, so that keys can be summed before any query
+comes.
 
     w_ts  = phi(q_t)·phi(k_s) / sum over visible s' of phi(q_t)·phi(k_s')
     out_t = phi(q_t)·(sum_s phi(k_s) v_s^T) / phi(q_t)·(sum_s phi(k_s))
 
-The second line never forms a (T, S) matrix: time and memory are linear in the length, and the sums are the whole state
-of the stream. A query whose similarities sum to 0 gets 0.
+The second line never forms a (T, S) matrix: time and memory are linear in the length, and the sums are the recurrent
+state. A query whose similarities sum to 0 gets 0.
 
 Katharopoulos et al. 2020, "Transformers are RNNs".
 """
@@ -32,15 +33,17 @@ from regard.core.tensors import own_dtype
 from regard.core.user_code import read_only, runs_user_code, unstated
 
 MOST_FEATURES = 16384
-"""Features beyond which sums cost more than any history they would replace, and the score form is used instead."""
+"""With more features than this the sums would cost more than the keys and values they replace: the score form is
+used."""
 
 RECENT = 128
-"""Tokens a stream keeps as they are; when they are full, the older half is folded into the sums."""
+"""The newest tokens, kept as keys and values; when there are this many, the older half is folded into the sums."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FeatureMechanism(Mechanism):
-    """A mechanism with phi. A subclass states `features` and `feature_length`, and any shorter form of `similarity`.
+    """A mechanism with a feature map phi. A subclass defines `features` and `feature_length`, and may define a shorter
+    `similarity`.
 
     >>> import regard as rg, torch
     >>> from dataclasses import dataclass
@@ -56,10 +59,10 @@ class FeatureMechanism(Mechanism):
     """
 
     short: ClassVar[bool] = False
-    """Whether `similarity` has a form shorter than the product of features."""
+    """Whether `similarity` has a cheaper formula than the product of features."""
     fused_form: ClassVar[str] = "given"
-    """What a GPU kernel makes of queries and keys: "square", d (q·k)² + b q·k + a from `coefficients`; "elu"; or
-    nothing, "given" their features."""
+    """What a GPU kernel computes from queries and keys: "square" is d (q·k)² + b q·k + a from `coefficients`; "elu" is
+    elu(x) + 1; for "given" it gets their features."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -72,27 +75,28 @@ class FeatureMechanism(Mechanism):
             )
 
     def features(self, x: Float[Tensor, "*b T K"]) -> Float[Tensor, "*b T C"]:
-        """phi(x), for queries and keys alike."""
+        """phi(x), the same for queries and keys."""
         raise unstated(self, "features(x)")
 
     def feature_length(self, qk_length: int) -> int:
-        """C, how many features phi has."""
+        """C, the number of features of phi."""
         raise unstated(self, "feature_length(qk_length)")
 
     def summed_features(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """phi(x) as the running sums use it: `features`, or a layout with the same product that computes faster."""
+        """phi(x) as the running sums use it: `features`, or a layout with the same inner products that is faster to
+        compute."""
         return self._features(x)
 
     def summed_length(self, qk_length: int) -> int:
-        """How many features the running sums hold for each value."""
+        """The number of features in the running sums."""
         return self.feature_length(qk_length)
 
     def normaliser_length(self, qk_length: int) -> int:
-        """How many numbers the running normaliser holds."""
+        """The size of the running normaliser."""
         return self.summed_length(qk_length)
 
     def normaliser(self, k: Tensor, phi: Tensor, real: Tensor | None) -> Tensor:
-        """What the real ones of some keys add to the normaliser: sum of phi(k), (…, S, K) -> (…, C)."""
+        """What keys add to the normaliser: the sum of phi(k) over the real ones, (…, S, K) -> (…, C)."""
         return (phi if real is None else phi.masked_fill(~real[..., None], 0)).sum(-2)
 
     def denominator(self, q: Tensor, phi: Tensor, normaliser: Tensor) -> Tensor:
@@ -100,21 +104,23 @@ class FeatureMechanism(Mechanism):
         return (phi @ normaliser.unsqueeze(-1)).squeeze(-1)
 
     def feature_flops(self, qk_length: int) -> int:
-        """FLOPs of the contractions inside phi, per token: counted as it runs."""
+        """FLOPs of the contractions inside phi per token, counted as it runs."""
         return count_formula(self, self._features, (1, COUNTED, qk_length)) // COUNTED
 
     def normaliser_flops(self, qk_length: int) -> tuple[int, int]:
-        """FLOPs of the contractions in `denominator`, a query, and in `normaliser`, a key."""
+        """FLOPs of the contractions in `denominator` per query, and in `normaliser` per key."""
         return 2 * self.summed_length(qk_length), 0
 
     def similarity(self, q: Float[Tensor, "*b T K"], k: Float[Tensor, "*b S K"]) -> Float[Tensor, "*b T S"]:
         return self._features(q) @ self._features(k).transpose(-1, -2)
 
     def formula_dtype(self, precision: torch.dtype) -> torch.dtype:
-        return precision  # phi alone computes in its tensors' dtype: products of features are too large for half
+        return (
+            precision  # only phi computes in its tensors' dtype: products of features are too large for half precision
+        )
 
     def _features(self, x: Tensor) -> Tensor:
-        if not runs_user_code(self):  # it has no tensors, and so no dtype but that of x
+        if not runs_user_code(self):  # no tensors, so no dtype but that of x
             return self.features(x)
         phi = read_only(self, "features", self.features, x.to(own_dtype(self) or x.dtype))
         if not self.shipped:
@@ -128,7 +134,7 @@ class FeatureMechanism(Mechanism):
         return phi.to(x.dtype)
 
     def linear(self, qk_length: int) -> bool:
-        """Whether the sums are small enough to be worth keeping."""
+        """Whether the sums are small enough to replace keys and values."""
         return self.summed_length(qk_length) <= MOST_FEATURES
 
     def paths(self) -> tuple[Path, ...]:
@@ -148,9 +154,7 @@ class FeatureMechanism(Mechanism):
     def streams(self, qk_length: int, structure: Structure = EVERYTHING) -> str | None:
         if self.linear(qk_length) and (structure.rest is not None or structure.windowed):
             kind = f"{structure.rest!r}" if structure.rest is not None else "a window"
-            return (
-                f"mask: expected causal, padding, both or none to stream {self!r}: its sums forget no key, got {kind}"
-            )
+            return f"mask: expected causal, padding, both or none for {self!r}: its sums cannot drop a key, got {kind}"
         return None
 
     def state_type(self, qk_length: int) -> type[Any]:
@@ -208,5 +212,5 @@ class FeatureMechanism(Mechanism):
         return replace(plain, flops=flops, state_bytes=state_bytes, note=f"quadratic in the length: {why}")
 
     def score_length(self, qk_length: int) -> int:
-        """How long the inner product behind `similarity` is."""
+        """The length of the inner product that `similarity` computes."""
         return qk_length if self.short else self.feature_length(qk_length)

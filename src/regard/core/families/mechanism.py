@@ -7,12 +7,12 @@ The legend, for the whole project:
 
 Tensors are (B, H, T, K) as in SDPA. Query head h reads key/value head h // (H // G).
 
-A mechanism of your own is one class with one method, `similarity(q, k)`, how alike each query and each key are. The
-weights are the similarities of the visible keys over their sum. Everything else (the output, the stream, the exact
-weights, the cost, the laws of `regard.check`) follows from it. See examples/your_own_mechanism.py.
+A mechanism of your own is one class with one method, `similarity(q, k)`, how similar each query and key are. The
+weights are the similarities of the visible keys, divided by their sum. Everything else (the output, the KV cache, the
+exact weights, the cost, the laws of `regard.check`) follows from it. See examples/your_own_mechanism.py.
 
-What a mechanism learns are its fields: an `nn.Parameter` or an `nn.Module`. It lists them (`tensors`), and a layer
-registers them as its own.
+What a mechanism learns are its fields: an `nn.Parameter` or an `nn.Module`. `tensors` lists them, and a layer registers
+them.
 """
 
 from collections.abc import Callable, Mapping
@@ -42,14 +42,14 @@ from regard.core.user_code import check_class, is_user_code, read_only, runs_use
 
 @dataclass(frozen=True, kw_only=True)
 class Mechanism:
-    """An attention mechanism: a frozen value that holds its own fields and no others.
+    """An attention mechanism: a frozen dataclass.
 
-    A field may be a tensor, an `nn.Parameter` or an `nn.Module`: a layer made with the mechanism registers those very
-    tensors, so that they learn, move and are saved with the layer. A model gives each of its layers a copy.
+    A field may be a tensor, an `nn.Parameter` or an `nn.Module`: a layer made with the mechanism registers these
+    tensors, so that they are trained, moved and saved with the layer. A model gives each of its layers a copy.
 
-    `similarity` is not told positions: it may be given some of the queries, heads or keys, and in a stream its first
-    query is not the first token. A similarity that counts positions gives wrong results, which nothing but the law
-    `permuted` of `regard.check` notices. Such a mechanism is `ordered`, and states `weigh` instead.
+    `similarity` does not know positions: it may be called with some of the queries, heads or keys, and in a decode step
+    its first query is not the first token. A similarity that counts positions gives wrong results, and only the law
+    `permuted` of `regard.check` notices. Such a mechanism sets `ordered` and defines `weigh` instead.
 
     >>> import regard as rg, torch
     >>> from dataclasses import dataclass
@@ -64,9 +64,9 @@ class Mechanism:
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        # Its own, so that dataclass makes no others.
+        # Defined here, so that dataclass does not generate others.
         cls.__repr__, cls.__eq__ = cls.__repr__, cls.__eq__  # type: ignore[method-assign]
-        # Asked at every step: kept here, since torch.compile looks through functools' caches, and warns.
+        # Every decode step reads it: a class attribute, since torch.compile warns about functools caches.
         cls.shipped = all(parent is object or parent.__module__.startswith("regard.") for parent in cls.__mro__)
         if not cls.shipped:
             check_class(cls)
@@ -76,23 +76,23 @@ class Mechanism:
         return f"{type(self).__name__}({', '.join(shown)})"
 
     def __eq__(self, other: object) -> bool:
-        """Whether all fields are equal; tensors are compared as they are hashed, by identity."""
+        """Whether all fields are equal; tensors are compared and hashed by identity."""
         return same(other, self) if isinstance(other, Mechanism) else NotImplemented
 
     shipped: ClassVar[bool] = True
-    """Whether its class and all that this inherits from are of this package."""
+    """Whether the class and all its base classes belong to this package."""
     hidden_score: ClassVar[float] = 0.0
-    """What stands in a hidden key's place among the scores that a trace shows."""
+    """The score that a trace shows for a masked key."""
     excuses: ClassVar[Mapping[str, str]] = {}
-    """Laws of `regard.check` that this family of mechanisms does not claim to keep, and why."""
+    """Laws of `regard.check` that do not apply to this family, and why."""
 
     ordered: ClassVar[bool] = False
-    """Whether the weights depend on where tokens stand. Such a mechanism is causal by itself, whatever the mask, and
-    `weigh` is called with all heads and all queries, the last of which stands at the last key."""
+    """Whether the weights depend on the positions of tokens. Such a mechanism is causal by definition, whatever the
+    mask, and `weigh` is called with all heads and all queries, the last of which is at the last key."""
 
     def for_layer(self, qk_length: int) -> "Mechanism":
-        """The mechanism as a layer with heads of this length owns it: with the tensors that it learns there, if it has
-        none yet. What is made here is initialised here, and on a real device.
+        """The mechanism for a layer with this head dimension: with learned tensors, if it has none yet. They are made
+        and initialised here, on a real device.
 
         >>> import regard as rg
         >>> rg.Gated(), rg.Gated().for_layer(8)
@@ -111,12 +111,12 @@ class Mechanism:
         return {name: value for name, value in values.items() if isinstance(value, Tensor | nn.Module)}
 
     def parameters(self) -> tuple[Tensor, ...]:
-        """The tensors that learn: those of `tensors`, a module's parameters among them, that require a gradient."""
+        """The trained tensors: those in `tensors`, including parameters of modules, that require a gradient."""
         return tuple(tensor for tensor in flat(self) if tensor.requires_grad)
 
     def captured(self, qk_length: int) -> list[Tensor]:
-        """Learned tensors that the weights depend on and that the mechanism does not list, whatever holds them: a
-        function's closure, a global, an object. Autograd's own graph of one query's weight of one key has them all.
+        """Trained tensors that the weights depend on and `tensors` does not list, wherever they are: in a closure, a
+        global, an object. They are the leaves of the autograd graph for one query and one key.
 
         >>> import regard as rg, torch
         >>> W = torch.randn(4, 6, requires_grad=True)
@@ -129,7 +129,7 @@ class Mechanism:
         x = probe(self, (1, 1, 1, qk_length))
         with torch.enable_grad(), made_on(x.device):
             compared = self.compare(x, x)
-        # What is no tensor has no graph, and is refused where it is used.
+        # A result that is not a tensor has no graph; it is refused where it is used.
         graph = leaves(compared) if isinstance(compared, Tensor) else []
         return [leaf for leaf in graph if id(leaf) not in listed]
 
@@ -140,11 +140,11 @@ class Mechanism:
         return torch.compiler.is_compiling() or bool(self.parameters()) or bool(self.captured(qk_length))
 
     def similarity(self, q: Float[Tensor, "*b T K"], k: Float[Tensor, "*b S K"]) -> Float[Tensor, "*b T S"]:
-        """How alike each query and key are: at least 0, in whatever scale. The one method a new mechanism writes."""
+        """How similar each query and key are: ≥ 0, in any scale. The one method that a new mechanism defines."""
         raise unstated(self, "similarity(q, k)")
 
     def compare(self, q: Float[Tensor, "*b T K"], k: Float[Tensor, "*b S K"]) -> Float[Tensor, "..."]:
-        """What is computed for each query and key: the similarity, or the weights where `weigh` alone is stated."""
+        """What is computed for each query and key: the similarity, or the weights if only `weigh` is defined."""
         stated = type(self).similarity is not Mechanism.similarity
         return self.similarity(q, k) if stated else self.weigh(q, k, None)
 
@@ -154,7 +154,7 @@ class Mechanism:
         return self._grouped(self.similarity, q, k) if stated else weigh(self, q, k, None, None)
 
     def normalise(self, similar: Float[Tensor, "*b T S"]) -> Float[Tensor, "*b T S"]:
-        """Weights from the similarities of the visible keys: each over their sum, 0 where there is none to sum."""
+        """Weights from the similarities of the visible keys: divided by their sum, 0 where that is 0."""
         total = similar.sum(-1, keepdim=True)
         return similar / total.masked_fill(total == 0, 1)
 
@@ -167,7 +167,7 @@ class Mechanism:
     ) -> Float[Tensor, "B H T S"]:
         """The exact weights: the similarities of the visible keys, normalised; 0 for hidden ones."""
         if visible is not None:
-            # A query that sees nothing must not reach the keys' gradients either.
+            # A query that sees no key must not contribute to the keys' gradients either.
             q = q.masked_fill(~visible.any(-1, keepdim=True), 0)
         similar = self.grouped(self.similarity, q, k)
         return self.normalise(similar if visible is None else similar.masked_fill(~visible, 0))
@@ -178,7 +178,7 @@ class Mechanism:
         k: Float[Tensor, "B G S K"],
         bias: Float[Tensor, "..."] | None = None,
     ) -> Float[Tensor, "B H T S"] | None:
-        """What a trace shows before weights are made of it: the similarities; None if only weights are stated."""
+        """What a trace shows as scores: the similarities; None if only weights are defined."""
         if type(self).similarity is Mechanism.similarity:
             return None
         return self.grouped(self.similarity, q, k)
@@ -189,21 +189,23 @@ class Mechanism:
         v: Float[Tensor, "B G S V"],
         visible: Bool[Tensor, "..."] | None = None,
     ) -> Float[Tensor, "B H T V"]:
-        """The output from the weights: each query's sum of the values. Weights say by themselves what is visible."""
-        if symbolic(weights.shape[2], weights.shape[3]):  # torch.export cannot prove that both lengths reshape
+        """The output from the weights: for each query the weighted sum of values. Masked keys have weight 0."""
+        if symbolic(
+            weights.shape[2], weights.shape[3]
+        ):  # torch.export cannot prove that the reshape fits two dynamic lengths
             return weights @ v.to(weights.dtype).repeat_interleave(weights.shape[1] // v.shape[1], dim=1)
         tiled = rearrange(weights, "b (g r) t s -> b g (r t) s", g=v.shape[1])
         out = tiled @ v.to(weights.dtype)
         return rearrange(out, "b g (r t) v -> b (g r) t v", r=weights.shape[1] // v.shape[1])
 
     def choose_weights(self, call: Call, rows: list[int] | None, heads: list[int] | None) -> Tensor:
-        """The exact weights of chosen query rows and heads (None: all), NaN for a query that sees one in a key."""
-        if heads is not None and runs_user_code(self):  # a user's formula may have a part for each head, in their order
+        """The exact weights of chosen query rows and heads (None: all), NaN for a query that sees a NaN in a key."""
+        if heads is not None and runs_user_code(self):  # a user's formula may depend on the index of a head
             return exact.weights(call, rows, None)[:, heads]
         return exact.weights(call, rows, heads)
 
     def grouped(self, compare: Callable[[Tensor, Tensor], Tensor], q: Tensor, k: Tensor) -> Tensor:
-        """`compare` for H query heads over G key heads, the queries of a group as rows of one comparison."""
+        """`compare` for H query heads over G key heads, with the queries of a group as rows of one comparison."""
         groups = k.shape[1]
         try:
             return self._grouped(compare, q, k)
@@ -223,7 +225,7 @@ class Mechanism:
         tiled = rearrange(q, "b (g r) t k -> b g (r t) k", g=groups)
         dtype = self.formula_dtype(kind)
         tensors = tiled.to(dtype), k.to(dtype)
-        # Our own formulas write to nothing, and hand a user's phi on to `read_only`.
+        # Our formulas write to nothing, and pass a user's phi to `read_only`.
         similar = read_only(self, name, compare, *tensors) if is_user_code(compare) else compare(*tensors)
         expected = (*tiled.shape[:3], k.shape[2])
         if not isinstance(similar, Tensor) or similar.shape != expected:
@@ -239,11 +241,11 @@ class Mechanism:
         return accumulator(dtype)
 
     def formula_dtype(self, precision: torch.dtype) -> torch.dtype:
-        """The dtype in which `similarity` is given queries and keys: that of the mechanism's tensors, if it has any."""
+        """The dtype of the queries and keys that `similarity` gets: that of the mechanism's tensors, if it has any."""
         return own_dtype(self) or precision
 
     def refuses(self, call: Call) -> str | None:
-        """Why this mechanism has no meaning for a call, as an error message; None if it has one."""
+        """Why this mechanism is not defined for a call, as an error message; None if it is."""
         return None if call.bias is None else f"bias: expected none, {self!r} has no additive scores, got one"
 
     def streams(self, qk_length: int, structure: Structure = EVERYTHING) -> str | None:
@@ -251,11 +253,11 @@ class Mechanism:
         return None
 
     def paths(self) -> tuple[Path, ...]:
-        """The ways to compute this mechanism, best first; the last one serves every call."""
+        """The paths of this mechanism, best first; the last can compute every call."""
         return (reference.PATH,) if self.ordered else (blocks.PATH, reference.PATH)
 
     def notes(self, call: Call) -> tuple[str, ...]:
-        """What a person should know about this call besides the path."""
+        """Remarks on this call that `explain` prints below the path."""
         return ()
 
     def start(
@@ -270,11 +272,13 @@ class Mechanism:
         device: torch.device | str = "cpu",
         storage: torch.dtype | None = None,
     ) -> Any:
-        """An empty state. `capacity` limits states that keep every key; a kernel's sums have room for any length.
+        """An empty state: a KV cache for `capacity` tokens, or the running sums of linear attention, which have room
+        for any length.
 
-        `storage=torch.int8` keeps keys and values in 8 bits, with a scale for each token and head, and takes no
+        `storage=torch.int8` keeps keys and values in 8 bits, with a scale for each token and head, and allows no
         gradients. Softmax attention is then off by 0.8 % (normal keys and values of length 64), and SmolLM2's logits by
-        0.07 on average and 1.6 at most, where their spread is 5.3: the same likeliest token at 97.3 % of 512 places.
+        0.07 on average and 1.6 at most, where their spread is 5.3: the most likely token is the same at 97.3 % of 512
+        positions.
 
         >>> import regard as rg
         >>> sizes = {"batch": 1, "num_kv_heads": 1, "qk_length": 8, "value_length": 8}
@@ -288,12 +292,12 @@ class Mechanism:
         return self.empty_state(sizes, capacity, storage)
 
     def empty_state(self, sizes: Sizes, capacity: int, storage: torch.dtype | None = None) -> State:
-        """The state to start from, once its sizes are checked. A mechanism that keeps something else than keys and
-        values gives a state of its own here, and goes on from it in `advance`."""
+        """The empty state, after its sizes are checked. A mechanism that keeps something other than keys and values
+        returns its state here, and extends it in `advance`."""
         return KeyValueState.empty(sizes, capacity, storage)
 
     def state_type(self, qk_length: int) -> type[Any]:
-        """The kind of state it goes on from, for heads of a length."""
+        """The class of its states, for this head dimension."""
         return KeyValueState
 
     def extend(
@@ -306,10 +310,10 @@ class Mechanism:
         *,
         bias: Float[Tensor, "..."] | None = None,
     ) -> tuple[Float[Tensor, "B H T V"], Any]:
-        """Append T tokens and attend from them to the whole history. Gives the output and the longer state.
+        """Append T tokens and attend from them to the whole history. Returns the output and the new state.
 
-        The mask speaks of absolute positions over the whole history, S = state.length + T. Padding is remembered: a key
-        hidden by `padding` when it came stays hidden.
+        The mask uses absolute positions over the whole history, S = state.length + T. The state remembers padding: a
+        key that `padding` hid when it was appended stays hidden.
 
         >>> import regard as rg, torch
         >>> q = k = v = torch.randn(1, 2, 6, 4)
@@ -339,8 +343,8 @@ class Mechanism:
         rule: Mask | None,
         bias: Tensor | None,
     ) -> tuple[Tensor, Any]:
-        """`extend`, once everything is checked. A NaN or infinity may be among the new keys and values; calls over a
-        KV cache are guarded by themselves, and a `FixedState` says what to make of it (`receive`)."""
+        """`extend`, after all checks. The new keys and values may contain a NaN or infinity: calls over a KV cache have
+        their own guard, and for a `FixedState` see `receive`."""
         total = state.length + k.shape[2]
         fresh = padding_between(rule, state.length, total, total)
         state = with_space(state, rule, k.shape[2])
@@ -352,17 +356,18 @@ class Mechanism:
         return over_runs(self, q, longer, rule, bias), longer
 
     slotted: ClassVar[bool] = True
-    """Whether its states have a form whose steps can be captured, `slot`."""
+    """Whether a GPU can capture its decode steps as a CUDA graph, through `slot`."""
 
     def slot(self, qk_length: int, state: Any, clock: Callable[[int], Clock], window: int | None) -> Slot:
-        """A state of heads of this length as memory that stays where it is, for steps that a GPU replays. `clock` gives
-        that of layers which hold so many of the last tokens; `window` is how many of them a token sees."""
+        """The state as memory at fixed addresses, for decode steps that a GPU replays. `clock(length)` is shared by the
+        layers that keep as many tokens; `window` is how many tokens a token sees."""
         if window is not None and state.length > 2 * window:
             state = state.resized(window, state.length - window)
         return CacheSlot(state, clock(state.length), None if window is None else window - 1)
 
     def cost(self, work: Work) -> Cost:
-        """What this mechanism costs on some work, its similarity counted as it runs; see `regard.core.cost`."""
+        """What this mechanism costs on some work, with the FLOPs of its similarity counted as it runs; see
+        `regard.core.cost`."""
         counted = score_cost(work, self.precision(work.dtype), similarity_flops(self, work))
         kind = self.state_type(work.qk_length)
         if kind is KeyValueState:
@@ -370,7 +375,7 @@ class Mechanism:
         sizes = Sizes(1, work.num_kv_heads, work.qk_length, work.value_length, work.dtype, "meta")
         try:
             state = self.empty_state(sizes, work.key_length)
-        except Exception:  # of a user's code, which may need numbers
+        except Exception:  # a user's code may need real tensors
             state = self.empty_state(replace(sizes, device="cpu"), work.key_length)
         note = f"its state is counted as an empty {kind.__name__}, its FLOPs and bytes as those of its formula"
         notes = [counted.note, note] if counted.note else [note]
@@ -379,10 +384,10 @@ class Mechanism:
 
 @dataclass(frozen=True, kw_only=True)
 class UnnormalisedMechanism(Mechanism):
-    """A mechanism whose weights are the similarities as they are, of any size and sign: no division by their sum.
+    """A mechanism whose weights are the similarities themselves, of any size and sign, not divided by their sum.
 
-    Sigmoid attention as it is published is one (Ramapuram et al. 2025, "Theory, analysis, and best practices for
-    sigmoid self-attention"). The laws about weights that are at least 0 and sum to 1 do not apply.
+    Published sigmoid attention is an example (Ramapuram et al. 2025, "Theory, analysis, and best practices for sigmoid
+    self-attention"). The laws that weights are ≥ 0 and sum to 1 do not apply.
 
     >>> import regard as rg, torch
     >>> from dataclasses import dataclass

@@ -1,11 +1,12 @@
-"""Mechanisms whose history is a matrix that every token changes: sums S of keys and values, which queries read.
+"""Linear attention with a matrix-valued recurrent state: every token changes S, a sum over keys and values, and queries
+read it.
 
     out_t = scale · q_t S_t,       scale = 1 / sqrt(qk_length)
 
-How a token changes S is a member's: `walk` does it for a sequence, and `table` states the weights that come of it. S is
-linear in the values, so there are exact weights; they are not normalised, and of any sign. The order of tokens is part
-of the formula, so members are causal by themselves, also without a mask. A key that padding hides adds nothing. Other
-masks hide keys pair by pair, or take them out again, which S cannot: they are refused.
+A member defines how a token changes S: `walk` does it for a sequence, and `table` gives the resulting weights. S is
+linear in the values, so exact weights exist; they are not normalised and can have any sign. The formula depends on the
+order of tokens, so members are causal by definition, with or without a mask. A key that padding hides adds nothing.
+Other masks hide keys from some queries only, or drop them again, which S cannot do: they are refused.
 """
 
 from collections.abc import Mapping
@@ -33,42 +34,42 @@ from regard.core.states.state import Sizes, State
 from regard.core.user_code import unstated
 
 CHUNK = 64
-"""Tokens after which the sums are brought up to date: as many as a usual head has features."""
+"""Tokens per chunk, after which the sums are updated: a common head dimension."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class RecurrentState(FixedState):
-    """The sums S (B, G, K, V), in float32 or better: all that is kept, whatever the length."""
+    """The sums S (B, G, K, V), in float32 or better: its size does not depend on the length."""
 
     sums: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecurrentMechanism(UnnormalisedMechanism):
-    """A mechanism with a matrix for its history. A subclass states `table`, `walk` and what these cost."""
+    """A mechanism with a matrix as its state. A subclass defines `table`, `walk` and their cost."""
 
     ordered: ClassVar[bool] = True
     slotted: ClassVar[bool] = False
     excuses: ClassVar[Mapping[str, str]] = {
         **UnnormalisedMechanism.excuses,
-        "permuted": "what a key counts for depends on the tokens that came after it",
+        "permuted": "the weight of a key depends on the tokens after it",
     }
 
     def table(
         self, q: Tensor, k: Tensor, places: Tensor, real: Tensor | None, groups: list[int] | None = None
     ) -> Tensor:
-        """The plain formula: the weights (B, H, T, S) of queries that stand at `places` among the keys.
+        """The plain formula: the weights (B, H, T, S) of queries at the positions `places` among the keys.
 
-        `real` (B, 1, S, 1) says which keys padding does not hide; `groups` is the key head of each query head, where
-        heads are chosen.
+        `real` (B, 1, S, 1) is False for keys that padding hides; `groups` is the key head of each query head, if heads
+        are chosen.
         """
         raise unstated(self, "table(q, k, places, real, groups)")
 
     def walk(
         self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, sums: Tensor | None, keep: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """The output of the queries of the last tokens, given the sums before all of them; and, to `keep`, the sums
-        after them. Hidden keys are 0."""
+        """The output of the last tokens' queries, given the sums before all tokens; and, if `keep`, the sums after
+        them. Hidden keys are 0."""
         raise unstated(self, "walk(q, k, v, real, sums, keep)")
 
     def walk_flops(self, work: Work, queries: int, keys: int, history: bool, keep: bool) -> int:
@@ -76,7 +77,7 @@ class RecurrentMechanism(UnnormalisedMechanism):
         raise unstated(self, "walk_flops(work, queries, keys, history, keep)")
 
     def walk_size(self, work: Work, tokens: int) -> int:
-        """Numbers that `walk` holds at once, for each key head."""
+        """How many numbers `walk` keeps in memory at once, for each key head."""
         raise unstated(self, "walk_size(work, tokens)")
 
     def weigh(
@@ -86,7 +87,7 @@ class RecurrentMechanism(UnnormalisedMechanism):
         visible: Bool[Tensor, "..."] | None,
         bias: Float[Tensor, "..."] | None = None,
     ) -> Float[Tensor, "B H T S"]:
-        # The last query stands at the last key, so it sees every key that padding does not hide.
+        # The last query is at the last key, so it sees every key that padding does not hide.
         real = None if visible is None else visible[..., -1, :, None]
         return self.table(q, k, torch.arange(k.shape[2] - q.shape[2], k.shape[2], device=q.device), real)
 
@@ -147,7 +148,7 @@ class RecurrentMechanism(UnnormalisedMechanism):
             raise ValueError(reason)
         heads, itemsize = work.batch * work.num_kv_heads, accumulator(work.dtype).itemsize
         state_bytes = heads * work.qk_length * work.value_length * itemsize
-        # Fewer queries than keys are a step of a stream, unless the keys are not cached.
+        # Fewer queries than keys are a decode step, unless the keys are not cached.
         streamed = work.cached and work.query_length < work.key_length
         keys = work.query_length if streamed else work.key_length
         queries = min(work.query_length, keys)
@@ -158,7 +159,7 @@ class RecurrentMechanism(UnnormalisedMechanism):
             flops=heads * self.walk_flops(work, queries, keys, streamed, streamed) if queries else 0,
             bytes=moved,
             state_bytes=state_bytes,
-            # The walk's own, and a copy of keys and values that is free of NaN.
+            # What the walk needs, and a copy of keys and values without NaN.
             activation_bytes=heads * self.walk_size(work, queries) * itemsize
             + heads * keys * (work.qk_length + work.value_length) * work.itemsize,
             form="linear",
@@ -173,19 +174,20 @@ def _real(call: Call) -> Tensor | None:
 
 def _cannot(call: Call) -> str | None:
     if symbolic(call.queries, call.keys):
-        return "a trace that holds a length open cannot cut it into chunks"
+        return "a dynamic length in a trace cannot be cut into chunks"
     return None
 
 
 def _run(call: Call) -> Tensor:
-    """sums that every token changes, in chunks of 64: time and memory linear in the length."""
+    """a recurrent state, in chunks of 64: time and memory linear in the length."""
     mechanism: Any = call.mechanism
     q, k, real = call.q, call.k, _real(call)
     if real is not None:
         k = k.masked_fill(~real, 0)
         sees = reached(call.mask, torch.ones_like(k[..., 0], dtype=torch.bool), call.heads, call.queries)
-        q = q.masked_fill(~sees[..., None], 0)  # a query that sees nothing must not reach the keys' gradients either
-    # Lengths as numbers: compiled, a graph for each. Of blocks of a length that is held open Dynamo thinks for minutes.
+        q = q.masked_fill(~sees[..., None], 0)  # a query that sees no key must not contribute to the keys' gradients
+    # Plain integers: torch.compile makes a graph for each length. With a symbolic length, tracing the blocks takes
+    # minutes.
     blind = max(0, index(call.queries) - index(call.keys))  # queries before the first key
     out, _ = mechanism.walk(q[:, :, blind:], k, call.v, real, None, keep=False)
     return F.pad(out, (0, 0, blind, 0)) if blind else out
@@ -195,13 +197,14 @@ RECURRENT = Path("recurrent", _cannot, _run)
 
 
 def seen_keys(places: Tensor, keys: int, real: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Which keys stand at or before queries at `places`, (T, S); and which of them padding does not hide."""
+    """Which keys are at or before queries at the positions `places`, (T, S); and which of these padding does not
+    hide."""
     before = places[:, None] >= torch.arange(keys, device=places.device)
     return before, before if real is None else before & real.transpose(-1, -2)
 
 
 def chunk_size(tokens: int) -> int:
-    """Tokens of a chunk: a power of two, so that its blocks can be joined in pairs."""
+    """Tokens per chunk: a power of two, so that its blocks can be joined in pairs."""
     return min(CHUNK, 1 << (tokens - 1).bit_length())
 
 

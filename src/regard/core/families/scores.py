@@ -2,8 +2,8 @@
 
     w_ts = exp(scale · score(q_t, k_s) + bias_ts) / sum over visible s' of the same
 
-A member states `score`. Scores are additive, so a bias has a meaning here, and parts of the keys can be attended to
-apart and merged by their log-sum-exps (paths/parts.py).
+A member defines `score` (the logits before scaling). Scores are additive, so a bias makes sense, and attention over
+parts of the keys can be merged by their log-sum-exps (paths/parts.py).
 """
 
 import math
@@ -41,7 +41,7 @@ class ScoreMechanism(Mechanism):
         raise unstated(self, "score(q, k)")
 
     def scale(self, qk_length: int) -> float:
-        """What scores are multiplied by; infinity chooses the best, ties sharing equally."""
+        """The factor on the scores; infinity puts all weight on the best key, shared equally between ties."""
         return 1.0
 
     def compare(self, q: Float[Tensor, "*b T K"], k: Float[Tensor, "*b S K"]) -> Float[Tensor, "*b T S"]:
@@ -64,7 +64,7 @@ class ScoreMechanism(Mechanism):
         if visible is not None:
             empty = ~visible.any(-1, keepdim=True)
             hidden = ~(visible | empty)
-            q = q.masked_fill(empty, 0)  # a query that sees nothing must not reach the keys' gradients either
+            q = q.masked_fill(empty, 0)  # a query that sees no key must not contribute to the keys' gradients
 
         def shown(scores: Tensor) -> Tensor:
             return scores if hidden is None else scores.masked_fill(hidden, -math.inf)
@@ -90,7 +90,7 @@ class ScoreMechanism(Mechanism):
         bias: Float[Tensor, "..."] | None = None,
     ) -> Float[Tensor, "B H T S"] | None:
         scores, scale = self.grouped(self.score, q, k), self.scale(q.shape[-1])
-        scores = scores if scale == math.inf else scores * scale  # the choice is by the scores as they are
+        scores = scores if scale == math.inf else scores * scale  # argmax compares the unscaled scores
         return scores if bias is None else scores + bias
 
     def refuses(self, call: Call) -> str | None:

@@ -1,8 +1,8 @@
-"""The laws every mechanism keeps, run on random shapes: a public proof that compute, stream, see and count agree.
+"""The laws of every mechanism, as property tests on random shapes: output, KV cache, weights and cost must agree.
 
-`check(mechanism)` runs each law for each mask, grouping of heads and dtype: a cell. A cell is held, broken (with the
-smallest counter-example found) or does not apply, for a stated reason. Our own mechanisms and a user's are checked
-alike.
+`check(mechanism)` runs each law for each mask, grouping of heads and dtype: a cell. In a cell the law holds, is broken
+(with the smallest counter-example that was found) or does not apply, with a reason. Our mechanisms and a user's are
+checked in the same way.
 """
 
 import sys
@@ -36,11 +36,10 @@ def check(
 ) -> Report:
     """Run every law on a mechanism, or the chosen ones, on random shapes; `examples` for each cell.
 
-    `qk_length` is for a mechanism that takes heads of one length alone, such as a learned feature map; its tensors are
-    converted to each of the dtypes. `device` is where the laws are run: on a GPU other paths serve. `progress` is
-    called with the name of each cell before it runs; without one there is a progress bar where standard error is a
-    terminal, and a line that counts in a notebook. Every law runs once before any runs a second time, so that what is
-    broken shows within seconds.
+    `qk_length` is for a mechanism that accepts a single head dimension, such as a learned feature map; its tensors are
+    converted to each dtype. `device` is where the laws run: a GPU has other paths. `progress` is called with the name
+    of each cell before it runs; by default there is a progress bar if standard error is a terminal, and a line with a
+    counter in a notebook. Every law runs once before any runs a second time, so that a broken law shows within seconds.
 
     >>> import regard as rg
     >>> print(rg.check(rg.Elu(), laws=["groups"], masks=["causal"], dtypes=["float64"]))
@@ -55,7 +54,7 @@ def check(
             raise ValueError(f"{name}: expected a whole number of at least 1, got {number!r}")
     try:
         torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, TypeError) as error:  # how torch says that a device is not there
+    except (RuntimeError, AssertionError, TypeError) as error:  # how torch reports a missing device
         raise ValueError(f"device: expected one that torch has here, got {device!r}") from error
     chosen = _picked("laws", laws, LAWS)
     places = list(
@@ -79,7 +78,7 @@ def check(
 
 
 def count_cells() -> int:
-    """How many cells a full check of one mechanism has."""
+    """The number of cells in a full check of one mechanism."""
     return len(LAWS) * len(MASKS) * len(HEADS) * len(DTYPES)
 
 
@@ -92,7 +91,7 @@ def _picked(name: str, names: Iterable[str] | None, table: dict[str, Any]) -> Se
 
 
 def _check_lengths(mechanism: Mechanism, lengths: Sequence[tuple[int, int]]) -> None:
-    """Raise ValueError for a mechanism that does not take heads of the lengths it will be checked with."""
+    """Raise ValueError for a mechanism that does not accept the head dimensions of the check."""
     for length in dict.fromkeys(qk_length for qk_length, _ in lengths):
         x = probe(mechanism, (1, 1, 2, length))
         try:
@@ -112,7 +111,7 @@ def _reported_to(progress: Progress) -> Iterator[Progress]:
 
 @contextmanager
 def _shown(total: int, cells: dict[tuple[str, ...], Cell]) -> Iterator[Progress]:
-    """A bar on standard error, where that is a terminal, or a line in a notebook, with the outcomes so far."""
+    """A progress bar on standard error if that is a terminal, or a line in a notebook, with the outcomes so far."""
 
     def outcomes(name: str) -> str:
         broken = [cell for cell in cells.values() if cell.outcome == "broken"]
@@ -120,7 +119,7 @@ def _shown(total: int, cells: dict[tuple[str, ...], Cell]) -> Iterator[Progress]
         return f"{first}  ({name})"
 
     if type(sys.stderr).__module__.startswith("ipykernel."):
-        # A notebook knows a carriage return, but not how to go up a line, as the bar does when it ends.
+        # A notebook understands a carriage return, but cannot move up a line, as the bar does at its end.
         yield lambda name: print(
             f"\r{len(cells)}/{total} {outcomes(name):<100.100}", end="", file=sys.stderr, flush=True
         )

@@ -1,4 +1,4 @@
-"""Random cases for the laws, and how far from the truth a result may be."""
+"""Random cases for the laws, and the error budget: how far from the exact result an output may be."""
 
 import copy
 from collections.abc import Callable
@@ -17,9 +17,9 @@ from regard.core.tensors import own_dtype, replaced
 
 LENGTHS = (1, 2, 3, 5, 17, 0, 63, RECENT, RECENT + 1, CHUNK - 1, CHUNK, CHUNK + 1)
 SHORT = (1, 2, 3, 5, 17, 0, CHUNK + 1)
-"""For laws that take long: few lengths, one of them beyond a chunk."""
+"""For slow laws: few lengths, one of them longer than a chunk."""
 LENGTH_PAIRS = ((4, 3), (1, 1), (16, 16), (5, 17))
-"""qk_length and value_length; one of them is for machine code, which wants multiples of its lanes."""
+"""qk_length and value_length; one pair is for JIT-compiled code, which needs multiples of the vector length."""
 HEADS = {"MHA": (4, 4), "GQA": (4, 2), "MQA": (4, 1)}
 DTYPES = {
     str(kind).removeprefix("torch."): kind for kind in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -31,7 +31,7 @@ Triple: TypeAlias = tuple[Tensor, Tensor, Tensor]
 
 
 def apply(change: Callable[[Tensor], Tensor], tensors: Triple) -> Triple:
-    """The same change to queries, keys and values."""
+    """Apply `change` to queries, keys and values."""
     q, k, v = tensors
     return change(q), change(k), change(v)
 
@@ -60,7 +60,7 @@ class Case:
         return torch.Generator().manual_seed(self.seed)
 
     def lengths(self, salt: int = 1) -> list[int]:
-        """A length for each sequence: anything from none to all of the keys."""
+        """A length for each sequence, from 0 to all keys."""
         generator = torch.Generator().manual_seed(self.seed + salt)
         return torch.randint(0, self.keys + 1, (self.batch,), generator=generator).tolist()
 
@@ -101,7 +101,7 @@ MASKS: dict[str, Callable[[Case, int], Mask | None]] = {
 }
 
 
-class Broken(AssertionError):  # noqa: N818 - a law is broken, nothing went wrong
+class Broken(AssertionError):  # noqa: N818 - an outcome, not an error
     """A law that does not hold."""
 
 
@@ -114,10 +114,10 @@ def error(actual: Tensor, exact: Tensor) -> float:
 
 
 def budget(dtype: torch.dtype, plain_error: float, *, gradient: bool = False) -> float:
-    """How far from the float64 reference a result in `dtype` may be, given the plain formula's own error in it.
+    """How far from the float64 reference a result in `dtype` may be, given the plain formula's error in that dtype.
 
-    On a handful of numbers the plain formula can be right by luck; its error counts as half a unit in the last place of
-    results around 1 at the least, which is what rounding the output alone costs.
+    On a few numbers the plain formula can be exact by luck. Its error counts as at least half a unit in the last place
+    of results around 1, the cost of rounding the output.
 
     >>> import torch
     >>> budget(torch.float64, 1e-3)
@@ -140,7 +140,7 @@ def within_budget(what: str, actual: Tensor, exact: Tensor, plain: Tensor, *, gr
 
 
 def plain_output(mechanism: Mechanism, q: Tensor, k: Tensor, v: Tensor, rule: Mask | None) -> Tensor:
-    """The plain formula in the tensors' own dtype: exact weights, rounded, times the values."""
+    """The plain formula in the dtype of the tensors: exact weights, rounded, times the values."""
     call = Call(mechanism, q, k, v, rule)
     if call.empty:
         return q.new_zeros(*q.shape[:3], v.shape[3]) + q[..., :0].sum() + k[..., :0].sum() + v[..., :0].sum()
@@ -154,7 +154,7 @@ def exact_output(mechanism: Mechanism, q: Tensor, k: Tensor, v: Tensor, rule: Ma
 
 
 def in_dtype(mechanism: Mechanism, dtype: torch.dtype, device: str | None = None) -> Mechanism:
-    """A mechanism with its tensors in a dtype, and on a device if one is given; itself where they are."""
+    """The mechanism with its tensors in a dtype (and on a device); unchanged if they are already."""
     current = own_dtype(mechanism)
     if current is None or (current == dtype and device is None):
         return mechanism

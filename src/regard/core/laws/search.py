@@ -22,7 +22,8 @@ Lengths = Sequence[tuple[int, int]]
 
 @contextmanager
 def nothing_kept() -> Iterator[None]:
-    """Keep no files: hypothesis writes what it has read of a program's modules to .hypothesis, wherever that runs."""
+    """Write no files: hypothesis would cache what it reads of a program's modules in .hypothesis in the working
+    directory."""
     before = getattr(configuration, "__hypothesis_home_directory", None)
     with TemporaryDirectory() as folder:
         configuration.set_hypothesis_home_dir(folder)
@@ -42,7 +43,8 @@ def search(
     lengths: Lengths,
     device: str = "cpu",
 ) -> Cell:
-    """The outcome of a law in one cell: held by all cases drawn, or broken, with the smallest case that breaks it."""
+    """The outcome of a law in one cell: it holds for all cases that were drawn, or is broken, with the smallest case
+    that breaks it."""
     size = lengths[0][0]
     probe = Case(mask, heads, dtype, batch=2, queries=8, keys=8, qk_length=size, value_length=4, seed=0, device=device)
     if not weighs_tokens(mechanism, probe.qk_length):
@@ -80,7 +82,7 @@ def search(
 
     try:
         hold()
-    except Exception as error:  # whatever a user's mechanism raises is the counter-example we are looking for
+    except Exception as error:  # any error of a user's mechanism is a counter-example
         if not failing:
             raise
         return _broken(error, failing[-1], law)
@@ -94,7 +96,8 @@ def _broken(error: Exception, case: Case, law: Law) -> Cell:
 
 
 def _edge(law: Law, mechanism: Mechanism, probe: Case, number: int) -> Case:
-    """A case at one of the law's lengths, by turns over the cells, so that every edge is met and not left to chance."""
+    """Cases at the law's lengths, which take turns over the cells, so that every edge case occurs and is not left to
+    chance."""
     length = law.lengths[number % len(law.lengths)]
     tokens = weighs_tokens(mechanism, probe.qk_length)
     more = 0 if law.square or not tokens else number % 4

@@ -1,4 +1,4 @@
-"""The laws themselves, one test each. `LAWS` lists them with their statements and where they do not apply."""
+"""The laws, one function each. `LAWS` lists them with their statements and where they do not apply."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -41,19 +41,19 @@ class Law:
     statement: str
     test: Callable[[Mechanism, Case], None]
     excuse: Callable[[Mechanism, Case], str | None]
-    """Why the law has no meaning for a mechanism under a mask and dtype; None where it has."""
+    """Why the law does not apply to a mechanism under a mask and dtype; None where it applies."""
     lengths: tuple[int, ...] = LENGTHS
     square: bool = False
     """Whether it needs as many queries as keys."""
 
 
 def always(mechanism: Mechanism, case: Case) -> str | None:
-    """No excuse."""
+    """The law always applies."""
     return None
 
 
 def _pieces(case: Case) -> list[int]:
-    """A random way to cut the queries: tokens one by one at first, then larger pieces."""
+    """A random way to split the queries: single tokens at first, then larger pieces."""
     sizes: list[int] = []
     generator, left = case.generator, case.queries
     while left:
@@ -114,7 +114,7 @@ def _forked(mechanism: Mechanism, case: Case) -> None:
     half, rest = case.queries // 2, case.queries - case.queries // 2
     _, early = _stream(mechanism, case, (q, k, v), _start(mechanism, case, case.keys), [half] if half else [])
     other = apply(lambda t: torch.cat([t[:, :, :half], t[:, :, half:].flip(2)], dim=2), (q, k, v))
-    # The two futures take turns, so that one writing into the other's history would show.
+    # The two continuations take turns, so that a write into the other's history would show.
     stories, states = [(q, k, v), other], [early, early]
     outs: list[list[Tensor]] = [[], []]
     for size in (rest - rest // 2, rest // 2):
@@ -137,7 +137,7 @@ def _forked(mechanism: Mechanism, case: Case) -> None:
 def _reordered(mechanism: Mechanism, case: Case, tensors: Triple, early: Any, rest: list[int]) -> None:
     rule = _causal_rule(case)
     if case.batch < 2 or not rest or structure_of(rule, case.queries, case.keys).paddings:
-        return  # a padded row cannot change places under a mask that stays
+        return  # rows cannot be reordered under padding, which stays with the row's index
     index = torch.arange(case.batch).roll(1)
     q, k, v = apply(lambda t: torch.cat([t[:, :, : early.length][index], t[:, :, early.length :]], dim=2), tensors)
     piece = slice(early.length, None)
@@ -152,7 +152,7 @@ def _cropped(mechanism: Mechanism, case: Case, tensors: Triple, early: Any, rest
     q, k, v = tensors
     full = _stream(mechanism, case, (q, k, v), early, rest)[1]
     if full.earliest > early.length:
-        return  # sums cannot be taken apart, and say so
+        return  # running sums cannot be cropped so far back, and `earliest` says so
     out, _ = _stream(mechanism, case, (q, k, v), full.crop(early.length), rest)
     piece, rule = slice(early.length, None), _causal_rule(case)
     exact, plain = exact_output(mechanism, q, k, v, rule), plain_output(mechanism, q, k, v, rule)
@@ -175,7 +175,7 @@ def _batched(mechanism: Mechanism, case: Case) -> None:
 
 
 def _row(rule: Mask | None, case: Case, row: int) -> Mask | None:
-    """One row's own mask: its padding as intervals where there is nothing else, else the row as it is."""
+    """The mask of one row: padding as an interval if there is nothing else, otherwise that row of the dense mask."""
     structure = structure_of(rule, case.queries, case.keys)
     if structure == EVERYTHING:
         return None
@@ -254,7 +254,7 @@ def _normalised(mechanism: Mechanism, case: Case) -> None:
         return
     visible = table.new_ones(1, 1, 1, 1).bool() if rule is None else _visible(rule, case)
     sees = visible.any(-1).expand(case.batch, 4, case.queries)
-    # Only a similarity that can be 0 for every visible key may leave a row without weights.
+    # Only a similarity that can be 0 for every visible key may give a row of zero weights.
     if type(mechanism).weigh is not Mechanism.weigh and bool((none & sees).any()):
         raise Broken("a query that sees a key has no weights")
     if bool((~none & ~sees).any()):
@@ -278,7 +278,7 @@ def _blind(mechanism: Mechanism, case: Case) -> None:
 
 
 def _past(case: Case) -> Mask:
-    """A causal mask for twice the queries, so that the first of them stand before the first key."""
+    """A causal mask for twice the queries, so that the first of them are before the first key."""
     return causal & padding([case.keys] * case.batch)
 
 
@@ -300,7 +300,7 @@ def _leakless(mechanism: Mechanism, case: Case) -> None:
     visible = _visible(rule, case).expand(case.batch, 4, case.queries, case.keys)
     if bool(visible.all()):
         return
-    hidden = ~visible.any(2).any(1)  # keys nobody sees, and one that some may see
+    hidden = ~visible.any(2).any(1)  # keys that no query sees, and one that some may see
     bad = hidden.clone()
     tokens = weighs_tokens(mechanism, case.qk_length)
     if tokens:
@@ -312,7 +312,7 @@ def _leakless(mechanism: Mechanism, case: Case) -> None:
         )
         query = q.clone().requires_grad_()
         out = attend(query, dirty_k, dirty_v, mechanism, rule)
-        with torch.no_grad():  # by other paths, and by other ways of the same
+        with torch.no_grad():  # without gradients other paths serve, or other code of the same path
             underived = attend(query, dirty_k, dirty_v, mechanism, rule)
         clean = k.masked_fill(bad[:, None, :, None], 0), v.masked_fill(bad[:, None, :, None], 0)
         exact, plain = exact_output(mechanism, q, *clean, rule), plain_output(mechanism, q, *clean, rule)
@@ -423,7 +423,7 @@ def _paths_agree(mechanism: Mechanism, case: Case) -> None:
     plain = run(lambda q, k, v: plain_output(mechanism, q, k, v, rule), *tensors)
     call = Call(mechanism, *apply(lambda t: t.detach().requires_grad_(), tensors), rule)
     for path in mechanism.paths():
-        if path.cannot(call) is not None:  # those that have no derivative serve the laws that take none
+        if path.cannot(call) is not None:  # paths without a backward pass are covered by the laws without gradients
             continue
         results = run(lambda q, k, v, name=path.name: attend(q, k, v, mechanism, rule, path=name), *tensors)
         for what, result, good, rough in zip(("output", "q", "k", "v"), results, exact, plain, strict=True):
@@ -450,7 +450,7 @@ def _learned(mechanism: Mechanism, case: Case) -> None:
         state = _start(mechanism, case, case.keys)
         ways["the stream"] = lambda q, k, v: _stream(mechanism, case, (q, k, v), state, _pieces(case), bias)[0]
     to = torch.randn(*q.shape[:3], case.value_length, generator=case.generator, dtype=case.kind).to(q)
-    # What is learned, with tokens that are not; and the tokens themselves.
+    # Gradients of the learned tensors alone; then of the tokens too.
     plain, derived = (q, k, v), apply(lambda t: t.clone().requires_grad_(), (q, k, v))
     for tokens, leaves in ((plain, learned), (derived, (*learned, *derived))):
         if not leaves:
@@ -463,7 +463,8 @@ def _learned(mechanism: Mechanism, case: Case) -> None:
 
 
 def _short(case: Case) -> Triple:
-    """Short queries and keys: near a zero of a polynomial similarity, sums and second derivatives lose their digits."""
+    """Short queries and keys: near a zero of a polynomial similarity, sums and second derivatives lose digits to
+    cancellation."""
     q, k, v = case.tensors()
     return q / 4, k / 4, v
 
@@ -494,7 +495,7 @@ def _curved(mechanism: Mechanism, case: Case) -> None:
             continue
         try:
             results = second(path.name)
-        except RuntimeError as refusal:  # by torch or by the path
+        except RuntimeError as refusal:  # refused by torch or by the path
             if "not implemented" not in str(refusal):
                 raise
             continue
@@ -505,7 +506,7 @@ def _curved(mechanism: Mechanism, case: Case) -> None:
 
 
 def _counted(mechanism: Mechanism, case: Case) -> None:
-    # FLOPs are those of the formula, and PyTorch counts those of its own operators.
+    # The stated FLOPs are the formula's; PyTorch counts those of the operators it runs.
     if case.device != "cpu":
         case, mechanism = replace(case, device="cpu"), in_dtype(mechanism, case.kind, "cpu")
     q, k, v = case.tensors()
@@ -540,8 +541,8 @@ def _work(case: Case, rule: Mask | None) -> Work:
 
 @torch.no_grad()
 def _count_flops(mechanism: Mechanism, case: Case, tensors: Triple, rule: Mask | None, form: str) -> int:
-    """FLOPs as torch counts them: the linear form as it runs; of the score form the plain formula's, and of what each
-    pair costs there, the visible pairs' share."""
+    """FLOPs as torch counts them: of the linear form as it runs; of the score form those of the plain formula, with the
+    visible share of what the pairs cost."""
     q, k, v = tensors
     if form == "linear":
         return count_flops(lambda: attend(q, k, v, mechanism, rule))

@@ -2,10 +2,10 @@
 
 A mask is a value: a rule `mask(batch, head, query_position, key_position) -> bool`, and **True means "may attend"**,
 always. Masks compose with `&`, `|` and `~` into a small expression tree, so that a computation can ask for the tree's
-structure (a band? key intervals?) instead of building a dense T×S tensor.
+structure (a band of positions? an interval of keys?) instead of building a dense T×S tensor.
 
-Positions are absolute. With S keys and T queries, query i stands at position S - T + i, so that the last query stands
-at the last key: one cached step, a chunked prefill and the whole sequence all mean the same thing.
+Positions are absolute. With S keys and T queries, query i is at position S - T + i, so that the last query is at the
+last key: a decode step, a chunked prefill and the whole sequence all mean the same thing.
 """
 
 from regard.core.masks.arguments import FAR, whole_number

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 FAR = 1 << 40
-"""A distance that no key has: what is added to it still fits 64 bits."""
+"""A distance greater than any sequence; sums with it still fit 64 bits."""
 
 
 def whole_number(value: Any) -> int | None:
-    """A Python int from one, or from NumPy's or a tensor's whole number; None for anything else."""
+    """A Python int from an int, or from a NumPy or tensor integer; None for anything else."""
     if type(value) is int:
         return value
     if isinstance(value, bool) or (isinstance(value, Tensor) and value.dtype == torch.bool):
@@ -32,10 +32,10 @@ def count(name: str, value: int) -> int:
 
 
 def from_numpy(name: str, value: Any) -> Any:
-    """A NumPy array as a tensor of its own, anything else as it is."""
+    """A NumPy array copied to a tensor; anything else unchanged."""
     if isinstance(value, Tensor) or not hasattr(value, "__array__"):
         return value
     try:
-        return torch.from_numpy(np.array(value, order="C"))  # PyTorch takes no negative strides
+        return torch.from_numpy(np.array(value, order="C"))  # PyTorch has no negative strides
     except (TypeError, ValueError):
         raise ValueError(f"{name}: expected an array of bools or whole numbers, got {value!r}") from None

@@ -30,7 +30,7 @@ MOST_SHOWN = 4
 
 
 class Terms(NamedTuple):
-    """The masks that all must hold, by what is known of them."""
+    """The terms of a conjunction, by kind: bands of positions, paddings, and the rest."""
 
     bands: "tuple[Band, ...]" = ()
     paddings: "tuple[Padding, ...]" = ()
@@ -50,10 +50,10 @@ class Mask:
     · · ■ ■
     """
 
-    __slots__ = "_at_any_length", "_at_last"  # what structure.py remembers of it
+    __slots__ = "_at_any_length", "_at_last"  # caches of structure.py
 
     def __getstate__(self) -> object:
-        # A copy or a pickle is the mask alone, without what is remembered of it. A user's class may have slots too.
+        # A copy or a pickle has no caches. A user's class may have slots too.
         state = super().__getstate__()
         if not isinstance(state, tuple):
             return state
@@ -61,11 +61,11 @@ class Mask:
         return fields, {name: value for name, value in slots.items() if name not in Mask.__slots__}
 
     structured = True
-    """Whether the rule is known to us; False for a dense tensor or a user's function, which can only be evaluated."""
+    """False for a dense tensor or a user's function, which can only be evaluated."""
 
     @property
     def sizes(self) -> tuple[int | None, int | None]:
-        """How many sequences and heads the mask is made for; None is any number."""
+        """The batch size and number of heads that the mask is made for; None is any number."""
         return None, None
 
     @property
@@ -88,10 +88,10 @@ class Mask:
     __rand__ = __and__
     __ror__ = __or__
     __array_ufunc__ = None
-    """NumPy leaves `array & mask` to the mask."""
+    """Makes NumPy leave `array & mask` to the mask."""
 
     def __bool__(self) -> bool:
-        # `causal and padding(…)` would be its right side alone, and lose the left one without a word.
+        # Python would evaluate `causal and padding(…)` to its right side and silently drop the left.
         raise ValueError("mask: expected &, | or ~ to combine masks, got `and`, `or`, `not` or `if`")
 
     def spans(self, low: int, high: int, keys: int) -> list[Span]:
@@ -99,21 +99,21 @@ class Mask:
         return [(0, keys)]
 
     def terms(self) -> Terms:
-        """The masks of a conjunction, or this one alone."""
+        """The terms of the conjunction; a mask that is no conjunction is its only term."""
         return Terms(rest=(self,))
 
     def part(self, rows: tuple[int, ...], begin: int, keys: int) -> "Mask | None":
-        """What the mask over `keys` keys says of some batch rows and the keys from `begin` on, positions from there;
+        """The mask restricted to some batch rows and to the keys from `begin` on, with positions counted from there;
         None if all of those are visible."""
         return Part(self, rows, begin)
 
     def sequences(self, batch: int) -> tuple[tuple[int, int, int], ...] | None:
-        """Sequences one after another that see themselves alone: the batch row, first token and number of tokens of
-        each; None if the mask is something else."""
+        """For packed sequences, each of which sees only itself: the batch row, first token and number of tokens of
+        each; None for any other mask."""
         return None
 
     def fits(self, batch: int, heads: int, queries: int, keys: int) -> None:
-        """Raise ValueError if the mask cannot belong to attention of this shape."""
+        """Raise ValueError if the mask does not fit attention of this shape."""
 
     def visible(
         self, batch: int, heads: int, queries: int, keys: int, device: torch.device | str | None = None
@@ -234,7 +234,7 @@ class And(_Pair):
 
 
 class Or(_Pair):
-    """One of both must hold."""
+    """At least one must hold."""
 
     def __call__(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return self.left(batch, head, query, key) | self.right(batch, head, query, key)
@@ -245,9 +245,9 @@ class Or(_Pair):
         return self.left.at(batch, heads, query, key, device) | self.right.at(batch, heads, query, key, device)
 
     def spans(self, low: int, high: int, keys: int) -> list[Span]:
-        merged: list[Span] = []  # in order, and apart from each other
+        merged: list[Span] = []  # sorted and disjoint
         for start, stop in self.left.spans(low, high, keys) + self.right.spans(low, high, keys):
-            # Compared one by one: Dynamo cannot sort bounds that a trace holds open.
+            # Compared one by one: Dynamo cannot sort symbolic bounds.
             before = [span for span in merged if span[1] < start]
             after = [span for span in merged if span[0] > stop]
             touched = merged[len(before) : len(merged) - len(after)]
@@ -261,7 +261,7 @@ class Or(_Pair):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Not(Mask):
-    """What another mask hides."""
+    """The pairs that another mask hides."""
 
     inner: Mask
 
@@ -320,7 +320,7 @@ class Part(Mask):
 
 
 def _operand(other: Mask | MaskFunction) -> Mask:
-    from regard.core.masks.unstructured import as_mask  # masks of tensors and functions are built on this file
+    from regard.core.masks.unstructured import as_mask  # imported here, since unstructured.py imports this file
 
     mask = as_mask(other)
     if mask is None:

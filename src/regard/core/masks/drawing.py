@@ -46,7 +46,7 @@ class Drawing:
         return drawings_figure({self.title: self})
 
     def save(self, path: str | Path) -> Path:
-        """Write the picture (format by suffix) and give back its path."""
+        """Write the picture, in the format of the suffix, and return its path."""
         return save_figure(self.plot(), path)
 
 

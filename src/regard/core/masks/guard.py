@@ -1,8 +1,9 @@
-"""What is masked reaches nothing, by construction: a NaN or infinity too, and nobody reads a number to make it so.
+"""A NaN or infinity in a masked key or value reaches nothing, by construction: no number is read to decide it.
 
-A path that reads keys which some of its queries do not see computes with a copy in which bad keys and values are 0;
-then the queries that see one of them get NaN. This is part of the computation, so that it holds on every device and
-under every trace and transform. Which paths need it is their own to say (choice.py).
+A path that reads keys which some of its queries do not see computes with a copy in which bad keys and values (those
+with a NaN or infinity) are 0; then the queries that see a bad key get NaN. This is part of the computation, so that it
+holds on every device and under every trace and transform. A path says whether it needs the guard (`Path.reads_hidden`,
+choice.py).
 """
 
 import math
@@ -18,7 +19,7 @@ from regard.core.masks.structure import reached
 
 
 class _Policy(threading.local):
-    """What is taken for granted, in this thread alone. torch.compile follows it, which it does not a ContextVar."""
+    """What this thread assumes. A thread-local, since torch.compile cannot trace a ContextVar."""
 
     finite = False
 
@@ -28,8 +29,8 @@ _policy = _Policy()
 
 @contextmanager
 def all_finite() -> Iterator[None]:
-    """Within this, keys and values are taken to be finite, and nothing is done about those that are not: for training,
-    where one NaN anywhere spoils the loss, which is looked at. Other threads are guarded as ever.
+    """A context in which keys and values are assumed finite and the guard is left out: for training, where a NaN
+    anywhere makes the loss NaN, which the loop checks. Other threads keep the guard.
 
     >>> import torch
     >>> from regard.core.masks.guard import all_finite, bad_keys
@@ -48,17 +49,17 @@ def all_finite() -> Iterator[None]:
 
 
 def finite() -> bool:
-    """Whether keys and values are taken to be finite, here and now."""
+    """Whether this thread assumes that keys and values are finite."""
     return _policy.finite
 
 
 def bad_keys(k: Tensor, v: Tensor) -> Tensor | None:
-    """Which keys (B, G, S) carry a NaN or infinity, or whose value does; None where all are taken to be finite."""
+    """Which keys (B, G, S) have a NaN or infinity in the key or its value; None where all are assumed finite."""
     return None if _policy.finite else not_finite(k, v)
 
 
 def not_finite(k: Tensor, v: Tensor) -> Tensor:
-    """Which keys carry a NaN or infinity, or whose value does: (…, S, K) and (…, S, V) to (…, S)."""
+    """Which keys have a NaN or infinity in the key or its value: (…, S, K) and (…, S, V) to (…, S)."""
     marks = [_mark(tensor.detach()) for tensor in (k, v) if tensor.shape[-1]]
     return sum(marks[1:], marks[0]).isnan()
 
@@ -71,7 +72,7 @@ def _mark(rows: Tensor) -> Tensor:
 
 
 def cleaned(tensor: Tensor, bad: Tensor | None) -> Tensor:
-    """The tensor with zeros where it is bad."""
+    """The tensor with 0 in place of bad keys or values."""
     return tensor if bad is None else torch.where(bad[..., None], 0, tensor)
 
 

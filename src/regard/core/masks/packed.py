@@ -16,12 +16,12 @@ from regard.core.masks.base import Mask, Span
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Segments(Mask):
-    """Packed sequences: a query sees the keys that carry its own id."""
+    """Packed sequences: a query sees the keys with the same id."""
 
     ids: Tensor
     reach: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] | None
-    """For every sequence and position, the first and one past the last position that carries the same id; None in a
-    trace, which cannot read ids."""
+    """For every sequence and position, the first position with the same id and one past the last; None in a trace,
+    which cannot read ids."""
 
     @property
     def sizes(self) -> tuple[int | None, int | None]:
@@ -58,7 +58,7 @@ class Segments(Mask):
 
 
 def segments(ids: Tensor | Sequence[Sequence[int]]) -> Mask:
-    """Packed sequences: a query sees the keys with its own id. `ids` is (B, S), or (S,) for one row shared by all.
+    """Packed sequences: a query sees the keys with the same id. `ids` is (B, S), or (S,) for one row shared by all.
 
     >>> import regard as rg
     >>> print(rg.segments([[0, 0, 1]]).draw(3))
@@ -74,13 +74,13 @@ def segments(ids: Tensor | Sequence[Sequence[int]]) -> Mask:
         table = table[None]
     if table.ndim != 2 or table.dtype.is_floating_point:
         raise ValueError(f"ids: expected whole numbers of shape (B, S), got {table.dtype} {tuple(table.shape)}")
-    # Positions are looked up in it, which PyTorch does not do for every kind of whole number.
+    # int64, since PyTorch does not index with every integer dtype.
     return Segments(table.long(), tuple(map(_reach, table.tolist())) if readable(table) else None)
 
 
 @lru_cache(maxsize=64)
 def _sequences(mask: Segments, batch: int) -> tuple[tuple[int, int, int], ...] | None:
-    """Found once for all layers of a step."""
+    """Cached, so that all layers of a step share it."""
     if mask.reach is None:
         return None
     sequences = []
@@ -89,7 +89,7 @@ def _sequences(mask: Segments, batch: int) -> tuple[tuple[int, int, int], ...] |
         while begin < len(first):
             end = last[begin]
             if first[begin] != begin or any(start != begin for start in first[begin:end]):
-                return None  # a sequence with others in between
+                return None  # a sequence with others in between: not contiguous
             sequences.append((row, begin, end - begin))
             begin = end
     return tuple(sequences)
@@ -106,7 +106,7 @@ def _reach(row: list[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Packed(Mask):
-    """Sequences one after another, as `segments` has them, known by their lengths alone."""
+    """Packed sequences by their lengths: the same mask as `segments`, without a table of ids."""
 
     lengths: tuple[int, ...]
 

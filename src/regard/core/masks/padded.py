@@ -1,4 +1,4 @@
-"""Which tokens of a history are real, as histories grow and batch rows change places."""
+"""Which tokens of a history are real, as the history grows and batch rows are reordered."""
 
 from functools import lru_cache
 
@@ -9,7 +9,7 @@ from regard.core.masks import Padding, Span, padding_of
 
 
 def reorder_padding(padding: Padding | None, index: Tensor, length: int) -> Padding | None:
-    """The padding of other batch rows."""
+    """The padding of reordered batch rows."""
     if padding is None or padding.rows is None:
         return None if padding is None else padding_of(padding.valid(length)[index.cpu()])
     return Padding(tuple(padding.rows[row] for row in index.tolist()), label=padding.label)
@@ -24,7 +24,9 @@ def join_padding(
     old_rows = ((0, length),) * batch if old is None else old.rows
     new_rows = ((0, count),) * batch if new is None else new.rows
     if old_rows is not None and new_rows is not None:
-        join = _join_spans if torch.compiler.is_compiling() else _join_spans_once  # a trace sees through no cache
+        join = (
+            _join_spans if torch.compiler.is_compiling() else _join_spans_once
+        )  # torch.compile cannot trace through an lru_cache
         joined = join(old_rows, length, new_rows, count)
         if joined is not None:
             return joined
@@ -36,8 +38,8 @@ def join_padding(
 
 
 def check_taken_in(real: Padding | None, length: int, batch: int, later: Padding | None) -> None:
-    """Raise ValueError if a later mask's padding hides one of the first `length` tokens, of which `real` says which
-    were real when they came and are in a state's sums for good."""
+    """Raise ValueError if the padding of a later mask hides one of the first `length` tokens that were real (`real`)
+    when they were appended: they are in the state's sums and cannot be removed."""
     if later is None:
         return
     real = Padding(((0, length),) * batch) if real is None else real
@@ -49,8 +51,10 @@ def check_taken_in(real: Padding | None, length: int, batch: int, later: Padding
 
 
 def _hidden_again(real: Padding, length: int, later: Padding) -> int | None:
-    """The first sequence of which a padding hides a real token."""
-    if later.rows is not None and real.rows is not None:  # no tensors: a step must not cost by its history
+    """The first sequence in which the padding hides a real token."""
+    if (
+        later.rows is not None and real.rows is not None
+    ):  # no tensors: the cost of a step must not grow with its history
         rows = zip(real.rows, later.rows, strict=True)
         return next((row for row, ((a, b), (c, d)) in enumerate(rows) if a < b and not c <= a <= b <= d), None)
     hides = (real.valid(length, "cpu") & ~later.valid(length, "cpu")).any(-1)
@@ -58,7 +62,7 @@ def _hidden_again(real: Padding, length: int, later: Padding) -> int | None:
 
 
 def _join_spans(old: tuple[Span, ...], length: int, new: tuple[Span, ...], count: int) -> Padding | None:
-    """The padding of [old | new] where each row stays one interval, without touching a tensor; None otherwise."""
+    """The padding of [old | new] if each row remains one interval, without touching a tensor; otherwise None."""
     spans: list[Span] = []
     for (a, b), (c, d) in zip(old, new, strict=True):
         b, d = min(b, length), min(d, count)
@@ -74,4 +78,4 @@ def _join_spans(old: tuple[Span, ...], length: int, new: tuple[Span, ...], count
 
 
 _join_spans_once = lru_cache(maxsize=64)(_join_spans)
-"""Every layer of a model asks the same at a step, and gets the same answer."""
+"""Cached: every layer of a model asks the same at each step."""

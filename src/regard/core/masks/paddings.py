@@ -13,15 +13,15 @@ from regard.core.masks.base import Mask, Span, Terms
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Padding(Mask):
-    """Which keys of each batch row are real: one interval a row where they are contiguous, else a bool table (B, S)."""
+    """Which keys of each batch row are real: one interval per row if they are contiguous, else a bool table (B, S)."""
 
     rows: tuple[Span, ...] | None
     table: Tensor | None = None
     label: str = "padding(…)"
     width: int | None = None
-    """Over how many keys a user's table spoke; None for lengths, which hold for any number of keys."""
+    """The number of keys in a user's table; None for lengths, which fit any number of keys."""
     ends: Tensor | None = None
-    """Lengths (B,) that Python cannot read, in a trace, in place of intervals or a table."""
+    """Lengths (B,) in a trace, where Python cannot read them; instead of intervals or a table."""
 
     @property
     def sizes(self) -> tuple[int | None, int | None]:
@@ -37,7 +37,7 @@ class Padding(Mask):
     def batch(self) -> int:
         if self.rows is not None:
             return len(self.rows)
-        # Not len(…), which would fix a batch that a trace holds open.
+        # Not len(…), which would specialise a dynamic batch size.
         return (self.table if self.ends is None else self.ends).shape[0]  # type: ignore[union-attr]
 
     def __call__(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ class Padding(Mask):
             return replace(self, ends=(self.ends - low).clamp(0, high - low))
         if self.rows is None:
             valid = self.valid(keys)[:, low:high]
-            if not valid.is_cpu:  # to ask again would wait for the device
+            if not valid.is_cpu:  # another look would wait for the device
                 return Padding(None, valid, label=f"padding(valid={tuple(valid.shape)})")
             return None if readable(valid) and bool(valid.all()) else padding_of(valid)
         size = high - low
@@ -114,13 +114,13 @@ class Padding(Mask):
 
 @kept(32)
 def _table(rows: tuple[Span, ...], keys: int, device: torch.device) -> Tensor:
-    """Which keys of each batch row are real, (B, S): made once for all layers of a step. Nobody writes to it."""
+    """Which keys of each batch row are real, (B, S): cached for all layers of a step, and never written to."""
     bounds, place = torch.tensor(rows, device=device).view(-1, 2, 1), torch.arange(keys, device=device)
     return (place >= bounds[:, 0]) & (place < bounds[:, 1])
 
 
 def padding(lengths: Tensor | Sequence[int] | None = None, *, valid: Tensor | None = None) -> Mask:
-    """Only real keys are seen. Give `lengths` (B,) for right padding, or `valid`, bool (B, S), for any padding: as
+    """Only real keys are visible. Pass `lengths` (B,) for right padding, or `valid`, bool (B, S), for any padding: as
     tensors or NumPy arrays, or the lengths as a list.
 
     >>> import regard as rg, torch
@@ -141,7 +141,7 @@ def padding(lengths: Tensor | Sequence[int] | None = None, *, valid: Tensor | No
     if not isinstance(valid, Tensor) or valid.dtype != torch.bool or valid.ndim != 2:
         kind = f"{valid.dtype} {tuple(valid.shape)}" if isinstance(valid, Tensor) else type(valid).__name__
         raise ValueError(f"valid: expected a bool tensor of shape (B, S), got {kind}")
-    # A mask is a value, and states keep it: what is written to the user's tensor later does not change it.
+    # A copy, since a mask is a value and states keep it: later writes to the user's tensor must not change it.
     return replace(padding_of(valid.clone()), width=valid.shape[1])
 
 

@@ -33,7 +33,7 @@ class Band(Mask):
         return Terms(bands=(self,))
 
     def part(self, rows: tuple[int, ...], begin: int, keys: int) -> Mask:
-        return self  # distances stay what they were
+        return self  # distances do not change
 
     def __repr__(self) -> str:
         if (self.before, self.after) == (None, 0):

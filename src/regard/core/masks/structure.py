@@ -1,7 +1,7 @@
-"""What is known of a mask: what computations and costs ask of it, answered from its tree and not from a dense table.
+"""The structure of a mask, read from its expression tree and not from a dense table: what computations and costs need.
 
-A structure is a band of positions, intervals of real keys, and whatever is neither. Most masks have no rest, and those
-that bind nothing at a shape are `EVERYTHING`.
+A structure is a band of positions (causal, sliding window), intervals of real keys (padding), and the rest. Most masks
+have no rest, and a mask that hides nothing at a shape is `EVERYTHING`.
 """
 
 import math
@@ -17,13 +17,13 @@ from regard.core.eager import symbolic
 from regard.core.masks import Mask, Padding, Span, padding_of
 
 FOREVER = 1 << 62
-"""A length no mask's limit reaches."""
+"""A length beyond the limits of any mask."""
 QUERY_BLOCK = 128
-"""Rows looked at together wherever a mask is walked block by block."""
+"""Query rows per block, wherever a mask is evaluated block by block."""
 
 
 def _together(paddings: tuple[Padding, ...]) -> tuple[Span, ...] | None:
-    """The real keys of each row under all of them; None if a row has holes."""
+    """The real keys of each row under all paddings; None if a row has holes."""
     row_spans = [padding.rows for padding in paddings if padding.rows is not None]
     if len(row_spans) < len(paddings):
         return None
@@ -34,14 +34,14 @@ def _together(paddings: tuple[Padding, ...]) -> tuple[Span, ...] | None:
 
 @dataclass(frozen=True)
 class Structure:
-    """What is known of a mask: a band of positions, real keys, and the rest, all of which must hold."""
+    """A mask as a conjunction: a band of positions, real keys, and the rest."""
 
     before: int | None = None
     after: int | None = None
     paddings: tuple[Padding, ...] = ()
     rest: Mask | None = None
     rows: tuple[Span, ...] | None = field(init=False, repr=False, compare=False)
-    """One interval of real keys a batch row, if padding is all intervals; None without padding or with holes."""
+    """An interval of real keys per batch row; None without padding, or if a row has holes."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rows", _together(self.paddings) if self.paddings else None)
@@ -69,14 +69,14 @@ class Structure:
 
 
 EVERYTHING, CAUSAL = Structure(), Structure(after=0)
-"""The structure of a mask that hides nothing, and of one that is causal and no more."""
+"""The structure of a mask that hides nothing, and of the causal mask."""
 
 
 def structure_of(mask: Mask | None, queries: int, keys: int) -> Structure:
     """Take a mask apart into its band, its padding and the rest, dropping limits that exclude nothing at this shape:
-    `EVERYTHING` itself if none does. Where a trace holds a length open, all limits stay.
+    `EVERYTHING` itself if none does. With a dynamic length in a trace, all limits stay.
 
-    A mask remembers the last shape it was asked for, and what it is at any length: all layers of a step ask the same.
+    A mask caches its structure at the last shape and at unlimited length: all layers of a step ask for the same.
     """
     if mask is None:
         return EVERYTHING
@@ -86,10 +86,10 @@ def structure_of(mask: Mask | None, queries: int, keys: int) -> Structure:
     cached = getattr(mask, place, None)
     if cached is None or cached[0] != queries or cached[1] != keys:
         cached = queries, keys, _structure_of(mask, queries, keys)
-        # A mask that is remembered by itself would outlive its use, and its table with it.
+        # A structure that contains the mask would make a reference cycle, and keep its table alive.
         itself = cached[2].rest is mask or mask in cached[2].paddings
         if not itself and not symbolic(queries, keys):
-            object.__setattr__(mask, place, cached)  # one assignment, so that threads see one or the other
+            object.__setattr__(mask, place, cached)  # a single assignment, so that threads see the old or the new cache
     structure: Structure = cached[2]
     return structure
 
@@ -98,7 +98,10 @@ def _structure_of(mask: Mask, queries: int, keys: int) -> Structure:
     bands, paddings, others = mask.terms()
     befores = [band.before for band in bands if band.before is not None]
     afters = [band.after for band in bands if band.after is not None]
-    before, after = min(befores) if befores else None, min(afters) if afters else None  # Dynamo knows no default=
+    before, after = (
+        min(befores) if befores else None,
+        min(afters) if afters else None,
+    )  # Dynamo does not support default=
     rest = reduce(and_, others) if others else None
     is_open = symbolic(queries, keys)
     if before is not None and not is_open and before >= keys - 1:
@@ -115,10 +118,10 @@ def _structure_of(mask: Mask, queries: int, keys: int) -> Structure:
 
 
 def with_padding(mask: Mask | None, padding: Padding) -> Mask:
-    """A mask and padding: one value for all layers of a step, whose padding is one value too."""
+    """The conjunction of a mask and padding, cached so that all layers of a step share one value."""
     if mask is None:
         return padding
-    tables = mask.terms().rest or padding.rows is None  # too large to be kept for later
+    tables = mask.terms().rest or padding.rows is None  # too large to cache
     if tables or torch.compiler.is_compiling():
         return mask & padding
     return _joined(mask, padding)
@@ -130,20 +133,20 @@ def _joined(mask: Mask, padding: Padding) -> Mask:
 
 
 def both(first: Padding | None, second: Padding | None, keys: int) -> Padding | None:
-    """Keys that are real in both; None is no padding."""
+    """Keys that are real in both; None means no padding."""
     parts = tuple(padding for padding in (first, second) if padding is not None)
     if len(parts) < 2:
         return parts[0] if parts else None
     joined = Structure(paddings=parts)
     if joined.rows is not None:
         return Padding(joined.rows)
-    # A table that a state has joined is on the state's device.
+    # The table of a state is on the state's device.
     device = max((p.table.device.type for p in parts if p.table is not None), default="cpu")
     return padding_of(torch.stack([p.valid(keys, device) for p in parts]).all(0))
 
 
 def padding_between(mask: Mask | None, low: int, high: int, keys: int) -> Padding | None:
-    """What a mask's padding says of the keys at [low, high) of `keys`, as positions from 0; None if all are real."""
+    """The padding of a mask for the keys [low, high) of `keys`, with positions from 0; None if all are real."""
     padding: Padding | None = None
     for term in () if mask is None else mask.terms().paddings:
         padding = both(padding, term, keys)
@@ -151,14 +154,15 @@ def padding_between(mask: Mask | None, low: int, high: int, keys: int) -> Paddin
 
 
 def part_of(mask: Mask | None, rows: tuple[int, ...], begin: int, keys: int) -> Mask | None:
-    """What a mask over `keys` keys says of some batch rows and the keys from `begin` on, positions from there."""
+    """A mask over `keys` keys, restricted to some batch rows and the keys from `begin` on, with positions from
+    there."""
     return None if mask is None else mask.part(rows, begin, keys)
 
 
 def blocks(
     mask: Mask | None, queries: int, keys: int, size: int = QUERY_BLOCK
 ) -> Iterator[tuple[int, int, list[Span]]]:
-    """Query rows [start, stop) in blocks, each with the key spans that hold everything it may see."""
+    """Blocks of query rows [start, stop), each with the key spans that contain all it may see."""
     offset = keys - queries
     for start in range(0, queries, size):
         stop = min(start + size, queries)
@@ -192,7 +196,7 @@ def count_pairs(mask: Mask | None, batch: int, heads: int, queries: int, keys: i
 def _band_pairs(structure: Structure, queries: int, keys: int, low: int, high: int) -> int:
     """Pairs of queries at the last positions and keys at [low, high), within the band."""
     place = range(keys - queries, keys)
-    # Keys below a limit, minus keys below the other: each is a sum of a clamped ramp.
+    # Keys below the upper limit minus keys below the lower: each is the sum of a clamped ramp.
     last = queries * high if structure.after is None else _ramp(place, structure.after + 1, low, high)
     first = queries * low if structure.before is None else _ramp(place, -structure.before, low, high)
     return last - first if high > low else 0
@@ -247,7 +251,7 @@ def reached(mask: Mask | None, flags: Tensor, heads: int, queries: int) -> Tenso
         place = torch.arange(start, stop) + keys - queries
         visible = mask.at(batch, heads, place, positions(spans), flags.device)
         near = torch.cat([flags[:, :, None, low:high] for low, high in spans] or [flags[:, :, None, :0]], -1)
-        if visible.shape[1] == 1:  # alike for all heads
+        if visible.shape[1] == 1:  # the same for all heads
             hits = (visible & near).any(-1).repeat_interleave(heads // groups, dim=1)
         else:
             hits = (visible & near.repeat_interleave(heads // groups, dim=1)).any(-1)

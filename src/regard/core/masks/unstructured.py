@@ -11,7 +11,7 @@ from regard.core.masks.base import Mask, MaskFunction
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Dense(Mask):
-    """A bool tensor (…, T, S). Its rows are the last T positions of its S columns, like the queries themselves."""
+    """A bool tensor (…, T, S). Its rows are at the last T of its S positions, like the queries."""
 
     table: Tensor
     structured = False
@@ -26,7 +26,7 @@ class Dense(Mask):
         )
         return table[batch, head, row.clamp(0, rows - 1), key] & has_row
 
-    # Rows and columns of a table are found much sooner than each of its places.
+    # Indexing by rows and columns is much faster than by every element.
     def at(
         self, batch: int, heads: int, query: Tensor, key: Tensor, device: torch.device | str | None = None
     ) -> Tensor:
@@ -59,7 +59,7 @@ class Dense(Mask):
 
 
 def dense(table: Tensor) -> Mask:
-    """A bool tensor, (T, S) or (B, H, T, S) with 1 for all alike, True = may attend.
+    """A bool tensor, (T, S) or (B, H, T, S), where a size of 1 broadcasts; True = may attend.
 
     >>> import regard as rg, torch
     >>> print(rg.dense(torch.tensor([[True, False], [True, True]])).draw(2))
@@ -73,13 +73,13 @@ def dense(table: Tensor) -> Mask:
             f"mask: expected a bool tensor (True = may attend), got {kind}; an additive score term belongs in `bias`"
         )
     if table.ndim not in (2, 4):
-        # Of three dimensions the first could be the batch or the heads, and guessing is how masks go wrong.
+        # With three dimensions the first could be the batch or the heads, so it is refused.
         raise ValueError(f"mask: expected (T, S) or (B, H, T, S), with 1 for all alike, got shape {tuple(table.shape)}")
     return Dense(table if table.ndim == 4 else table[None, None])
 
 
 _OF_MANY = ("Boolean value of Tensor", "a Tensor with")
-"""How PyTorch begins to say that a tensor of many numbers was taken for one."""
+"""The beginning of PyTorch's error for a tensor used as a bool."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -1,14 +1,16 @@
-"""The delta rule: a key does not add its value to what is stored under it, but moves that towards the value.
+"""The delta rule: a token does not add its value to what is stored under its key, but moves the stored value towards
+it.
 
     S_t  = S_{t-1} + rate_t · k_t (v_t - k_t S_{t-1})^T,       out_t = q_t S_t / sqrt(qk_length)
     w_ts = q_t (I - rate_t k_t k_t^T) … (I - rate_{s+1} k_{s+1} k_{s+1}^T) k_s · rate_s / sqrt(qk_length)   for s ≤ t
 
-Keys count by their direction: they are scaled to length 1. Every token corrects by u_t = rate_t (v_t - k_t S_{t-1}), so
+Keys are normalised to length 1. Every token makes a correction u_t = rate_t (v_t - k_t S_{t-1}), so
 
     (I + L) u = rate v,    L_ts = rate_t k_t·k_s for s < t,      out_t = sum over s ≤ t of q_t·k_s u_s / sqrt(qk_length)
 
-and one triangular system gives the corrections of a chunk, or of the whole sequence, and so the weights. These are not
-normalised; it is causal by itself, also without a mask, and a hidden key corrects nothing (families/recurrent.py).
+and a triangular system gives the corrections of a chunk, or of the whole sequence, and so the weights. The weights are
+not normalised, the mechanism is causal by definition, with or without a mask, and a hidden key makes no correction
+(families/recurrent.py).
 
 Schlag et al. 2021, "Linear transformers are secretly fast weight programmers"; Yang et al. 2024, "Parallelizing linear
 transformers with the delta rule over sequence length".
@@ -49,8 +51,9 @@ class Rate(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class Delta(RecurrentMechanism):
-    """The delta rule. `rate` says how far a key moves what is stored under it: a function or a module, whose parameters
-    learn, from keys (…, S, K) to (…, S, 1), between 0 and 1. Without one it is 1/2, from where a layer learns its own.
+    """The delta rule. `rate` says how far a token moves the value stored under its key: a function or a module, whose
+    parameters learn, from keys (…, S, K) to (…, S, 1), between 0 and 1. Without it the rate is 1/2, and a layer learns
+    its rate starting from there.
 
     >>> import regard as rg, torch
     >>> k = torch.ones(1, 1, 2, 1)  # one key twice: at full rate the second value takes the place of the first
@@ -73,7 +76,7 @@ class Delta(RecurrentMechanism):
 
     def rates(self, k: Tensor) -> Tensor:
         """The rate of each key in float32 or better, computed in the dtype of the mechanism's tensors; ValueError
-        unless it is of the right shape."""
+        unless its shape is right."""
         kind, shape = accumulator(k.dtype), (*k.shape[:3], 1)
         if self.rate is None:
             return torch.full(shape, 0.5, dtype=kind, device=k.device)
@@ -90,7 +93,7 @@ class Delta(RecurrentMechanism):
         if groups is not None:
             k, rates = k[:, groups], rates[:, groups]
         _, visible = seen_keys(places, k.shape[2], real)
-        # A query that sees nothing must not reach the keys' gradients either.
+        # A query that sees no key must not contribute to the keys' gradients either.
         q = q.to(rates.dtype).masked_fill(~visible.any(-1, keepdim=True), 0) * k.shape[3] ** -0.5
         k = _directions(k if real is None else k.masked_fill(~real, 0), rates.dtype)
         scores = rearrange(q, "b (g r) t k -> b g r t k", g=k.shape[1]) @ k[:, :, None].transpose(-1, -2)
@@ -111,7 +114,7 @@ class Delta(RecurrentMechanism):
         q = rearrange(q, "b (g r) (n c) k -> b g n (r c) k", g=groups, c=size)
         k, v, rates = (x.unflatten(2, (-1, size)) for x in (k, v, rates))
         scores = (q @ k.transpose(-1, -2)).unflatten(3, (-1, size)).tril().flatten(3, 4)
-        # Each token's correction: what its value asks for, less what is stored under its key.
+        # Each token's correction: its new value, minus what its key reads from the sums (below).
         new_values, new_keys = torch.linalg.solve_triangular(
             _corrected(k, rates), torch.cat([rates * v, rates * k], -1), upper=False, unitriangular=True
         ).split([v.shape[-1], k.shape[-1]], -1)
@@ -127,7 +130,7 @@ class Delta(RecurrentMechanism):
         return whole[:, :, tokens - queries : tokens].to(dtype), sums
 
     def walk_flops(self, work: Work, queries: int, keys: int, history: bool, keep: bool) -> int:
-        # The triangular systems are no products, and not counted.
+        # The triangular systems are not matrix products, and not counted.
         size, rows, square = chunk_size(keys), work.num_heads // work.num_kv_heads, work.qk_length * work.value_length
         chunks = -(-keys // size)
         of_pairs = size * (rows * (work.qk_length + work.value_length) + work.qk_length)
@@ -136,7 +139,7 @@ class Delta(RecurrentMechanism):
         return flops + keys * (count_formula(self, self.rates, (1, 1, COUNTED, work.qk_length)) // COUNTED)
 
     def walk_size(self, work: Work, tokens: int) -> int:
-        # Of each token its query, key, output, what it asks for and finds, and its rows of a chunk's two tables.
+        # For each token its query, key, output, correction and read, and its rows of a chunk's two matrices.
         size, rows, both = (
             chunk_size(max(1, tokens)),
             work.num_heads // work.num_kv_heads,
@@ -150,5 +153,5 @@ def _directions(k: Tensor, kind: torch.dtype) -> Tensor:
 
 
 def _corrected(k: Tensor, rates: Tensor) -> Tensor:
-    """L: what each key is corrected by for each one before it."""
+    """L (its diagonal is implied): how much each key is corrected for each key before it."""
     return (rates * (k @ k.transpose(-1, -2))).tril(-1)

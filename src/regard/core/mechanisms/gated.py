@@ -1,11 +1,11 @@
-"""Gated linear attention: the keys say how much of what came before them is kept.
+"""Gated linear attention: each key decides how much of the state before it is kept.
 
     w_ts  = (q_t ⊙ exp(g_{s+1} + … + g_t)) · k_s / sqrt(qk_length)   for s ≤ t,   0 for s > t        g_t = gate(k_t) ≤ 0
     out_t = q_t S_t / sqrt(qk_length),                               S_t = exp(g_t) ⊙ S_{t-1} + k_t v_t^T
 
 A gate is one number for each token and head, or one for each feature. A key that padding hides neither adds to the sums
-nor fades them: its gate is left out. The weights are not normalised; it is causal by itself, also without a mask
-(families/fading.py).
+nor fades them: its gate is left out. The weights are not normalised, and the mechanism is causal by definition, with or
+without a mask (families/fading.py).
 
 Yang et al. 2024, "Gated linear attention transformers with hardware-efficient training".
 """
@@ -23,7 +23,7 @@ from regard.core.families.fading import FadingMechanism
 from regard.core.tensors import real_place, replaced
 
 SOFTNESS = 16
-"""By what log-gates are divided, as in the paper, so that an untrained gate keeps some 96 % with every token."""
+"""The divisor of log-gates, as in the paper: an untrained gate keeps about 96 % at every token."""
 
 
 class Gate(nn.Module):
@@ -49,8 +49,8 @@ class Gated(FadingMechanism):
     """Linear attention with gates from the keys. `gate` gives their logarithms, at most 0: a function or a module,
     whose parameters learn, from keys (…, S, K) to (…, S, 1), one for each head, or (…, S, K), one for each feature.
 
-    Without one the keys are gates themselves, g = logsigmoid(k) / 16, and a layer starts from there: it makes a module
-    of its own, g = logsigmoid(W k + b) / 16, which learns with it.
+    Without it the gates come straight from the keys, g = logsigmoid(k) / 16; a layer starts from there with a learned
+    module, g = logsigmoid(W k + b) / 16.
 
     >>> import regard as rg, torch
     >>> q = k = v = torch.randn(1, 2, 5, 4)
@@ -79,7 +79,7 @@ class Gated(FadingMechanism):
         self, k: Float[Tensor, "B G S K"], real: Bool[Tensor, "..."] | None
     ) -> Float[Tensor, "B G S 1"] | Float[Tensor, "B G S K"]:
         gates = _soft(k) if self.gate is None else self.gate(k)
-        if real is None or not isinstance(gates, Tensor):  # what is no tensor is refused by the family
+        if real is None or not isinstance(gates, Tensor):  # the family refuses a result that is not a tensor
             return gates
         return gates.masked_fill(~real, 0)
 

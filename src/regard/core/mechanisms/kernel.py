@@ -1,4 +1,5 @@
-"""Kernel attention with a feature map: any, elu(x) + 1 (Katharopoulos et al. 2020), positive random features.
+"""Kernel attention (linear attention with a feature map phi): any phi, elu(x) + 1 (Katharopoulos et al. 2020), random
+features.
 
 w_ts = phi(q_t)·phi(k_s) / sum over visible s' of phi(q_t)·phi(k_s')
 """
@@ -21,10 +22,10 @@ from regard.core.tensors import made_on, own_dtype, probe
 class Kernel(FeatureMechanism):
     """Kernel attention with any feature map: a function (…, K) -> (…, C), or a module, whose parameters learn.
 
-    A learned map is a module: a layer registers it. Tensors that a function captures get their gradients here, and a
-    layer, which could not register them, refuses them by name.
+    A learned feature map should be a module, which a layer registers. Tensors that a plain function captures do get
+    gradients, but a layer could not register them and refuses them by name.
 
-    The features of a query and a key must have an inner product of at least 0; `regard.check` says if they do not.
+    The features of a query and a key must have an inner product of at least 0; `regard.check` tests it.
 
     >>> import regard as rg, torch
     >>> q = k = v = torch.randn(1, 2, 5, 4)
@@ -48,7 +49,7 @@ class Kernel(FeatureMechanism):
         return phi.to(x.dtype)
 
     def feature_length(self, qk_length: int) -> int:
-        x = probe(self, (0, 1, qk_length))  # no tokens: nothing is computed, and nothing is counted
+        x = probe(self, (0, 1, qk_length))  # no tokens, so that nothing is computed or counted
         with torch.no_grad(), made_on(x.device):
             return self.features(x).shape[-1]
 
@@ -104,7 +105,9 @@ class RandomFeatures(FeatureMechanism):
     def features(self, x: Float[Tensor, "*b T K"]) -> Float[Tensor, "*b T C"]:
         length = x.shape[-1]
         make = _constant_draws if torch.compiler.is_dynamo_compiling() else _draws
-        draws = make(*map(index, (self.n, length, self.seed))).to(x)  # numbers, also where a trace holds them open
+        draws = make(*map(index, (self.n, length, self.seed))).to(
+            x
+        )  # plain integers, also in a trace with dynamic sizes
         scaled = x * length**-0.25
         exponent = scaled @ draws.transpose(0, 1) - scaled.square().sum(-1, keepdim=True) / 2
         return exponent.exp() * self.n**-0.5
@@ -123,9 +126,9 @@ def _draws(n: int, length: int, seed: int) -> Tensor:
 
 
 def _constant_draws(n: int, length: int, seed: int) -> Tensor:
-    """For torch.compile, in whose graphs no generator can be made: it calls this while it traces."""
-    return nn.Parameter(_draws(n, length, seed), requires_grad=False)  # its sizes are constants too
+    """torch.compile calls this while it traces, since a generator cannot be made inside of a graph."""
+    return nn.Parameter(_draws(n, length, seed), requires_grad=False)  # its sizes become constants too
 
 
-# What torch.compiler.assume_constant_result does, without importing all of torch._dynamo.
+# The effect of torch.compiler.assume_constant_result, without importing torch._dynamo.
 _constant_draws._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -6,9 +6,9 @@
 
 The feature map is the symmetric one: (q·k)² = sum over a ≤ b of (1 or 2)·q_a q_b·k_a k_b, so the quadratic has
 (D+1)(D+2)/2 features. The sums use blocks of it: outer products of 16 coordinates with all later ones are plain
-multiplications into one buffer, where index gathers would be bound by memory. That rounds the number of features up a
-little (`summed_length`). The denominator needs no features at all: sum over s of (q·k_s)² = qᵀ(sum over s of k_s
-k_sᵀ)q.
+multiplications into one buffer, where gathering by index would be limited by memory bandwidth. That rounds the number
+of features up a little (`summed_length`). The denominator needs no features at all: sum over s of (q·k_s)² = qᵀ(sum
+over s of k_s k_sᵀ)q.
 """
 
 import math
@@ -25,7 +25,8 @@ from regard.core.eager import kept, transformed
 from regard.core.families.features import FeatureMechanism
 
 FEW = 64
-"""Tokens, over all lines, up to which their features are gathered by a table: an operator a block would take longer."""
+"""Up to this many tokens over the batch, features are gathered by an index table: one operator per block would take
+longer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +40,7 @@ class _Square(FeatureMechanism):
         raise NotImplementedError
 
     def similarity(self, q: Float[Tensor, "*b T K"], k: Float[Tensor, "*b S K"]) -> Float[Tensor, "*b T S"]:
-        # As d (q·k + b/2d)² plus the rest: no smaller than 0 in any rounding.
+        # Computed as d (q·k + b/2d)² plus a constant: never below 0, however it is rounded.
         a, b, d = self.coefficients(q.shape[-1])
         score = (q @ k.transpose(-1, -2)).add_(b / (2 * d))
         square = score.square() if score.requires_grad or transformed() else score.square_()
@@ -58,10 +59,10 @@ class _Square(FeatureMechanism):
         return (qk_length + 1) * (qk_length + 2) // 2
 
     def summed_length(self, qk_length: int) -> int:
-        # The areas of `_blocks` in closed form: every step of a stream asks.
+        # The areas of `_blocks` in closed form, since every decode step needs it.
         size = _block(qk_length)
         whole, rest = divmod(qk_length, size)
-        rows = whole - (rest == 0)  # those with something right of them
+        rows = whole - (rest == 0)  # blocks with something to the right of them
         right = size * (rows * qk_length - size * rows * (rows + 1) // 2)
         return whole * size**2 + rest**2 + right + qk_length + 1
 
@@ -69,13 +70,13 @@ class _Square(FeatureMechanism):
         if x.shape[:-1].numel() <= FEW and not x.requires_grad and not (transformed() or torch.compiler.is_compiling()):
             left, right, scales = _table(self, x.shape[-1], x.dtype, x.device)
             extended = F.pad(x, (0, 1), value=1.0).flatten(0, -2)
-            # Single tokens line by line, as the sums are met; others side by side, which copies whole rows.
+            # Single tokens row by row, as the sums are read; several tokens side by side, which copies whole rows.
             columns = extended.unsqueeze(-1) if x.shape[-2] == 1 else extended.t().contiguous().unsqueeze(0)
             products = columns.index_select(-2, left).mul_(columns.index_select(-2, right)).mul_(scales)
             return products.transpose(-1, -2).reshape(*x.shape[:-1], len(scales))
         a, b, d = self.coefficients(x.shape[-1])
         columns = x.transpose(-1, -2).contiguous()  # tokens last, so that every product runs along them
-        # An off-diagonal block stands for its mirror image too: twice the product, a root of 2 on either side.
+        # An off-diagonal block also counts for its mirror image: twice the product, a factor sqrt(2) on either side.
         blocks = _blocks(x.shape[-1])
         left = (columns if d == 1 else columns * math.sqrt(d)).unsqueeze(-2)
         on, off = columns.unsqueeze(-3), (columns if len(blocks) == 1 else columns * math.sqrt(2)).unsqueeze(-3)
@@ -124,7 +125,7 @@ class _Square(FeatureMechanism):
         return (extended.transpose(-1, -2) @ extended).flatten(-2)
 
     def denominator(self, q: Tensor, phi: Tensor, normaliser: Tensor) -> Tensor:
-        # The sum of d (q·k + b/2d)² plus the rest, as `similarity` has it: d [q, b/2d] square [q, b/2d]ᵀ.
+        # The sum of d (q·k + b/2d)² plus a constant, as in `similarity`: d [q, b/2d] square [q, b/2d]ᵀ.
         a, b, d = self.coefficients(q.shape[-1])
         length = q.shape[-1] + 1
         square, rest = normaliser.view(*normaliser.shape[:-1], length, length), a - b * b / (4 * d)
@@ -220,7 +221,7 @@ def _block(length: int) -> int:
 
 
 def _blocks(length: int) -> tuple[tuple[int, int, int, int], ...]:
-    """Blocks (start, stop) × (begin, end) of the upper triangle: on the diagonal, and all that is right of it."""
+    """Blocks (start, stop) × (begin, end) of the upper triangle: on the diagonal, and everything to the right of it."""
     size = _block(length)
     edges = [(a, min(a + size, length)) for a in range(0, length, size)]
     right = [(start, stop, stop, length) for start, stop in edges if stop < length]
@@ -229,21 +230,21 @@ def _blocks(length: int) -> tuple[tuple[int, int, int, int], ...]:
 
 @kept(32)
 def _table(mechanism: _Square, length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """`summed_pairs` on a device, scales as a column, made once: a mechanism without tensors is a value."""
+    """`summed_pairs` on a device, with the scales as a column; cached, since a mechanism without tensors is a value."""
     left, right, scales = mechanism.summed_pairs(length, dtype)
     return left.to(device), right.to(device), scales[:, None].to(device)
 
 
 @kept(32)
 def _upper(length: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Row and column of each pair of the upper triangle, and the root of how often it occurs in the square."""
+    """Row and column of each pair of the upper triangle, and the square root of its multiplicity in the square."""
     rows, columns = torch.triu_indices(length, length, device="cpu")
     return rows, columns, (1 + (rows != columns).double()).sqrt()
 
 
 @kept(32)
 def _monomials(length: int, degree: int) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Index columns of every monomial of length + 1 coordinates, and the root of its multinomial coefficient."""
+    """Index columns of every monomial of length + 1 coordinates, and the square root of its multinomial coefficient."""
     chosen = list(combinations_with_replacement(range(length + 1), degree))
     ways = [
         math.factorial(degree) / math.prod(math.factorial(monomial.count(i)) for i in set(monomial))

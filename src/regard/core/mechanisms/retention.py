@@ -1,10 +1,11 @@
-"""Retention: linear attention whose keys fade at a fixed rate, which each key/value head has of its own.
+"""Retention: linear attention whose keys fade at a fixed rate, one for each key/value head.
 
     w_ts  = gamma_g^(t-s) · q_t·k_s / sqrt(qk_length)   for s ≤ t,   0 for s > t          gamma_g = 1 - 2^(-5-g)
     out_t = q_t S_t / sqrt(qk_length),                  S_t = gamma_g S_{t-1} + k_t v_t^T
 
-The decay goes by the distance of positions: a key that padding hides adds nothing, and the sums fade past it as past
-any other. The weights are not normalised; it is causal by itself, also without a mask (families/fading.py).
+The decay depends on the distance of positions: a key that padding hides adds nothing, and the sums fade there as at any
+other position. The weights are not normalised, and the mechanism is causal by definition, with or without a mask
+(families/fading.py).
 
 Sun et al. 2023, "Retentive network: a successor to transformer for large language models".
 """
@@ -23,9 +24,9 @@ from regard.core.families.fading import FadingMechanism
 
 @dataclass(frozen=True, kw_only=True)
 class Retention(FadingMechanism):
-    """Keys fade by `decay` with every token: a number for each key/value head, over again if there are more heads.
+    """Keys fade by `decay` with every token: a number for each key/value head, repeated if there are more heads.
 
-    By default head g has 1 - 2^(-5-g), from 0.969 on: the first heads look near, the last ones far.
+    By default head g has 1 - 2^(-5-g), from 0.969 on: the first heads look near, the last heads far.
 
     >>> import regard as rg, torch
     >>> q = k = torch.ones(1, 1, 3, 1)

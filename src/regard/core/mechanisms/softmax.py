@@ -1,6 +1,6 @@
 """Softmax attention, one continuum from the uniform average to the hard choice.
 
-    w_ts = exp(beta q_t·k_s) / sum over visible s' of exp(beta q_t·k_s')          beta = 1 / sqrt(K) unless given
+    w_ts = exp(beta q_t·k_s) / sum over visible s' of exp(beta q_t·k_s')          beta = 1 / sqrt(K) by default
 
 `beta = 0` weighs all visible keys alike (`Uniform`). `beta = inf` is the limit: all weight on the best key, and keys
 that tie share it equally (`Argmax`). `softcap` bends the scores to cap·tanh(score / cap) (Gemma 2).
@@ -55,7 +55,7 @@ class Softmax(ScoreMechanism):
         return self.beta == math.inf
 
     def precision(self, dtype: torch.dtype) -> torch.dtype:
-        # A choice is discontinuous: in float64 only true ties tie, whatever order the products are summed in.
+        # Argmax is discontinuous: in float64 only true ties tie, in whatever order the products are summed.
         return torch.float64 if self.hard else super().precision(dtype)
 
     def score(self, q: Float[Tensor, "*b T K"], k: Float[Tensor, "*b S K"]) -> Float[Tensor, "*b T S"]:
@@ -81,7 +81,7 @@ class Softmax(ScoreMechanism):
         cls.as_stated = formula == (Softmax.score, Softmax.scale, Softmax.weigh, Softmax.mix)
 
     as_stated: ClassVar[bool] = True
-    """Whether a subclass computes by the formula above."""
+    """Whether a subclass keeps the formula above."""
 
     def sdpa_scale(self, qk_length: int) -> float | None:
         """The scale with which PyTorch's SDPA computes this mechanism; None if it does not."""
@@ -91,7 +91,7 @@ class Softmax(ScoreMechanism):
         return scale if scale <= 1e6 else None
 
     def empty_state(self, sizes: Sizes, capacity: int, storage: torch.dtype | None = None) -> State:
-        # SDPA's kernels give the log-sum-exp by which a shared prefix and the rest are merged.
+        # SDPA's kernels return the log-sum-exp, by which a shared prefix and the rest are merged.
         may_share = self.sdpa_scale(sizes.qk_length) is not None
         return KeyValueState.empty(sizes, capacity, storage, may_share=may_share)
 

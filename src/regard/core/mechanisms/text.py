@@ -1,6 +1,7 @@
-"""A mechanism from what is typed: the name of a shipped one, or FILE.py:NAME and MODULE:NAME for a user's own.
+"""A mechanism from text: the name of a shipped mechanism, or FILE.py:NAME or MODULE:NAME for a user's.
 
-This is the one place that imports a user's code. Commands and training recipes ask here; a checkpoint never does.
+This is the only place that imports a user's code. Commands and training recipes call it; loading a checkpoint never
+does.
 """
 
 import hashlib
@@ -25,7 +26,7 @@ CHOICES = f"{', '.join(REGISTRY)}; or your own: FILE.py:NAME, MODULE:NAME"
 
 
 def from_text(text: str) -> Mechanism:
-    """The mechanism that a text names; a class is called for one.
+    """The mechanism that a text names; a class is instantiated.
 
     >>> from regard.core.mechanisms.text import from_text
     >>> from_text("quadratic"), from_text("regard.core.mechanisms:Elu")
@@ -35,7 +36,7 @@ def from_text(text: str) -> Mechanism:
 
 
 def lookup(text: str) -> Mechanism | type[Mechanism]:
-    """What a text names: a mechanism, or a class of them. A function is called for one.
+    """What a text names: a mechanism, or a class of mechanisms. A function is called.
 
     >>> from regard.core.mechanisms.text import lookup
     >>> lookup("softmax"), lookup("regard:Softmax")
@@ -61,7 +62,7 @@ def lookup(text: str) -> Mechanism | type[Mechanism]:
 
 
 def made(thing: Mechanism | type[Mechanism], text: str | None = None) -> Mechanism:
-    """A mechanism, or the one that a class gives without arguments; `text` is what to call it in an error.
+    """The mechanism itself, or an instance of a class, made without arguments; `text` is its name in errors.
 
     >>> import regard as rg
     >>> made(rg.Quadratic), made(rg.Quadratic(c=2.0))
@@ -71,7 +72,7 @@ def made(thing: Mechanism | type[Mechanism], text: str | None = None) -> Mechani
 
 
 def absolute(text: str) -> str:
-    """The text with the whole path of its file, for who reads it in another folder.
+    """The text with the absolute path of its file, so that it can be used from another folder.
 
     >>> absolute("softmax"), absolute("package.module:Mine"), absolute("/home/me/./mine.py:Mine")
     ('softmax', 'package.module:Mine', '/home/me/mine.py:Mine')
@@ -93,7 +94,7 @@ def _file(place: str) -> Path:
 def _called(make: Callable[[], Any], text: str) -> Any:
     try:
         return make()
-    except Exception as error:  # whatever a user's code raises is theirs to put right
+    except Exception as error:  # any error of a user's code is reported as theirs
         raise ValueError(
             f"mechanism: expected {text!r} to give a mechanism without arguments, got {_reason(error)}"
         ) from error
@@ -103,31 +104,32 @@ def _imported(place: str, text: str) -> ModuleType:
     is_file = place.endswith(".py")
     if is_file and not _file(place).is_file():
         raise ValueError(f"mechanism: expected a file, got {text!r}, and there is no file {place}")
-    # As `python FILE` and `python -m MODULE` find what a module imports, now and when the mechanism runs.
+    # So that the module's imports work as with `python FILE` and `python -m MODULE`, now and when the mechanism runs.
     folder = str(_file(place).parent if is_file else Path.cwd())
     if folder not in sys.path:
         sys.path.insert(0, folder)
     try:
-        # Numbers that a module draws when it is imported are the same in all processes of a training run.
+        # Random numbers that a module draws at import are the same in all processes of a training run.
         with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(0)  # the CPU's alone: a GPU's would not be put back
+            torch.default_generator.manual_seed(0)  # only the CPU's generator: a GPU's would not be restored
             return _run(_file(place)) if is_file else importlib.import_module(place)
     except (Exception, SystemExit) as error:
         raise ValueError(f"mechanism: expected {text!r} to be importable, got {_reason(error)}") from error
 
 
 def _run(file: Path) -> ModuleType:
-    """The module of a file, run once as long as the file is the same: a class is one class in all of a process."""
+    """The module of a file, run once as long as the file does not change, so that its classes are the same in the whole
+    process."""
     status = file.stat()
     version = hashlib.sha256(f"{file} {status.st_mtime_ns} {status.st_size}".encode()).hexdigest()[:12]
-    name = re.sub(r"\W", "_", f"{file.stem}_{version}")  # never the name of another module
+    name = re.sub(r"\W", "_", f"{file.stem}_{version}")  # never equal to another module's name
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # where dataclasses look their module up
+    sys.modules[name] = module  # dataclasses look up their module here
     try:
         spec.loader.exec_module(module)
     except BaseException:

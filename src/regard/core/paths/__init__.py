@@ -1,1 +1,2 @@
-"""The ways to compute a mechanism. Each says what it cannot serve; `regard.explain` shows the choice."""
+"""Paths: the implementations of a mechanism. Each says which calls it cannot compute; `regard.explain` shows the
+choice."""

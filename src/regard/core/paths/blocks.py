@@ -1,7 +1,8 @@
-"""Blocks of queries, each against only the keys its mask can show it.
+"""Blocks of queries, each with only the keys that its mask can show it.
 
-For a mask whose structure is known (a band, global tokens, segments, padding) a block of queries reads the key spans
-that hold all it may see, and the mask is evaluated there only. Work follows the visible part; memory is one block's.
+For a structured mask (sliding window, global tokens, segments, padding) a block of queries reads only the key spans
+that contain all it may see, and the mask is evaluated only there. Time is proportional to the visible part, memory to
+one block.
 """
 
 from collections.abc import Callable
@@ -18,13 +19,13 @@ from regard.core.paths import sdpa, torch_softmax
 from regard.core.user_code import weigh
 
 WINDOW_BLOCK = 64
-"""Queries at a time under a window, whose spans are not much longer than the block."""
+"""Queries per block under a sliding window, whose spans are not much longer than the block."""
 
 
 def cannot(call: Call) -> str | None:
     """Why this path cannot serve a call; None if it can."""
     if symbolic(call.queries, call.keys):
-        return "a trace that holds a length open cannot cut it into blocks"
+        return "a dynamic length in a trace cannot be cut into blocks"
     if call.mask is None and call.queries <= QUERY_BLOCK:
         return f"one block of {QUERY_BLOCK} queries sees all keys: nothing to split"
     return None
@@ -74,12 +75,12 @@ def _by_sdpa(
 
 
 class _Views:
-    """The mask of each block. A band looks alike wherever the block stands: one view for each shape."""
+    """The mask of each block. A band looks the same at every position, so it is cached by the shape of the block."""
 
     def __init__(self, call: Call) -> None:
         self.call, self.structure = call, call.structure
         self.alike = self.structure.rest is None and len(self.structure.paddings) == 0
-        # A key of sizes would fix those that a trace holds open.
+        # Sizes as a dictionary key would specialise dynamic ones.
         self.keeps = self.alike and not torch.compiler.is_compiling()
         self.views: dict[tuple[int, int, int], tuple[Tensor, Tensor | None]] = {}
 
@@ -92,7 +93,7 @@ class _Views:
         place = torch.arange(stop - start) + first
         assert self.call.mask is not None
         visible = self.call.mask.at(self.call.batch, self.call.heads, place, positions(spans), self.call.q.device)
-        # Under a band every query sees its own key, if there is one.
+        # Under a band every query sees the key at its position, if there is one.
         sees = self.alike and self.call.queries <= self.call.keys
         blind = None if sees else ~visible.any(-1, keepdim=True)
         if self.keeps:
@@ -111,11 +112,11 @@ def _bias(bias: Tensor, start: int, stop: int, spans: list[Span]) -> Tensor:
 
 
 def reads_hidden(call: Call) -> bool:
-    """One query under a band reads the keys that it sees and no others."""
+    """A single query under a band reads only the keys that it sees."""
     structure = call.structure
     return call.queries > 1 or structure.rest is not None or len(structure.paddings) > 0 or torch.is_grad_enabled()
 
 
 PATH = Path("blocks", cannot, run, reads_hidden)
 FUSED = Path("blocks", cannot, run_fused, reads_hidden)
-"""For softmax: each block by PyTorch's fused kernel, where that computes it."""
+"""For softmax: each block by PyTorch's fused kernel, if it can."""

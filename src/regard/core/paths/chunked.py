@@ -1,8 +1,8 @@
-"""Kernel attention by running sums: time and memory linear in the length, in the backward pass too.
+"""Linear attention by running sums: time and memory linear in the length, in the backward pass too.
 
-The walk is that of sums.py. The backward pass keeps the inputs alone and walks the same steps twice: forward for the
-queries' gradients, backward for the keys' and values'. Second derivatives go through the plain walk, recorded by
-autograd; so does a call with learned tensors that the mechanism does not list.
+The walk over chunks is that of sums.py. The backward pass saves only the inputs and walks the same steps twice: forward
+for the queries' gradients, backward for the keys' and values'. Second derivatives go through the plain walk, recorded
+by autograd; so does a call with learned tensors that the mechanism does not list.
 """
 
 import math
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 
 
 def quadratic(mechanism: "FeatureMechanism", qk_length: int, structure: Structure) -> str | None:
-    """Why sums cannot serve, so that only the score form is left; None if they can."""
+    """Why running sums cannot be used, which leaves the score form; None if they can."""
     if structure.rest is not None:
-        return "the mask hides keys pair by pair, which sums over keys cannot"
+        return "the mask hides keys from some queries only, which running sums cannot"
     if structure.windowed:
-        return "a window takes keys out again, which sums over keys cannot"
+        return "a sliding window drops keys again, which running sums cannot"
     if not mechanism.linear(qk_length):
         return f"phi has {mechanism.summed_length(qk_length):,} features"
     return None
@@ -51,7 +51,7 @@ def cannot(call: Call) -> str | None:
     """Why this path cannot serve a call; None if it can."""
     mechanism: Any = call.mechanism
     if symbolic(call.queries, call.keys):
-        return "a trace that holds a length open cannot cut it into chunks"
+        return "a dynamic length in a trace cannot be cut into chunks"
     return quadratic(mechanism, call.qk_length, call.structure)
 
 
@@ -68,7 +68,7 @@ def run(call: Call) -> Tensor:
         return by_interval(call, rows)
     valid = structure.valid(call.keys, call.q.device)
     if valid is not None and not structure.causal and readable(valid):
-        # Sums over few keys lose digits that the score form keeps: take the real keys out of the holes first.
+        # Sums over few keys lose digits that the score form keeps: gather the real keys of each row first.
         rows_out = [
             _whole(call.mechanism, q[None], k[None, :, real], v[None, :, real], None, None, guarded)
             if bool(real.any())
@@ -77,7 +77,7 @@ def run(call: Call) -> Tensor:
         ]
         return torch.cat(rows_out)
     q = call.q
-    if valid is not None:  # a query that sees nothing must not reach the keys' gradients either
+    if valid is not None:  # a query that sees no key must not contribute to the keys' gradients
         sees = reached(call.mask, torch.ones_like(call.k[..., 0], dtype=torch.bool), call.heads, call.queries)
         q = q.masked_fill(~sees[..., None], 0)
     return _whole(call.mechanism, q, call.k, call.v, offset if structure.causal else None, valid, guarded)
@@ -106,12 +106,12 @@ def _sweep(mechanism: Any, walk: Walk, q: Tensor, k: Tensor, v: Tensor) -> Tenso
     if spoiled is None:
         return out
     if out.requires_grad or transformed() or torch.compiler.is_compiling():
-        return torch.where(spoiled[:, None, :, None], math.nan, out)  # in nine times the time
+        return torch.where(spoiled[:, None, :, None], math.nan, out)  # takes nine times as long as what follows
     return out.add_(out.new_zeros(spoiled.shape).masked_fill_(spoiled, math.nan)[:, None, :, None])
 
 
 class _Sweep(torch.autograd.Function):
-    """`_sweep`, with a backward pass that keeps only the inputs and works a chunk at a time."""
+    """`_sweep`, with a backward pass that saves only the inputs and works chunk by chunk."""
 
     @staticmethod
     def forward(
@@ -134,10 +134,10 @@ class _Sweep(torch.autograd.Function):
 
 
 class _Gradients(torch.autograd.Function):
-    """The gradients of `_Sweep`, as a function that can be derived itself.
+    """The gradients of `_Sweep`, as a function that can itself be differentiated.
 
-    `once_differentiable` would not do: the error that it leaves in the graph is passed by where only some inputs'
-    gradients are asked for, and where the incoming gradient is a constant it leaves none.
+    `once_differentiable` is not enough: autograd skips the error it leaves in the graph if only some inputs need
+    gradients, and it leaves none if the incoming gradient is a constant.
     """
 
     @staticmethod
@@ -164,7 +164,7 @@ class _Gradients(torch.autograd.Function):
     def backward(ctx: Any, *directions: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise NotImplementedError("chunked: third derivatives are not implemented; compute with path='reference'")
-        # Copies, so that what they were made from, perhaps by this very mechanism, is not derived a second time.
+        # Detached, so that the graph they came from, perhaps of the same mechanism, is not differentiated again.
         grad, q, k, v = (tensor.detach().requires_grad_() for tensor in ctx.saved_tensors[:4])
         inputs = [q, k, v, *ctx.saved_tensors[4:]]
         with torch.enable_grad(), in_own_dtype(q):
@@ -201,7 +201,7 @@ class _Backward:
         self.sums, self.normaliser = no_sums(mechanism, k, v)
         kind = self.sums.dtype
         spoiled, self.grad = walk.spoiled(q.shape[2]), grad.to(kind)
-        if spoiled is not None:  # an output of NaN depends on nothing
+        if spoiled is not None:  # a NaN output has no gradient
             self.grad = torch.where(spoiled[:, None, :, None], 0, self.grad)
         self.through_sums: dict[Step, tuple[Tensor, Tensor]] = {}
         """The gradients of numerator and denominator, for each step whose queries read the sums."""
@@ -220,7 +220,7 @@ class _Backward:
         return list(grads_in[: len(inputs)])
 
     def queries_forward(self) -> None:
-        """Every gradient of the chunks' own part, and the queries' through the sums."""
+        """All gradients within chunks, and the queries' gradients through the sums."""
         history = False
         for step in self.walk.plan:
             k, v, real = self._leaves(step)

@@ -1,10 +1,10 @@
-"""Programs of machine_code.py, JIT-compiled for this processor by LLVM (llvmlite), once, and kept on disk.
+"""Programs of machine_code.py, JIT-compiled for this CPU by LLVM (llvmlite), and cached on disk.
 
-Compiling takes 0.1 s and more for each set of sizes, so that a new process would wait at its first tokens. Objects are
-kept under `$XDG_CACHE_HOME/regard` (`~/.cache/regard`), named by all they depend on: the program's text, the processor,
-and the versions of LLVM and llvmlite. An object is executed, so that it is taken only from a folder that nobody else
-may write to or replace, and only if its checksum is right. A folder that cannot be used is no error: then nothing is
-kept.
+Compiling takes 0.1 s or more for each set of sizes, for which a new process would wait at its first tokens. Objects are
+cached under `$XDG_CACHE_HOME/regard` (`~/.cache/regard`), named by all they depend on: the program's text, the
+processor, and the versions of LLVM and llvmlite. Since an object is executed, it is read only from a folder that nobody
+else can write to or replace, and only if its checksum is right. A folder that cannot be used is no error: then nothing
+is cached.
 """
 
 import hashlib
@@ -22,14 +22,14 @@ import llvmlite.binding as llvm
 from regard.core import cpu, files
 
 MOST_OBJECTS = 256
-"""Objects that are kept, some 20 kB each; those used longest ago are deleted."""
+"""Cached objects, about 20 kB each; the least recently used are deleted."""
 _compiling = threading.Lock()
 _engines: list[Any] = []
-"""They own the compiled code, which stays for as long as the process."""
+"""Engines own the compiled code, which lives as long as the process."""
 
 
 def compiled(program: Callable[..., str], *sizes: Any) -> int:
-    """The address of the function that `program(*sizes)` writes, for the instructions that torch was told of."""
+    """The address of the function that `program(*sizes)` writes, for the instruction set that torch reports."""
     with _compiling:
         return _compiled(program, sizes, cpu.LANES)
 
@@ -52,7 +52,7 @@ def _compiled(program: Callable[..., str], sizes: tuple[Any, ...], lanes: int) -
 
 
 def host(lanes: int) -> tuple[Any, tuple[str, ...]]:
-    """LLVM's machine for this processor, with no more than AVX2 where there are 8 lanes, and what it was made from."""
+    """LLVM's machine for this processor, with no more than AVX2 where there are 8 lanes, and its description."""
     features = llvm.get_host_cpu_features()
     if lanes == 8:
         features.update({name: False for name in features if name.startswith(("avx512", "avx10", "evex", "amx"))})
@@ -63,7 +63,7 @@ def host(lanes: int) -> tuple[Any, tuple[str, ...]]:
 
 
 def elsewhere(triple: str, processor: str, features: str) -> Any:
-    """LLVM's machine for another processor, whose code can be looked at here and not run."""
+    """LLVM's machine for another processor: its code can be inspected here, but not run."""
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
     return _machine(triple, processor, features)
@@ -78,7 +78,7 @@ def optimized(text: str, machine: Any) -> Any:
     module = llvm.parse_assembly(text)
     module.triple = machine.triple
     options = llvm.create_pipeline_tuning_options(speed_level=2)
-    # Programs are written in vectors and unrolled where that pays; to look for more takes longer than all the rest.
+    # Programs are already vectorised and unrolled; LLVM's search for more takes longer than everything else.
     options.loop_unrolling = options.loop_vectorization = options.loop_interleaving = options.slp_vectorization = False
     passes = llvm.create_pass_builder(machine, options)
     passes.getModulePassManager().run(module, passes)
@@ -86,7 +86,7 @@ def optimized(text: str, machine: Any) -> Any:
 
 
 def load(name: str) -> bytes | None:
-    """An object that was kept; None if there is none that is whole and this user's alone."""
+    """A cached object; None unless it is complete and only this user could have written it."""
     try:
         folder = _folder()
         if folder is None or not _private(folder):
@@ -101,7 +101,7 @@ def load(name: str) -> bytes | None:
 
 
 def store(name: str, code: bytes) -> None:
-    """Keep an object for later processes, if there is a place for it, and delete those used longest ago."""
+    """Cache an object for later processes, if possible, and delete the least recently used."""
     try:
         folder = _folder()
         if folder is None:
@@ -112,19 +112,19 @@ def store(name: str, code: bytes) -> None:
         files.write(folder / name, lambda beside: beside.write_bytes(_checksum(name, code) + code))
         for path in sorted(folder.iterdir(), key=lambda path: path.lstat().st_mtime)[:-MOST_OBJECTS]:
             path.unlink(missing_ok=True)
-    except OSError:  # a full disk, another process that deletes the same
+    except OSError:  # a full disk, or another process deletes the same file
         return
 
 
 def _folder() -> Path | None:
     base = os.environ.get("XDG_CACHE_HOME", "")
-    if not os.path.isabs(base):  # the standard says to ignore it then
+    if not os.path.isabs(base):  # the XDG standard says to ignore a relative path
         base = os.path.expanduser("~/.cache")
     return Path(base, "regard", "code") if os.path.isabs(base) else None
 
 
 def _private(folder: Path) -> bool:
-    """Whether nobody but this user and root can have written to a folder, or put another one in its place."""
+    """Whether only this user and root can have written to a folder, or replaced it."""
     status = folder.stat()
     if status.st_uid != os.geteuid() or status.st_mode & 0o022:
         return False
@@ -132,8 +132,8 @@ def _private(folder: Path) -> bool:
 
 
 def _keeps(parent: Path) -> bool:
-    """Whether nobody else can rename what is in a folder: its owner can, and who may write to it unless it is sticky,
-    as /tmp is."""
+    """Whether nobody else can rename the contents of a folder: its owner can, and anyone with write permission unless
+    it is sticky, as /tmp is."""
     status = parent.stat()
     return status.st_uid in (0, os.geteuid()) and (not status.st_mode & 0o022 or bool(status.st_mode & stat.S_ISVTX))
 

@@ -1,9 +1,9 @@
-"""A few queries over many keys on a CPU, in machine code of our own: keys and values are read once.
+"""Softmax attention without gradients on a CPU, JIT-compiled: keys and values are read once, as a decode step needs.
 
-PyTorch reads a decode step's cache once a query head, or through products made for many rows. Here all query heads of a
-key/value head, and all new tokens, share one pass (see decode_code.py), on PyTorch's own threads. Causality, padding
-and a window leave an interval of keys to each query; what they hide from all is not read, and what they hide from some
-reaches those alone who see it: nobody has to look for NaN.
+PyTorch reads the KV cache once for every query head, or through matrix products made for many rows. Here all query
+heads of a key/value head, and all new tokens, share one pass (see decode_code.py), on PyTorch's threads. Causality,
+padding and a sliding window leave an interval of keys to each query. Keys that no query sees are not read, and a key
+reaches only the queries that see it, so no guard against NaN is needed.
 """
 
 import ctypes
@@ -27,21 +27,22 @@ from regard.core.masks import FAR, Span
 from regard.core.paths import probe, sdpa
 
 LONGEST = 256
-"""The longest heads this code is made for."""
+"""The largest head dimension."""
 MOST_IN_HALF = 64
-"""Queries in half precision up to which reading the keys takes longer than arithmetic in matrix units would."""
+"""Up to this many queries in half precision, reading the keys takes longer than the arithmetic, and matrix units do not
+help."""
 LEAST_SHARED = 1 << 19
-"""Multiplications from which on a second thread is worth waking."""
+"""From this many multiplications on, a second thread is worth its start."""
 _LOG2E = log2(e)
 _NO_SCALES: tuple[int, ...] = (0,) * 6
 _ARGUMENTS = Struct("32qd2q")
-"""The fields of decode_code.py, with one span."""
+"""The arguments of the program (decode_code.py), with one span."""
 
 
 def cannot(call: Call) -> str | None:
     """Why this path cannot serve a call; None if it can."""
     if symbolic(call.queries, call.keys):
-        return "a trace that holds a length open takes one form for all of them"
+        return "a trace with a dynamic length needs one form for all lengths"
     if (reason := sdpa.unfit(call)) is not None:
         return reason
     if call.bias is not None:
@@ -49,20 +50,20 @@ def cannot(call: Call) -> str | None:
     if not call.q.is_cpu:
         return "made for the CPU"
     if call.structure.rest is not None or (call.structure.paddings and call.structure.rows is None):
-        return "the keys that the mask shows are no interval"
+        return "the keys that the mask shows are not an interval"
     if (reason := missing()) is not None:
         return reason
     if call.q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return "made for float32, bfloat16 and float16"
     if cpu.MATRIX_UNITS and call.q.dtype != torch.float32 and call.queries > MOST_IN_HALF:
-        return f"more than {MOST_IN_HALF} queries in half precision are faster in this processor's matrix units"
+        return f"more than {MOST_IN_HALF} queries in half precision are faster in this CPU's matrix units"
     if call.qk_length % cpu.LANES or call.value_length % cpu.LANES or max(call.qk_length, call.value_length) > LONGEST:
-        return f"made for heads whose lengths are multiples of {cpu.LANES}, up to {LONGEST}"
+        return f"made for head dimensions that are multiples of {cpu.LANES}, up to {LONGEST}"
     return _derived(call)
 
 
 def missing() -> str | None:
-    """Why machine code cannot be used on this machine; None if it can.
+    """Why JIT-compiled code cannot be used on this machine; None if it can.
 
     >>> from regard.core.paths import decode
     >>> reason = decode.missing()
@@ -75,18 +76,18 @@ def missing() -> str | None:
 
 
 def _derived(call: Call) -> str | None:
-    """Why PyTorch would have to look inside, to derive or to transform; None if it need not."""
+    """Why PyTorch would have to see the operators inside (gradients, transforms, export); None if it need not."""
     if torch.compiler.is_exporting():
-        return "an exported program holds PyTorch's operators alone"
+        return "an exported program may contain PyTorch's operators only"
     if torch.compiler.is_compiling():
-        return "a trace with gradients enabled may have to derive it" if torch.is_grad_enabled() else None
+        return "a trace with gradients enabled may have to differentiate it" if torch.is_grad_enabled() else None
     if recorded(call.q, call.k, call.v):
         return "gradients are recorded"
-    return "a transform of torch.func, or forward derivatives, would have to reach inside" if transformed() else None
+    return "a torch.func transform or forward-mode differentiation needs plain operators" if transformed() else None
 
 
 def run(call: Call) -> Tensor:
-    """one pass over keys and values, in machine code made for this processor."""
+    """one pass over keys and values, JIT-compiled for this CPU."""
     structure, scale = call.structure, sdpa.scale(call)
     k_scales, v_scales = call.scales or (None, None)
     if direct(call.q, call.k, call.v):
@@ -122,8 +123,9 @@ def _decode(
     q: Tensor, k: Tensor, v: Tensor, scale: float, spans: Tensor | None, before: int | None, after: int | None,
     k_scales: Tensor | None = None, v_scales: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Softmax attention of queries (B, H, T, K), the last of which stands at the last key: each sees the keys from
-    `before` before it to `after` behind it, of those [spans[b, 0], spans[b, 1]) in batch row b. 0 if it sees none.
+    """Softmax attention of queries (B, H, T, K), the last of which is at the last key: each sees the keys from `before`
+    positions before it to `after` positions after it, within [spans[b, 0], spans[b, 1]) in batch row b. The output is 0
+    if it sees none.
 
     int8 keys and values have scales, (B, G, S, 1) in float32: a token's numbers are k[…, s, :] · k_scales[…, s, :]."""
     return _attention(q, k, v, k_scales, v_scales, scale, _spans(len(q), spans), before, after, q.dtype)
@@ -140,7 +142,7 @@ def _decode_part(
 
 
 def part(call: Call) -> tuple[Tensor, Tensor]:
-    """Attention to keys that are a part of all, without padding or a window, and its log-sum-exp, both in float32."""
+    """Attention to a part of the keys, without padding or a window, and its log-sum-exp, both in float32."""
     compute = _decode_part if direct(call.q, call.k, call.v) else torch.ops.regard.decode_part
     return compute(call.q, call.k, call.v, sdpa.scale(call), call.structure.after, *(call.scales or (None, None)))
 
@@ -150,8 +152,9 @@ def _attention(
     spans: Sequence[Span] | None, before: int | None, after: int | None, result: torch.dtype,
     tops: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """The output, (B, H, T, V), in the dtype `result`. `tops`, (2, B, H, T), takes each query's largest score, in base
-    2, and the sum of weights relative to it. Every line is paid for by steps that take some microseconds in all."""
+    """The output, (B, H, T, V), in the dtype `result`. `tops`, (2, B, H, T), receives each query's largest score, in
+    base 2, and the sum of weights relative to it. Every line here counts: a whole decode step takes a few
+    microseconds."""
     batch, heads, queries, qk_length = q.shape
     _, groups, keys, value_length = v.shape
     kind, stored = q.dtype, k.dtype
@@ -166,7 +169,7 @@ def _attention(
     reach = keys if before is None else min(keys, before + queries)
     if batch * heads * queries * reach * (qk_length + value_length) >= LEAST_SHARED:
         threads = torch.get_num_threads()
-        # As many parts as give every thread as much to do, within what their sums may take.
+        # Enough parts to give every thread an equal share, within the memory for their sums.
         parts = max(1, min(threads // gcd(units, threads), 8 * threads // units, reach // block))
         tasks = units * parts
     q = q.contiguous()
@@ -199,7 +202,7 @@ def _attention(
 def _checked(
     q: Tensor, k: Tensor, v: Tensor, k_scales: Tensor | None, v_scales: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Scales of int8 keys and values, those of one head's tokens one behind the other."""
+    """Scales of int8 keys and values, contiguous over the tokens of a head."""
     if k_scales is None or v_scales is None or k.dtype is not torch.int8 or v.dtype is not torch.int8:
         raise ValueError(f"decode: expected one dtype, or int8 with scales, got {q.dtype}, {k.dtype} and {v.dtype}")
     for name, scales in (("k_scales", k_scales), ("v_scales", v_scales)):
@@ -224,12 +227,14 @@ def _program(
     result: torch.dtype,
     lanes: int,
 ) -> tuple[Callable[[bytes], None], int, int, int, int]:
-    """The code for query rows of a key/value head, into how many chunks they are cut, the rows of a chunk, the tokens
-    that are read at a time, and the bytes of sums that need no memory of their own."""
+    """The program for the query rows of a key/value head; the number of chunks they are split into, the rows of a
+    chunk, the tokens read at a time, and the bytes of sums that fit on the stack."""
     if (reason := cpu.missing()) is not None:
         raise ValueError(f"decode: expected a machine that can run it, got one that cannot: {reason}")
     if qk_length % lanes or value_length % lanes:
-        raise ValueError(f"decode: expected head lengths that are multiples of {lanes}, got {qk_length, value_length}")
+        raise ValueError(
+            f"decode: expected head dimensions that are multiples of {lanes}, got {qk_length, value_length}"
+        )
     # llvmlite is imported only when a pass needs it.
     from regard.core.paths.compiler import compiled
     from regard.core.paths.decode_code import CHUNK, ROOM, block, source, tiles
@@ -260,7 +265,7 @@ def _part_shapes(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, T
 
 
 def _underived(operator: Any) -> Any:
-    """Better an error than no gradient, where PyTorch derives what `cannot` did not foresee."""
+    """Raise an error, rather than give no gradient, if PyTorch differentiates the operator anyway."""
 
     def run(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
         tangents = (forward_ad.unpack_dual(t).tangent for t in (q, k, v)) if forward_ad._current_level >= 0 else ()
@@ -276,7 +281,7 @@ def _flops(
     q: Tensor, k: Tensor, v: Tensor, scale: float, spans: Tensor | None, before: int | None, after: int | None,
     *_: Any, **__: Any,
 ) -> int:  # fmt: skip
-    """Of the pairs that are seen."""
+    """FLOPs of the visible pairs."""
     batch, heads, queries, qk_length = q.shape
     keys, pairs = k.shape[2], 0
     for low, high in _spans(batch, spans) or [(0, keys)] * batch:

@@ -1,20 +1,21 @@
-"""Machine code of softmax attention from a few queries to many keys, written for one set of sizes.
+"""The CPU program of softmax attention from a few queries to many keys, generated for one set of sizes.
 
     x_ts = scale · log2(e) · q_t·k_s     m_t = max of x_ts     out_t = sum of 2^(x_ts - m_t) v_s / sum of 2^(x_ts - m_t)
 
-PyTorch's products are made for many rows; a step of a stream has a few. Here all query rows of a key/value head (its
-heads and new tokens) share one pass over the keys and values, `BLOCK` tokens at a time: scores, powers of two, weighted
-sums. Where a block brings a larger score, the sums so far are scaled down.
+PyTorch's matrix products are made for many rows; a decode step has a few. Here all query rows of a key/value head (its
+query heads and new tokens) share one pass over the keys and values, `BLOCK` tokens at a time: scores, powers of two,
+weighted sums (an online softmax). If a block has a larger score, the sums so far are scaled down.
 
-Up to 4 rows are bound by reading: a vector holds numbers of one key, read in the order they lie in. More rows are bound
-by arithmetic: there a vector holds a number of each row, so that no sum crosses its lanes.
+Up to 4 rows are limited by memory bandwidth: a vector holds numbers of one key, in memory order. More rows are limited
+by arithmetic: a vector holds one number of each row, so that no sum crosses lanes.
 
-Query t of T stands at position S - T + t and sees the keys from `before` before it to `after` behind it, within its
-batch row's span. Blocks that nobody sees are not read; in those that some see, scores of hidden keys become -inf, and
-where a value is not finite, 0 times which is no 0, each row adds up the values that it sees and no others.
+Query t of T is at position S - T + t and sees the keys from `before` positions before it to `after` after it, within
+the span of its batch row. Blocks that no query sees are not read. In blocks that some see, the scores of hidden keys
+become -inf; and if a value is not finite (0 times NaN is not 0), each row adds up only the values that it sees.
 
 Keys and values may be int8, with a float32 scale for each token and head, as a KV cache stores them. They become
-float32 in registers; up to 4 rows the scales multiply scores and weights, which are fewer than keys and values.
+float32 in registers; up to 4 rows the scales are applied to scores and weights, which are fewer than the numbers of
+keys and values.
 
 As in PyTorch's SDPA, values are summed before the sum is divided: five values of 3e38 give inf, where the reference,
 which divides the weights, gives 3e38.
@@ -30,53 +31,52 @@ from llvmlite import ir
 from regard.core.paths.machine_code import F32, F64, I32, I64, POINTER, STORED, Code
 
 BLOCK = 96
-"""Tokens whose scores are kept at a time: a multiple of all numbers of keys that are scored together."""
+"""Tokens per block: a multiple of every number of keys that is scored together."""
 WIDENED = 1 << 16
-"""Bytes of a block's keys and values in float32: they lie on the stack, and a thread may have little of it."""
+"""Bytes of a block's keys and values in float32: they are on the stack, and a thread's stack may be small."""
 CHUNK = 64
-"""Query rows of a task at most: their queries and sums stay in the core's own cache."""
+"""The most query rows per task: their queries and sums stay in the CPU core's cache."""
 FEW = (1, 2, 4)
-"""Rows for which a vector holds numbers of one key."""
+"""Up to this many rows, a vector holds numbers of one key."""
 ROOM = 1 << 15
-"""Bytes on the stack for what threads leave to each other: a short call needs no memory of its own."""
+"""Bytes on the stack for partial results of threads, so that a short call allocates nothing."""
 FIELDS = (
     "next", "tasks", "parts", "chunks", "chunk", "groups", "rows", "queries", "offset", "before", "after", "spans",
     "q", "k", "v", "out", "tops", "room", "k_batch", "k_head", "k_token", "v_batch", "v_head", "v_token",
     "k_scales", "v_scales", "k_scales_batch", "k_scales_head", "v_scales_batch", "v_scales_head",
     "threads", "parallel", "scale", "span",
 )  # fmt: skip
-"""What the code is told, 8 bytes each: 0, the counter that all threads draw their tasks from; sizes; addresses; strides
-in elements; the number of threads, and OpenMP's function that starts them; the scale times log2(e) as a double; and
-behind all else the span of keys [first, last) of every batch row, or one for all (`spans` is the step from one to the
-next, 2 or 0). A task is a part of the tokens for a chunk of the query rows of one key/value head; whoever ends a
-chunk's last part merges its parts.
+"""The arguments, 8 bytes each: 0, the counter from which threads draw their tasks; sizes; addresses; strides in
+elements; the number of threads, and OpenMP's function that starts them; the scale times log2(e) as a double; and at the
+end the span of keys [first, last) of every batch row, or one for all (`spans` is the stride, 2 or 0). A task is a part
+of the tokens for a chunk of the query rows of one key/value head; the thread that finishes a chunk's last part merges
+its parts.
 
-`room` is for what threads leave to each other, 0 where that fits the stack: how many parts are done of each unit (a
-chunk of a key/value head), 8 bytes; then the sums, the largest scores and the sums of weights of every task's rows.
-`tops`, if not 0, takes each query's largest score, in base 2, and behind all of those the sums of weights relative to
-it."""
+`room` is memory for partial results, 0 if they fit on the stack: for each unit (a chunk of a key/value head) the number
+of finished parts, 8 bytes; then the sums, the largest scores and the sums of weights of every task's rows. `tops`, if
+not 0, receives the queries' largest scores, in base 2, followed by their sums of weights relative to them."""
 
 _LOWEST = -3.4028234663852886e38
-"""The largest score before any is known: the lowest that is finite, since from -inf nothing can be taken off."""
+"""The initial largest score: the lowest finite number, since -inf - (-inf) is NaN."""
 
 
 @dataclass(frozen=True)
 class _Task:
-    """Where a task's rows stand: values of the program, not of Python."""
+    """The rows of a task: values in the program, not in Python."""
 
     row: Any
-    """The first row of the chunk, of all rows of the key/value head."""
+    """The first row of the chunk among the rows of the key/value head."""
     height: Any
-    """Rows of the chunk that are there."""
+    """The number of rows in the chunk."""
     first: Any
     last: Any
     """The span of keys of its batch row."""
 
 
 def tiles(rows: int, lanes: int) -> tuple[int, int]:
-    """Rows that are computed together where there are `rows` in all, and the lanes of the vectors to do it with.
+    """The tile, the number of rows computed together out of `rows`; and the vector length to compute it with.
 
-    The largest tile whose padding is within an eighth of the least.
+    The largest tile whose padded number of rows is within an eighth of the least.
 
     >>> tiles(3, 16), tiles(7, 16), tiles(20, 16), tiles(64, 16), tiles(64, 8)
     ((4, 16), (8, 8), (8, 8), (64, 16), (16, 8))
@@ -84,14 +84,14 @@ def tiles(rows: int, lanes: int) -> tuple[int, int]:
     for tile in FEW:
         if rows <= tile < lanes:
             return tile, lanes
-    # 16 registers hold the sums of two vectors of rows, 32 those of four.
+    # 16 registers can hold the sums of two vectors of rows, 32 those of four.
     choices = [(8, 8), (16, 16), (32, 16), (64, 16)] if lanes == 16 else [(lanes, lanes), (2 * lanes, lanes)]
     padded = [-(-rows // tile) * tile for tile, _ in choices]
     return max(choice for choice, size in zip(choices, padded, strict=True) if 8 * size <= 9 * min(padded))
 
 
 def block(qk_length: int, value_length: int, tile: int, stored: str, lanes: int) -> int:
-    """Tokens whose scores are kept at a time: fewer where their keys and values become float32 and are long.
+    """Tokens per block: fewer if their keys and values are converted to float32 and are long.
 
     >>> block(64, 64, 16, "float16", 16), block(256, 256, 16, "float16", 16), block(256, 256, 16, "float32", 16)
     (96, 24, 96)
@@ -102,8 +102,8 @@ def block(qk_length: int, value_length: int, tile: int, stored: str, lanes: int)
 
 
 def source(qk_length: int, value_length: int, tile: int, dtype: str, stored: str, result: str, lanes: int) -> str:
-    """The code in LLVM's language, for query rows `tile` at a time, in `dtype`, over keys and values as they are
-    `stored`. It leaves `out` (heads, rows, value_length) in the dtype `result`."""
+    """The program in LLVM IR, for `tile` query rows at a time in `dtype`, over keys and values of the dtype `stored`.
+    It writes `out` (heads, rows, value_length) in the dtype `result`."""
     code = Code(lanes, stored, "work")
     b, field, few = code.b, code.fields(FIELDS), tile < lanes
     size = block(qk_length, value_length, tile, stored, lanes)
@@ -178,7 +178,7 @@ def source(qk_length: int, value_length: int, tile: int, dtype: str, stored: str
             )
             spoiled = code.register(code.constant(0))
             with b.if_then(hidden, likely=False):
-                if scale_of:  # whole numbers are finite
+                if scale_of:  # integers are finite
                     _look_at_scales(code, scale_of["v"], tokens, spoiled)
                 else:
                     _look(code, values, value_stride, kind, tokens, value_length, spoiled)
@@ -218,8 +218,8 @@ def source(qk_length: int, value_length: int, tile: int, dtype: str, stored: str
 
 
 def _start(code: Code) -> None:
-    """`step(fields)`: the work on as many threads as are wanted, from a copy of the fields, so that nobody writes into
-    what the caller keeps."""
+    """`step(fields)`: runs the work on the given number of threads, on a copy of the fields, so that the caller's
+    memory is not written to."""
     work, size = code.b.function, len(FIELDS) - 1
     b = code.begin("step")
     arguments = b.function.args[0]
@@ -246,7 +246,7 @@ def _start(code: Code) -> None:
 
 
 def _positions(code: Code, field: dict[str, Any], task: _Task) -> tuple[Any, Any]:
-    """The earliest and latest position among a task's rows, which are the queries of one head after another."""
+    """The earliest and latest position among a task's rows, which are the queries of each head in turn."""
     b, queries = code.b, field["queries"]
     bottom = b.sub(b.add(task.row, task.height), I64(1))
     alone = b.icmp_signed("==", b.sdiv(task.row, queries), b.sdiv(bottom, queries))
@@ -256,7 +256,7 @@ def _positions(code: Code, field: dict[str, Any], task: _Task) -> tuple[Any, Any
 
 
 def _band(code: Code, field: dict[str, Any], task: _Task, row: Any) -> tuple[Any, Any]:
-    """The keys [low, high) that a row of a task may see, whatever its span."""
+    """The keys [low, high) that a row of a task may see by its position, before its span is applied."""
     b = code.b
     position = b.add(field["offset"], b.srem(b.add(task.row, row), field["queries"]))
     return b.sub(position, field["before"]), b.add(position, b.add(field["after"], I64(1)))
@@ -303,8 +303,8 @@ def _multiply(code: Code, tile: int, weights: Any, count: Any, scales: Any) -> N
 def _take(
     code: Code, q: Any, kind: Any, queries: Any, scale: Any, height: Any, padded: Any, tile: int, length: int
 ) -> None:
-    """queries = q times the scale, in float32: row after row, or (tiles, length, tile). Rows beyond the last repeat
-    it; nobody reads their results."""
+    """queries = q times the scale, in float32: row after row, or (tiles, length, tile). Rows beyond the last repeat it;
+    their results are not used."""
     b = code.b
     with code.loop(I64(0), padded) as row:
         here = code.at(q, b.mul(code.least(row, b.sub(height, I64(1))), I64(length)), kind)
@@ -320,7 +320,7 @@ def _take(
 
 
 def _widen(code: Code, tensor: Any, stride: Any, count: Any, length: int, wide: Any, scales: Any | None) -> None:
-    """A block of stored numbers as float32, (count, length), times a scale for each token if there are scales."""
+    """A block of stored numbers as float32, (count, length), times the scale of each token if there are scales."""
     b = code.b
     with code.loop(I64(0), count) as s:
         here, there = code.at(tensor, b.mul(s, stride), code.stored), code.at(wide, b.mul(s, I64(length)))
@@ -331,7 +331,8 @@ def _widen(code: Code, tensor: Any, stride: Any, count: Any, length: int, wide: 
 
 
 def _groups(code: Code, count: Any, size: int) -> Iterator[tuple[Any, list[Any]]]:
-    """Tokens below `count`, `size` at a time: the first, and all of them. In the last group the last token repeats."""
+    """Loop over tokens below `count`, `size` at a time: yields the first index, and all of them. In the last group the
+    last token repeats."""
     b = code.b
     last = b.sub(count, I64(1))
     with code.loop(I64(0), count, size) as s:
@@ -342,10 +343,10 @@ def _score_few(
     code: Code, tile: int, queries: Any, keys: Any, stride: Any, count: Any, length: int, weights: Any,
     values: Any, value_stride: Any, value_length: int,
 ) -> None:  # fmt: skip
-    """weights[s, row] = queries[row] · keys[s]. A key after the other: in any other order memory answers later. Sums
-    within vectors are for several together, as many as the registers hold beside the queries.
+    """weights[s, row] = queries[row] · keys[s]. Keys are read in memory order, which is fastest. Vectors are summed
+    several together, as many as fit in registers beside the queries.
 
-    Values are read some columns at a time, which no processor foresees, so that they are asked for here.
+    Values are read a few columns at a time, which the hardware prefetcher cannot predict, so they are prefetched here.
     """
     b = code.b
     places = [(row, column) for row in range(tile) for column in range(0, length, code.lanes)]
@@ -368,7 +369,7 @@ def _score_many(
     code: Code, tile: int, queries: Any, keys: Any, stride: Any, count: Any, length: int, weights: Any,
     values: Any, value_stride: Any, value_length: int, fetch: bool,
 ) -> None:  # fmt: skip
-    """weights[s, row] = queries[:, row] · keys[s], a vector of rows times a number of a key at a time."""
+    """weights[s, row] = queries[:, row] · keys[s], one number of a key times a vector of rows at a time."""
     b, vectors = code.b, tile // code.lanes
     for s, tokens in _groups(code, count, 8 if vectors == 1 else 6):
         here = [code.at(keys, b.mul(token, stride)) for token in tokens]
@@ -409,8 +410,8 @@ def _hide(
 
 
 def _weigh(code: Code, tile: int, scores: Any, count: Any, tops: Any, totals: Any, fading: Any) -> None:
-    """Powers of two in place of the scores (s, row); each row's largest score and sum of weights brought up to date;
-    in `fading` the factor by which its older sums shrink. Lane i of a vector holds a number of row i % tile."""
+    """Powers of two in place of the scores (s, row); each row's largest score and sum of weights are updated; `fading`
+    gets the factor for its older sums. Lane i of a vector holds a number of row i % tile."""
     b, lanes = code.b, code.lanes
     size, stride = min(tile, lanes), max(tile, lanes)
     filled = b.mul(count, I64(tile))
@@ -441,7 +442,7 @@ def _add(
     """out[row] = fading[row] · out[row] + sum over s in [low, high) of weights[s, row] · values[s], for up to 4 rows,
     some columns at a time."""
     b = code.b
-    wide = min(length, code.lanes * (8 if code.lanes == 8 else 16) // rows)  # sums that the registers hold
+    wide = min(length, code.lanes * (8 if code.lanes == 8 else 16) // rows)  # as many sums as registers can hold
     wide = next(size for size in range(wide, 0, -code.lanes) if length % size == 0)
     columns = range(0, wide, code.lanes)
     with code.loop(I64(0), I64(length), wide) as first:
@@ -486,7 +487,7 @@ def _merge(
             for column, register in zip(columns, sums, strict=True):
                 b.store(code.fma(share, code.vector(added, column), b.load(register)), register)
         query = b.add(b.mul(head, field["rows"]), b.add(task.row, row))
-        with b.if_then(b.icmp_signed("!=", field["tops"], I64(0))):  # this is a part of a larger whole
+        with b.if_then(b.icmp_signed("!=", field["tops"], I64(0))):  # this is a part of a larger call
             count = b.mul(b.sdiv(field["tasks"], b.mul(field["parts"], field["chunks"])), field["rows"])
             for offset, register in ((I64(0), best), (count, total)):
                 code.write(b.extract_element(b.load(register), I64(0)), address["tops"], b.add(offset, query))

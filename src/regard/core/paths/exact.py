@@ -1,4 +1,4 @@
-"""The exact weights of chosen query rows and heads, and of no others."""
+"""The exact weights of chosen query rows and heads; no others are computed."""
 
 import torch
 from torch import Tensor
@@ -11,7 +11,9 @@ from regard.core.user_code import weigh
 
 def weights(call: Call, rows: list[int] | None, heads: list[int] | None) -> Tensor:
     """Weights (B, heads, rows, S) between queries and keys, by the mechanism's plain formula."""
-    if call.mechanism.ordered and (rows is not None or heads is not None):  # which token or head it is matters to it
+    if call.mechanism.ordered and (
+        rows is not None or heads is not None
+    ):  # its weights depend on the index of a token and head
         return choose_scores(weights(call, None, None), rows, heads)
     bad = None if call.structure is EVERYTHING else bad_keys(call.k, call.k)
     q, k, bias, repeats = call.q, cleaned(call.k, bad), call.bias, call.heads // call.groups
@@ -25,7 +27,7 @@ def weights(call: Call, rows: list[int] | None, heads: list[int] | None) -> Tens
         visible = visible[:, every_head]
     if bias is not None:
         bias = choose_scores(bias.expand(call.batch, call.heads, call.queries, call.keys), rows, heads)
-    # Every chosen query head brings its own key head, unless all are wanted and groups stay whole.
+    # For chosen heads, take the key head of each query head; without a choice, groups stay whole.
     if heads is not None:
         q, k = q[:, heads], k[:, [head // repeats for head in heads]]
     q = q if rows is None else q[:, :, rows]

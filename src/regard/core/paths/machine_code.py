@@ -1,7 +1,7 @@
-"""A small language to write machine code in; compiler.py makes a program of it run on this processor.
+"""A small language for CPU programs, on top of LLVM's IR builder; compiler.py compiles them for this CPU.
 
-A program is one function `void step(int64_t fields[])`. What many threads call draws tasks from a counter,
-`fields[0]`, until none is left. Python writes it out for one set of sizes.
+A program is one function `void step(int64_t fields[])`, generated for one set of sizes. A function that many threads
+call draws tasks from a counter, `fields[0]`, until none is left.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,13 +15,13 @@ POINTER = ir.PointerType()
 STORED = {"float32": F32, "float16": ir.HalfType(), "bfloat16": ir.IntType(16), "int8": ir.IntType(8)}
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}
 _ROUNDER = 1.5 * 2**23
-"""Added to a float32, leaves its nearest whole number in the last bits."""
+"""Added to a float32, it leaves the nearest integer in the last bits."""
 _POWERS = (1.5403530e-4, 1.3333558e-3, 9.6181291e-3, 5.5504109e-2, 2.4022651e-1, 6.9314718e-1, 1.0)
-"""ln(2)^n / n! from n = 6 down, Taylor's: 2^x within 2e-7 for |x| <= 1/2."""
+"""The Taylor coefficients ln(2)^n / n! from n = 6 down: 2^x within 2e-7 for |x| <= 1/2."""
 
 
 class Code:
-    """The code so far, and the few words it is written in: vectors of `lanes` float32."""
+    """The program so far, and the operations to write it with: on vectors of `lanes` float32 numbers."""
 
     def __init__(self, lanes: int, dtype: str, name: str = "step") -> None:
         self.lanes, self.dtype, self.stored = lanes, dtype, STORED[dtype]
@@ -33,14 +33,14 @@ class Code:
         self.b: Any = self.begin(name)
 
     def begin(self, name: str) -> Any:
-        """Go on in a new function `void name(int64_t fields[])`."""
+        """Begin a new function `void name(int64_t fields[])`."""
         function = ir.Function(self.module, ir.FunctionType(ir.VoidType(), [POINTER]), name)
         self._entry = function.append_basic_block("entry")
         self.b = ir.IRBuilder(self._entry)
         return self.b
 
     def fields(self, names: Sequence[str]) -> dict[str, Any]:
-        """What the function is told, 8 bytes each; all but the first, the counter."""
+        """The arguments of the function, 8 bytes each; all but the first, which is the counter."""
         return {name: self.read(self.b.function.args[0], place, I64) for place, name in enumerate(names) if place}
 
     @contextmanager
@@ -87,7 +87,7 @@ class Code:
         self.b.store(value, place, align=4 if kind is F32 else 1)
 
     def narrow(self, x: Any, kind: Any) -> Any:
-        """A vector of float32 as it is stored, rounded to the nearest."""
+        """A vector of float32 converted to a storage type, rounded to nearest."""
         if kind is F32:
             return x
         stored = ir.VectorType(kind, self.lanes)
@@ -121,7 +121,7 @@ class Code:
         return self.b.bitcast(wide, self.kind)
 
     def register(self, value: Any) -> Any:
-        """A vector that changes."""
+        """A mutable vector (a stack slot that LLVM turns into a register)."""
         with self.b.goto_block(self._entry):
             place = self.b.alloca(self.kind)
         self.b.store(value, place)
@@ -129,7 +129,7 @@ class Code:
 
     def constant(self, value: float) -> Any:
         if value == 0:
-            return ir.Constant(self.kind, None)  # shorter to read
+            return ir.Constant(self.kind, None)  # shorter for LLVM to parse
         return ir.Constant(self.kind, [F32(value)] * self.lanes)
 
     def whole(self, value: int) -> Any:
@@ -144,7 +144,7 @@ class Code:
         return self.b.load(self.at(pointer, index), typ=ir.VectorType(F32, count), align=4)
 
     def repeated(self, pointer: Any, count: int) -> Any:
-        """`count` stored numbers, again and again."""
+        """`count` stored numbers, repeated to fill a vector."""
         return self.picked(self.few(pointer, 0, count), [lane % count for lane in range(self.lanes)])
 
     def least(self, x: Any, y: Any) -> Any:
@@ -156,13 +156,13 @@ class Code:
         return self.b.select(self.b.icmp_signed(">", x, y), x, y)
 
     def prefetch(self, place: Any, count: int) -> None:
-        """Ask for `count` stored numbers, if there are so many, to be read into the core's own cache."""
+        """Prefetch `count` stored numbers into the CPU's nearest cache; reading past the end does no harm."""
         line = 64 // _BYTES[self.dtype]
         for first in range(0, count, line):
             self.b.call(self._prefetch, [self.at(place, first, self.stored), I32(0), I32(3), I32(1)])
 
     def picked(self, x: Any, places: Sequence[int], y: Any = None) -> Any:
-        """The numbers at these places of x, or of x and y one behind the other."""
+        """The numbers at these indices of x, or of x followed by y."""
         return self.b.shuffle_vector(
             x, x if y is None else y, ir.Constant(ir.VectorType(I32, len(places)), list(places))
         )
@@ -171,11 +171,12 @@ class Code:
         return self.b.call(self._fma, [x, y, z])
 
     def larger(self, x: Any, y: Any) -> Any:
-        """The larger number in each lane; y where x is NaN, so that a bad score spoils its weight and no maximum."""
+        """The larger number in each lane; y where x is NaN, so that a NaN score affects its weight but not the
+        maximum."""
         return self.b.select(self.b.fcmp_ordered(">", x, y), x, y)
 
     def joined(self, join: Any, x: Any, count: int) -> Any:
-        """All lanes i, i + count, i + 2 count … joined, in each of them."""
+        """Lanes i, i + count, i + 2 count … reduced by `join`, with the result in each of them."""
         apart = self.lanes
         while apart > count:
             apart //= 2
@@ -183,7 +184,8 @@ class Code:
         return x
 
     def sums(self, vectors: list[Any]) -> Any:
-        """The sum of each vector. Pairs are folded into one, half the lanes for each, then that one within itself."""
+        """The sum of each vector. Pairs of vectors are added into one, half of the lanes for each, then the last vector
+        is summed within itself."""
         width, count = self.lanes, len(vectors)
         while width > 1:
             half = width // 2
@@ -199,7 +201,8 @@ class Code:
         return self.picked(vectors[0], range(0, self.lanes, self.lanes // count))
 
     def power(self, x: Any) -> Any:
-        """2^x for x <= 0: a power put together from bits, times a polynomial of what is left of x. NaN stays."""
+        """2^x for x <= 0: the integer part goes into the exponent's bits, the rest through a polynomial. NaN stays
+        NaN."""
         b = self.b
         near = b.fadd(x, self.constant(_ROUNDER))
         rest = b.fsub(x, b.fsub(near, self.constant(_ROUNDER)))

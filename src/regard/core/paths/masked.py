@@ -1,8 +1,8 @@
-"""Many lengths in one fused call under a mask, instead of a call for each length.
+"""Many sequence lengths in one fused call under a mask, instead of a call for each length.
 
-Slices cost nothing but a call each. On a GPU that is a launch, and a batch of many lengths is hundreds of them; a step
-of a stream on a CPU is so short that a second call takes longer than reading what a mask hides. Padding alone is a mask
-of one row a sequence, (B, 1, 1, S); with causality it is (B, 1, T, S).
+Slicing padding off costs one call for each length. On a GPU a call is a kernel launch, and a batch of many lengths
+needs hundreds; a decode step on a CPU is so short that a second call takes longer than reading masked keys. Padding
+alone is a mask (B, 1, 1, S); with causality it is (B, 1, T, S).
 """
 
 import torch
@@ -14,9 +14,9 @@ from regard.core.masks import Span
 from regard.core.paths import sdpa, torch_softmax
 
 FEW = 4
-"""Different lengths up to which slices are the faster way on a GPU."""
+"""Up to this many different lengths, slices are faster on a GPU."""
 MOST = 1 << 28
-"""Entries of a mask, at most."""
+"""The most entries a mask may have."""
 
 
 def cannot(call: Call) -> str | None:
@@ -29,7 +29,7 @@ def cannot(call: Call) -> str | None:
     if call.q.is_cpu and (
         call.structure.positional or not torch_softmax.few(call.q, call.k) or _different(rows, 1) == 1
     ):
-        return f"on a CPU made for at most {torch_softmax.MOST_ROWS} query rows a key/value head, and several lengths"
+        return f"on a CPU made for at most {torch_softmax.MOST_ROWS} query rows per key/value head, and several lengths"
     if not call.q.is_cpu and _different(rows, FEW) <= FEW:
         return f"at most {FEW} different lengths: slices are faster"
     if call.structure.causal and call.batch * call.queries * call.keys > MOST:
@@ -41,7 +41,7 @@ def _different(rows: tuple[Span, ...], most: int) -> int:
     """How many different intervals there are; where there are more than `most`, one more than that."""
     kinds: list[Span] = []
     for span in rows:
-        if span not in kinds:  # compared and not hashed, which would fix lengths that a trace holds open
+        if span not in kinds:  # compared, not hashed, which would specialise dynamic lengths
             kinds.append(span)
         if len(kinds) > most:
             break
@@ -58,7 +58,7 @@ def run(call: Call) -> Tensor:
         return torch_softmax.plain(call.q, call.k, call.v, scale=scale, attn_mask=shown)
     if call.structure.causal:
         shown = shown & torch.ones(call.queries, call.keys, dtype=torch.bool, device=call.q.device).tril()
-    blind = ~shown.any(-1, keepdim=True)  # queries that see nothing look at everything, and give 0
+    blind = ~shown.any(-1, keepdim=True)  # queries that see no key attend to all keys here, and get 0 below
     return torch_softmax.plain(call.q, call.k, call.v, scale=scale, attn_mask=shown | blind).masked_fill(blind, 0)
 
 

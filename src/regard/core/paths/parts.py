@@ -1,12 +1,13 @@
-"""Causal attention of other queries than there are keys: keys that all queries see and keys that some do, apart.
+"""Causal attention with unequal numbers of queries and keys, in two parts: keys that all queries see, and keys that
+some see.
 
 Partial attention is the output over some of the keys and the log-sum-exp of their scores. Two parts merge exactly:
 
     lse = log(exp(lse_a) + exp(lse_b))            out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b
 
-The keys before the first query (a chat's history, a prompt read in chunks) need no mask, and the rest is square, so
-that PyTorch's is_causal serves. The backward pass of each part takes the merged output and log-sum-exp, which is all
-that the parts have to know of each other (Liu et al. 2023, "Ring attention").
+The keys before the first query (a chat's history, a prompt read in chunks) need no mask, and the rest is square, as
+PyTorch's is_causal expects. The backward pass of each part needs only the merged output and log-sum-exp (Liu et al.
+2023, "Ring attention").
 """
 
 from typing import Any
@@ -46,7 +47,7 @@ def run(call: Call) -> Tensor:
 def _interval(q: Tensor, k: Tensor, v: Tensor, scale: float, offset: int) -> Tensor:
     """Query i sees the keys up to i + offset; all of them are real."""
     queries, keys = q.shape[2], k.shape[2]
-    first = min(max(0, -offset), queries)  # queries before see nothing
+    first = min(max(0, -offset), queries)  # earlier queries see no key
     last = min(max(first, keys - offset), queries)  # queries from here on see every key
     outputs = []
     if first:
@@ -60,7 +61,7 @@ def _interval(q: Tensor, k: Tensor, v: Tensor, scale: float, offset: int) -> Ten
 
 
 def _merged(q: Tensor, k: Tensor, v: Tensor, scale: float, old: int) -> Tensor:
-    """Queries that stand at the keys from `old` on, each over the keys up to its own."""
+    """Queries at the positions from `old` on, each over the keys up to its position."""
     if old == 0:
         return torch_softmax.plain(q, k, v, scale=scale, is_causal=True)
     size, kind = v.shape[-1], q.dtype
@@ -74,19 +75,20 @@ def _merged(q: Tensor, k: Tensor, v: Tensor, scale: float, old: int) -> Tensor:
 
 
 def over_old(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """The output over keys that all queries see, and its log-sum-exp: the heads of a group as rows of one query."""
+    """The output over keys that all queries see, and its log-sum-exp: with the heads of a group as rows of one
+    query."""
     v = torch_softmax.shown(k, v) if k.shape[2] == 1 else v
     out, lse = _flash(q.reshape(len(q), k.shape[1], -1, q.shape[3]), k, v, scale=scale)
     return out.reshape(q.shape), lse.reshape(q.shape[:3])
 
 
 def over_new(q: Tensor, k: Tensor, v: Tensor, scale: float, old: int) -> tuple[Tensor, Tensor]:
-    """The output over the keys from `old` on, as many as queries, and its log-sum-exp."""
+    """The output over the keys from `old` on, as many keys as queries, and its log-sum-exp."""
     return _flash(q, k[:, :, old:], v[:, :, old:], 0.0, True, scale=scale)
 
 
 def over_tail(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """The output over keys of which the last are the queries' own, each query up to its own; and its log-sum-exp."""
+    """The output of queries at the last keys, each over the keys up to its position; and its log-sum-exp."""
     old = k.shape[2] - q.shape[2]
     if q.shape[2] == 1:
         return over_old(q, k, v, scale)
@@ -103,7 +105,7 @@ def merge(first: Tensor, first_lse: Tensor, second: Tensor, second_lse: Tensor) 
 
 
 class _Merged(torch.autograd.Function):
-    """PyTorch does not derive a log-sum-exp, so the merge has its own backward pass, once differentiable."""
+    """PyTorch cannot differentiate its log-sum-exp, so the merge has a backward pass here, differentiable once."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, old: int) -> Tensor:
@@ -121,9 +123,9 @@ class _Merged(torch.autograd.Function):
 
 
 class _MergedGradients(torch.autograd.Function):
-    """The gradients of `_Merged`, which raise where they would be derived.
+    """The gradients of `_Merged`, which raise if they are differentiated.
 
-    `once_differentiable` would not do: its error is passed by where only some inputs' gradients are asked for.
+    `once_differentiable` is not enough: autograd skips its error if only some inputs need gradients.
     """
 
     @staticmethod

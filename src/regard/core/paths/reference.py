@@ -1,4 +1,4 @@
-"""The plain formula, over the dense (T, S) weights: the specification every other path is held to."""
+"""The plain formula, over the dense (T, S) weights: the specification of every other path."""
 
 from torch import Tensor
 

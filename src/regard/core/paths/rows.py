@@ -31,6 +31,6 @@ def _together(rows: tuple[Span, ...]) -> Iterable[tuple[Span, list[int]]]:
         return together.items()
     spans: list[Span] = []
     for span in rows:
-        if span not in spans:  # compared and not hashed, which would fix lengths that a trace holds open
+        if span not in spans:  # compared, not hashed, which would specialise dynamic lengths
             spans.append(span)
     return [(span, [row for row, other in enumerate(rows) if other == span]) for span in spans]

@@ -1,6 +1,6 @@
-"""Attention to a state's keys and values: one call for each of its runs, mostly one.
+"""Attention over a KV cache: one call for each run of batch rows; most caches have one run.
 
-Keys and values are kept as they came, a NaN or infinity among them too: each call is guarded as any other.
+The cache keeps a NaN or infinity as it is: each call has the guard of any other call (masks/guard.py).
 """
 
 from typing import TYPE_CHECKING
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def with_space(state: KeyValueState, mask: Mask | None, new: int) -> KeyValueState:
-    """The state with room for `new` tokens: where it is full, without the keys that a window has left behind."""
+    """The state with room for `new` tokens: if it is full, keys that have left the sliding window are dropped."""
     if not state.forgotten and state.length + new <= state.capacity:
         return state
     before = structure_of(mask, FOREVER, FOREVER).before
@@ -38,7 +38,7 @@ def with_space(state: KeyValueState, mask: Mask | None, new: int) -> KeyValueSta
 def usable_state(
     mechanism: "Mechanism", q: Tensor, state: KeyValueState, mask: Mask | None, bias: Tensor | None, recorded: bool
 ) -> KeyValueState:
-    """The state as this attention can use it: without shared prefixes, if that is what it takes."""
+    """The state in a form that this attention can use: without shared prefixes if they cannot be attended to apart."""
     if state.whole or not state.has_prefix:
         return state
     for run in state.runs:
@@ -54,19 +54,19 @@ def usable_state(
 def over_runs(
     mechanism: "Mechanism", q: Tensor, state: KeyValueState, mask: Mask | None, bias: Tensor | None
 ) -> Tensor:
-    """The output of the newest tokens' queries, (B, H, T, K) -> (B, H, T, V), over the whole history."""
+    """The output of the new tokens' queries over the whole history, (B, H, T, K) -> (B, H, T, V)."""
     if state.whole:
         k, v, scales = state.buffer.stored(state.length)
         return _run(Call(mechanism, q, k, v, mask, bias, scales))
     causal = structure_of(mask, q.shape[2], state.length).causal
     outputs = q.new_zeros(*q.shape[:3], state.buffer.values.shape[3])
-    if transformed():  # a transform of keys or values alone reaches the output
+    if transformed():  # so that a transform over keys or values only reaches the output
         outputs = outputs + sum(t[..., :0].sum() for run in state.runs for t in (run.buffer.keys, run.buffer.values))
     for run in state.runs:
         keys = state.length - run.begin
-        if keys == 0:  # rows of padding alone
+        if keys == 0:  # rows with padding only
             continue
-        # Causal queries of positions before the run's first key see padding alone, and give 0.
+        # Causal queries before the run's first key see only padding: their output is 0.
         first = max(0, q.shape[2] - keys) if causal else 0
         if run.prefix is not None:
             outputs[list(run.rows)] = shared.attend(mechanism, run.of(q), run, state.length)

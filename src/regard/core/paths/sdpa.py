@@ -1,7 +1,7 @@
-"""PyTorch's fused softmax attention, one call for all queries, never through a dense mask.
+"""PyTorch's fused scaled_dot_product_attention (SDPA), one call for all queries, never with a dense mask.
 
-No mask and causal are one call. Padding becomes slices: rows of the batch that share an interval of real keys go
-together, over those keys only, so padding costs nothing and nothing in it can leak.
+No mask and causal are one call. Padding becomes slices: batch rows with the same interval of real keys are computed
+together, over those keys only, so padding costs nothing and cannot leak.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ from regard.core.paths.torch_softmax import plain
 def unfit(call: Call) -> str | None:
     """Why SDPA cannot compute this mechanism under any mask; None if it can."""
     if transformed():
-        return "transforms of torch.func and forward derivatives reach into plain operators alone"
+        return "torch.func transforms and forward-mode differentiation need plain operators"
     return "SDPA does not compute this mechanism" if _scale(call) is None else None
 
 
@@ -33,14 +33,14 @@ def cannot(call: Call) -> str | None:
 
 
 def not_intervals(call: Call) -> str | None:
-    """Why a call is not softmax over an interval of keys a batch row, causal or not; None if it is."""
+    """Why a call is not softmax over one interval of keys per batch row, causal or not; None if it is."""
     structure = call.structure
     if (reason := unfit(call)) is not None:
         return reason
     if call.bias is not None:
         return "a bias needs the score form"
     if structure.rest is not None:
-        return "a mask that is no band of positions would need a dense mask"
+        return "a mask that is not a band of positions would need a dense mask"
     if structure.windowed:
         return "a window would need a dense mask"
     if structure.paddings and structure.rows is None:
@@ -56,7 +56,7 @@ def run(call: Call) -> Tensor:
     def rows(q: Tensor, k: Tensor, v: Tensor, low: int, high: int) -> Tensor:
         if not call.structure.causal:
             return plain(q, k, v, scale=scale(call))
-        # Causal here means T = S: queries before `low` see nothing, those from `high` on see every real key.
+        # Causal here means T = S: queries before `low` see no key, those from `high` on see every real key.
         before = q.new_zeros(*q.shape[:2], low, v.shape[-1])
         inside = plain(q[:, :, low:high], k, v, scale=scale(call), is_causal=True)
         after = plain(q[:, :, high:], k, v, scale=scale(call))
@@ -73,7 +73,7 @@ def scale(call: Call) -> float:
 
 
 def _scale(call: Call) -> float | None:
-    mechanism: Any = call.mechanism  # one that lists this path
+    mechanism: Any = call.mechanism  # a mechanism that lists this path
     return mechanism.sdpa_scale(call.qk_length)
 
 

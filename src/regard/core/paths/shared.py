@@ -1,7 +1,7 @@
-"""Attention to a prefix that batch rows share, and to what each has after it.
+"""Attention to a prefix that batch rows share (prompt cache), and to what each row has after it.
 
-The keys of the prefix are read once for all rows that share them, whose queries go over them together; each row's own
-keys are a second part. The two are merged exactly by their log-sum-exps, as in parts.py.
+The prefix is read once for the queries of all rows that share it; the other keys of each row are a second part. The two
+parts are merged exactly by their log-sum-exps, as in parts.py.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def cannot(mechanism: Any, q: Tensor, keys: int, mask: Mask | None, bias: Tensor | None, recorded: bool) -> str | None:
-    """Why queries at the end of `keys` keys cannot attend to a prefix and the rest apart; None if they can."""
+    """Why queries at the end of `keys` keys cannot attend to a prefix and the rest separately; None if they can."""
     structure, queries = structure_of(mask, q.shape[2], keys), q.shape[2]
     plain = sdpa.PATH in mechanism.paths() and mechanism.sdpa_scale(q.shape[3]) is not None
     if bias is not None or not plain:
@@ -30,12 +30,13 @@ def cannot(mechanism: Any, q: Tensor, keys: int, mask: Mask | None, bias: Tensor
     if structure.rest is not None or structure.windowed or structure.paddings or not (structure.causal or queries == 1):
         return "the mask is not causal alone"
     if recorded or transformed() or torch.compiler.is_compiling():
-        return "gradients, transforms and traces take one call"
+        return "gradients, transforms and traces need a single call"
     return None if q.is_cpu else "made for the CPU"
 
 
 def attend(mechanism: "Mechanism", q: Tensor, run: Run, length: int) -> Tensor:
-    """The output of a run's newest queries, (rows, H, T, K) -> (rows, H, T, V), each over the keys up to its own."""
+    """The output of a run's newest queries, (rows, H, T, K) -> (rows, H, T, V), each over the keys up to its
+    position."""
     assert run.prefix is not None
     prefix, rest = run.prefix, length - run.begin - run.prefix.length
     first_keys, first_values, first_scales = prefix.buffer.stored(prefix.length)
@@ -53,7 +54,7 @@ def attend(mechanism: "Mechanism", q: Tensor, run: Run, length: int) -> Tensor:
 
 
 def _part(call: Call) -> tuple[Tensor, Tensor]:
-    """The output over all keys, or under causality of queries that stand at the last keys, and its log-sum-exp."""
+    """The output over all keys, or, causal, of queries at the last keys; and its log-sum-exp."""
     scale, size = sdpa.scale(call), call.value_length
     if decode.cannot(call) is None:
         return decode.part(call)
@@ -66,8 +67,8 @@ def _part(call: Call) -> tuple[Tensor, Tensor]:
 
 
 def _by_parent(q: Tensor, places: tuple[int, ...]) -> tuple[list[tuple[slice, Tensor]], Tensor]:
-    """Queries of rows that share a parent as queries of one row, (parents, H, rows · T, K), with their parents; and
-    where each row is among all of them."""
+    """Queries of rows with the same parent as queries of one row, (parents, H, rows · T, K), with their parents; and
+    the index of each row among them."""
     rows = torch.tensor(places).argsort(stable=True)
     counts = torch.tensor(places).bincount().tolist()
     order = rows.argsort()

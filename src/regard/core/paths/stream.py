@@ -1,4 +1,4 @@
-"""A kernel's stream: the sums of what is old, and the newest tokens as they are."""
+"""Linear attention token by token: running sums over old tokens, and the newest tokens as keys and values."""
 
 import math
 from dataclasses import replace
@@ -18,7 +18,7 @@ from regard.core.states.kernel_state import KernelState
 
 
 def folded(length: int, recent: int) -> int:
-    """How many of `length` tokens a stream has folded: all but the newest recent/2 … recent, whatever the chunks."""
+    """How many of `length` tokens are in the sums: all but the newest recent/2 … recent, however they were appended."""
     half = recent // 2
     return half * max(0, math.ceil(length / half) - 2)
 
@@ -33,12 +33,14 @@ def stream(
     padding: Padding | None,
     recent: int,
 ) -> tuple[Tensor, KernelState]:
-    """Append tokens to a state and attend from them. `padding` speaks of the tokens not yet folded, new ones included.
+    """Append tokens to a state and attend from them. `padding` covers the tokens not yet in the sums, new ones
+    included.
 
-    A key the padding hides is left out of the sums for good.
+    A key that padding hides never enters the sums.
     """
     new, length = k.shape[2], state.length + k.shape[2]
-    # After a crop more may be folded than the length alone would have: then nothing is, until the stream catches up.
+    # After a crop the sums may contain more tokens than this length implies: then nothing is folded until the length
+    # catches up.
     fold_to = max(0, folded(length, recent) - state.folded)
     newest = state.recent if state.recent.length + new <= recent else state.recent.resized(state.recent.length + new)
     newest = newest.append(k, v, None, recorded=q.requires_grad or mechanism.learns(k.shape[3]))
@@ -72,10 +74,11 @@ def _guarded(
     state: KernelState,
     fold_to: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`_walk` so that a NaN or infinity reaches those who see it and no others, nor the gradients of others."""
+    """`_walk` with the guard: a NaN or infinity reaches only the queries that see it, and not the gradients of
+    others."""
     valid = None if padding is None else padding.valid(k.shape[2], k.device)
     derived = recorded(q, k, v, state.sums) or mechanism.learns(k.shape[3]) or transformed()
-    if not derived and (q.shape[2] == 1 or not causal):  # all queries see all keys, and the sums
+    if not derived and (q.shape[2] == 1 or not causal):  # all queries see all keys and the sums: no guard needed
         return _walk(mechanism, q, k, v, valid, None, causal, state, fold_to)
     bad = bad_keys(k, v)
     if bad is None:
@@ -83,7 +86,7 @@ def _guarded(
     if valid is not None:
         bad = bad & valid[:, None]
     clean, bad_lines = state, bad
-    if derived and state.folded:  # a bad value is in all rows of the sums, a bad key in the normaliser
+    if derived and state.folded:  # a bad value shows in all rows of the sums, a bad key in the normaliser
         lines = not_finite(state.normaliser.unsqueeze(2), state.sums[:, :, :1])
         zeros = torch.where(lines, 0, state.normaliser)
         clean, bad_lines = (
@@ -93,7 +96,7 @@ def _guarded(
     out, sums, normaliser = _walk(mechanism, q, k, v, valid, bad, causal, clean, fold_to)
     if not fold_to:
         sums, normaliser = state.sums, state.normaliser
-    else:  # what has been folded is before the other keys, and every later query divides by this
+    else:  # folded keys come first in `bad_lines`; every later query divides by the normaliser
         spoiled = bad_lines[..., : bad_lines.shape[-1] - k.shape[2] + fold_to].any(-1)
         normaliser = torch.where(spoiled[..., None], math.nan, normaliser)
     return poisoned(out, causal_mask if causal else None, bad_lines), sums, normaliser
@@ -110,7 +113,8 @@ def _walk(
     state: KernelState,
     fold_to: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The output of the last tokens of k and v, and the sums with the first `fold_to` of them, by PyTorch."""
+    """The output of the last tokens of k and v, and the sums with the first `fold_to` of them added, by PyTorch
+    operators."""
     new, length = q.shape[2], k.shape[2]
     rows, keys, values, real = tiled(q, k, v, valid)
     bad = None if bad is None else bad.flatten(0, 1)

@@ -1,15 +1,15 @@
-"""Running sums over keys, and the walk in which queries meet them a chunk at a time.
+"""Running sums over keys, and the walk over chunks in which queries read them (chunkwise linear attention).
 
-Walking the keys in chunks, a query takes its own chunk in score form (exact, and dense enough for the matrix units) and
-everything before it through the sums
+The keys are walked in chunks. A query attends to its chunk in score form (exact, and dense enough for matrix units) and
+to everything before it through the sums
 
     num_t = sum over its chunk of sim(q_t, k_s) v_s  +  phi(q_t)·sums             sums       = sum phi(k_s) v_s^T
     den_t = sum over its chunk of sim(q_t, k_s)      +  phi(q_t)·normaliser       normaliser = sum phi(k_s)
 
-and when a chunk is done it is folded into the sums. Features exist for one chunk at a time.
+and when a chunk is done it is folded into (added to) the sums. Features exist for one chunk at a time.
 
-What is walked is a list of steps, made by `steps` from the lengths alone. The computation (chunked.py), its gradient,
-the stream (stream.py) and the cost (sums_cost.py) all follow that one list.
+`steps` makes the list of steps from the lengths alone. The computation (chunked.py), its gradient, the token-by-token
+form (stream.py) and the cost (sums_cost.py) all follow this list.
 """
 
 import math
@@ -26,12 +26,12 @@ from regard.core.eager import recorded, transformed
 from regard.core.masks.guard import cleaned
 
 CHUNK = 256
-"""Keys folded at a time: long enough for the matrix units, short enough for the chunk's quadratic part."""
+"""Keys per chunk: enough for efficient matrix products, few enough for the quadratic part within a chunk."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """Queries [start, stop) meet keys [low, high) and the sums; or, with no queries, these keys are folded in."""
+    """Queries [start, stop) attend to keys [low, high) and the sums; or, without queries, these keys are folded in."""
 
     start: int
     stop: int
@@ -44,14 +44,14 @@ class Step:
 
 
 def steps(queries: int, keys: int, offset: int | None, fold_to: int | None = None) -> list[Step]:
-    """What to do, in order. Query i stands at key position i + offset; None is no causality.
+    """The steps, in order. Query i is at key position i + offset; None means not causal.
 
-    Keys up to `fold_to` are folded in the end (by default all but the last chunk, which nothing comes after).
+    Keys up to `fold_to` are folded at the end (by default all but the last chunk, which no later query needs).
     """
     fold_to = (keys - 1) // CHUNK * CHUNK if fold_to is None else fold_to
     edges = [*range(0, fold_to, CHUNK), fold_to, keys]
     plan: list[Step] = []
-    done = 0 if offset is None else min(queries, max(0, -offset))  # queries before the first key see nothing
+    done = 0 if offset is None else min(queries, max(0, -offset))  # queries before the first key see no key
     for low, high in pairwise(edges):
         last = high == keys
         stop = queries if last else done if offset is None else min(queries, max(done, high - offset))
@@ -80,7 +80,7 @@ def untiled(out: Tensor, k: Tensor) -> Tensor:
 
 
 def no_sums(mechanism: Any, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums over no keys."""
+    """The sums over no keys: zeros."""
     kind, qk_length = accumulator(k.dtype), k.shape[-1]
     return (
         k.new_zeros(k.shape[0], mechanism.summed_length(qk_length), v.shape[-1], dtype=kind),
@@ -90,22 +90,22 @@ def no_sums(mechanism: Any, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, eq=False)
 class Walk:
-    """The steps over M lines of keys, and which of these keys may not be read as they are."""
+    """The steps over M key heads, and which of their keys must be cleaned before they are read."""
 
     plan: list[Step]
     offset: int | None
-    """Where among the keys the first query stands; None is no causality."""
+    """The position of the first query among the keys; None means not causal."""
     valid: Tensor | None = None
     """Which keys are real, (M, S); None if all are."""
     bad: Tensor | None = None
-    """Which real keys carry a NaN or infinity, or whose value does, (M, S); None if all are taken to be finite."""
+    """Which real keys have a NaN or infinity in the key or its value, (M, S); None if all are assumed finite."""
 
     def chunk(self, step: Step, k: Tensor, v: Tensor, derived: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The keys and values of a step as they can be computed with, and which of them are real.
+        """The keys and values of a step, safe to compute with, and which of them are real.
 
-        The queries that see a bad key are spoiled afterwards; here it is kept from those that do not. All later
-        queries see what is folded, and beyond the diagonal similarities are 0, so that only values there can leak. A
-        gradient reaches everything that was computed with: for it, all that is bad is 0.
+        The queries that see a bad key become NaN afterwards; here it is kept from those that do not. All later queries
+        see what is folded. Above the diagonal similarities are 0, so only values can leak there. Gradients reach
+        everything that was computed with: for them, all bad keys and values become 0.
         """
         here = slice(step.low, step.high)
         k, v, real = k[:, here], v[:, here], None if self.valid is None else self.valid[:, here]
@@ -114,7 +114,7 @@ class Walk:
             hidden = unreadable(real, bad)
             return cleaned(k, hidden), cleaned(v, hidden), real
         if bad is not None and not step.folds and diagonal_of(step, self.offset) is not None:
-            v = v.nan_to_num(0, 0, 0)  # an eighth of the time of `where`
+            v = v.nan_to_num(0, 0, 0)  # takes an eighth of the time of `where`
         return k, v, real
 
     def spoiled(self, queries: int) -> Tensor | None:
@@ -155,7 +155,7 @@ def sweep(
     whole = None if keep else q.new_empty(*q.shape[:3], v.shape[-1])
     if whole is not None:
         whole[:, :, :first] = 0
-    owned = False  # the caller's sums are a value; ours can be added to in place
+    owned = False  # the caller's sums must not change; this copy can be added to in place
     for step in plan:
         keys, values, real = walk.chunk(step, k, v, derived=keep)
         keys, values = keys.to(kind), values.to(kind)
@@ -180,7 +180,7 @@ def sweep(
 
 
 def _room(mechanism: Any, plan: list[Step], q: Tensor, k: Tensor, kind: torch.dtype, history: bool) -> Tensor | None:
-    """One buffer for the features of any step, used again and again."""
+    """One buffer for the features of all steps."""
     if not history and not any(step.folds for step in plan):
         return None
     most = max(step.high - step.low if step.folds else q.shape[1] * (step.stop - step.start) for step in plan)
@@ -188,7 +188,7 @@ def _room(mechanism: Any, plan: list[Step], q: Tensor, k: Tensor, kind: torch.dt
 
 
 def diagonal_of(step: Step, offset: int | None) -> int | None:
-    """How far past a query's own row index the keys of a step are visible to it; None if all are to all."""
+    """How far past its row index a query sees the keys of a step; None if all queries see all keys."""
     if offset is None or step.start + offset >= step.high - 1:
         return None
     return step.start + offset - step.low
@@ -197,7 +197,7 @@ def diagonal_of(step: Step, offset: int | None) -> int | None:
 def fold(
     mechanism: Any, k: Tensor, v: Tensor, real: Tensor | None, room: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """phi of keys (M, L, K), the values (M, L, V) to sum with it, and what the keys add to the normaliser."""
+    """phi of keys (M, L, K), the values (M, L, V) to multiply it with, and what the keys add to the normaliser."""
     phi = mechanism.summed_features(k, room)
     if real is not None:
         v = v.masked_fill(~real[..., None], 0)
@@ -207,7 +207,8 @@ def fold(
 def compare(
     mechanism: Any, q: Tensor, k: Tensor, diagonal: int | None, real: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Similarities (M, R·t, L) of queries (M, R, t, K) and one chunk of keys, 0 where hidden; and phi(q), if formed."""
+    """Similarities (M, R·t, L) of queries (M, R, t, K) and one chunk of keys, 0 where hidden; and phi(q), if it was
+    computed."""
     similar, phi = _similar(mechanism, q.flatten(1, 2), k)
     if diagonal is not None:
         heads = similar.unflatten(1, q.shape[1:3])
@@ -219,7 +220,7 @@ def compare(
 
 
 def _similar(mechanism: Any, rows: Tensor, k: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Similarities (M, N, L) of queries (M, N, K) and keys (M, L, K); and phi of the queries, if it was formed."""
+    """Similarities (M, N, L) of queries (M, N, K) and keys (M, L, K); and phi of the queries, if it was computed."""
     if mechanism.short:
         return mechanism.similarity(rows, k), None
     phi = mechanism.summed_features(rows)
@@ -227,7 +228,7 @@ def _similar(mechanism: Any, rows: Tensor, k: Tensor) -> tuple[Tensor, Tensor | 
 
 
 def alone(similar: Tensor, v: Tensor) -> Tensor:
-    """The output where there is nothing but one chunk: the plain formula, to the last digit."""
+    """The output of a single chunk without sums: the plain formula, to the last digit."""
     total = similar.sum(-1, keepdim=True)
     return torch.bmm(similar / total.masked_fill(total == 0, 1), v)
 
@@ -249,7 +250,7 @@ def meet(
 
 
 def divide(num: Tensor, den: Tensor) -> Tensor:
-    """num / den, and 0 where there is nothing to divide by."""
+    """num / den, and 0 where den is 0."""
     return num / den.masked_fill(den == 0, math.inf).unsqueeze(-1)
 
 

@@ -1,4 +1,4 @@
-"""What the linear form of a kernel costs, from the very steps that are walked."""
+"""The cost of the linear form, from the list of steps that the computation walks."""
 
 from collections import Counter
 from dataclasses import replace
@@ -10,7 +10,7 @@ from regard.core.paths.stream import folded
 from regard.core.paths.sums import CHUNK, Step, steps
 
 EDGE_CHUNKS = 2
-"""Chunks until a walk repeats itself: the first has no sums to meet yet, the last is not folded."""
+"""Chunks that differ from the others: the first has no sums to read yet, the last is not folded."""
 
 
 def sums_bytes(mechanism: Any, work: Work) -> int:
@@ -22,8 +22,8 @@ def sums_bytes(mechanism: Any, work: Work) -> int:
 def cost(mechanism: Any, work: Work, recent: int, state_bytes: int) -> Cost:
     """The cost of the linear form, step by step.
 
-    Fewer queries than keys are a step of a stream, unless the work says its keys are not cached: what came before is in
-    the sums. Folding is spread over the tokens.
+    Fewer queries than keys are a decode step, unless the work says that its keys are not cached: earlier keys are in
+    the sums. The cost of folding is spread over the tokens.
     """
     length, streamed = work.key_length, work.cached and work.query_length < work.key_length
     groups, kind = work.batch * work.num_kv_heads, accumulator(work.dtype).itemsize
@@ -42,7 +42,8 @@ def cost(mechanism: Any, work: Work, recent: int, state_bytes: int) -> Cost:
             if high > low and work.query_length
         )
         moved = work.io_bytes
-    # A whole sequence folds chunk by chunk; a stream folds half of the newest keys, which its queries meet one by one.
+    # A whole sequence folds chunk by chunk; a decode step folds half of the newest keys, which its queries read
+    # directly.
     fold, keys = (recent // 2, recent) if streamed else (min(CHUNK, length), min(CHUNK, length))
     rows = max(work.num_heads // work.num_kv_heads * min(CHUNK, work.query_length), fold)
     return Cost(
@@ -55,11 +56,11 @@ def cost(mechanism: Any, work: Work, recent: int, state_bytes: int) -> Cost:
 
 
 def _walk_flops(mechanism: Any, work: Work, queries: int, keys: int, offset: int | None) -> int:
-    """FLOPs a key head spends on the steps of a whole sequence, however long.
+    """FLOPs per key head for the steps of a whole sequence of any length.
 
-    The steps repeat chunk by chunk, in three places: where keys are folded that no query meets, where a chunk of
-    queries meets its own chunk of keys, and where queries that stand after all keys meet the last chunk. Each
-    repetition costs the same, so two short walks tell what a long one costs.
+    The steps repeat chunk by chunk in three places: where keys are folded that no query attends to, where a chunk of
+    queries attends to its chunk of keys, and where queries after all keys attend to the last chunk. Each repetition
+    costs the same, so two short walks determine the cost of a long one.
     """
     places: tuple[tuple[int, tuple[int, int, int]], ...]
     if offset is None:
@@ -89,7 +90,7 @@ def _walk_flops(mechanism: Any, work: Work, queries: int, keys: int, offset: int
 
 
 def _stream_flops(mechanism: Any, work: Work, recent: int) -> int:
-    """FLOPs a key head spends on the newest tokens of a stream."""
+    """FLOPs per key head for the new tokens of a decode step."""
     before, length = work.key_length - work.query_length, work.key_length
     start, end = folded(before, recent), folded(length, recent)
     causal = structure_of(work.rule, work.query_length, length).causal
@@ -100,7 +101,7 @@ def _stream_flops(mechanism: Any, work: Work, recent: int) -> int:
 
 
 def _flops(mechanism: Any, work: Work, plan: list[Step], history: bool) -> int:
-    """FLOPs a key head spends on a list of steps."""
+    """FLOPs per key head for a list of steps."""
     size, phi = mechanism.summed_length(work.qk_length), mechanism.feature_flops(work.qk_length)
     score = work.qk_length if mechanism.short else size
     per_query = 2 * size * work.value_length + mechanism.normaliser_flops(work.qk_length)[0]

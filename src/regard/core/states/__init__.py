@@ -1,1 +1,1 @@
-"""States: what a stream keeps."""
+"""States: KV caches and recurrent states."""

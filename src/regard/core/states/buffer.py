@@ -1,7 +1,7 @@
-"""Room for keys and values: written once at each position, shared by all states of one history.
+"""Memory of a KV cache: every position is written once, and all states of one history share it.
 
-Whoever appends at the end claims the next positions and writes in place; whoever comes second (a fork, another thread)
-copies the history once, by its length.
+The first to append at the end claims the next positions and writes in place; the second (a fork, another thread) copies
+the history once, at its length.
 """
 
 import threading
@@ -14,13 +14,14 @@ from torch import Tensor
 from regard.core import eager
 
 LEAST_ROOM = 64
-"""Positions that a copy has at least, as far as its capacity allows."""
+"""The least number of positions of a copy, if its capacity allows."""
 _claiming = threading.Lock()
-"""Held while positions are claimed, for some hundred nanoseconds: one lock serves all buffers."""
+"""Taken while positions are claimed, for some hundred nanoseconds: one lock serves all buffers."""
 
 
 def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    """int8 numbers and a scale for each row (…, 1), float32 or better: x rounded to 127 parts of its row's largest.
+    """int8 numbers and a scale for each row (…, 1), float32 or better: x rounded to multiples of 1/127 of the largest
+    in its row.
 
     >>> import torch
     >>> from regard.core.states.buffer import quantize
@@ -29,38 +30,39 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     ([[64, -127, 32]], 2.0)
     """
     scale = x.abs().amax(-1, keepdim=True).to(torch.promote_types(x.dtype, torch.float32)).div_(127)
-    # A row of zeros has scale 0: any divisor will do. Where a scale is nearly too small for its dtype, it is inexact.
+    # A row of zeros has scale 0: any divisor will do. A scale that almost underflows is inexact.
     numbers = (x / scale.masked_fill(scale == 0, 1)).round_().clamp_(-127, 127)
     return numbers.to(torch.int8), scale
 
 
 def roomy(length: int, capacity: int) -> int:
-    """Positions for a buffer that copies `length` tokens: twice as many, so that growing copies each token once."""
+    """Positions for a buffer that copies `length` tokens: twice as many, so that growth copies each token once on
+    average."""
     return min(capacity, max(2 * length, LEAST_ROOM))
 
 
 @dataclass(eq=False)
 class Buffer:
-    """Room for keys (B, G, capacity, K) and values (B, G, capacity, V); `used` positions are written.
+    """Memory for keys (B, G, capacity, K) and values (B, G, capacity, V); `used` positions are written.
 
-    With `scales` (B, G, capacity, 1), keys and values are int8, each rounded by itself.
+    With `scales` (B, G, capacity, 1), keys and values are int8, with a scale for each.
     """
 
     keys: Tensor
     values: Tensor
     used: int = 0
     recorded: bool = False
-    """Whether autograd holds views of it, which writing would spoil."""
+    """Whether autograd has saved views of it, which writing would invalidate."""
     scales: tuple[Tensor, Tensor] | None = None
-    """Of keys and of values."""
+    """The scales of keys and of values."""
     rounded: torch.dtype | None = None
-    """With scales: what keys and values are read as."""
+    """With scales: the dtype in which keys and values are read."""
     closed: bool = field(default_factory=lambda: _in_inference_mode())
-    """Whether it was made in inference mode, outside of which nobody may write to it."""
+    """Whether it was made in inference mode: outside of it, it must not be written to."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the keys and values that come and go."""
+        """The dtype of keys and values as they are appended and read."""
         return self.rounded or self.keys.dtype
 
     @property
@@ -69,14 +71,14 @@ class Buffer:
 
     @property
     def room(self) -> int:
-        """How many positions it has, written or not."""
+        """The number of positions, written or not."""
         return self.keys.shape[2]
 
     def claim(self, start: int, end: int) -> bool:
-        """Whether the positions [start, end) are the caller's alone to write, which they are once."""
+        """Claim the positions [start, end): True for the first caller, who alone may write them."""
         if self.recorded or end > self.room or _closed(self):
             return False
-        if torch.compiler.is_compiling():  # one thread, and a lock is not traced
+        if torch.compiler.is_compiling():  # one thread; torch.compile cannot trace a lock
             return self._take(start, end)
         with _claiming:
             return self._take(start, end)
@@ -88,7 +90,7 @@ class Buffer:
         return True
 
     def moved(self, low: int, high: int, room: int, rows: Tensor | None = None, recorded: bool = False) -> "Buffer":
-        """The positions [low, high) in a buffer of their own, with room for more; `rows` chooses and repeats rows."""
+        """A copy of the positions [low, high), with room for more; `rows` selects and repeats rows."""
 
         def copied(tensor: Tensor) -> Tensor:
             part = tensor.narrow(2, low, high - low)
@@ -104,33 +106,35 @@ class Buffer:
         return self.changed(lambda tensor: tensor.new_empty(rows, tensor.shape[1], room, tensor.shape[3]), 0)
 
     def changed(self, change: Callable[[Tensor], Tensor], used: int, recorded: bool = False) -> "Buffer":
-        """A buffer of changed tensors."""
+        """A buffer with `change` applied to its tensors."""
         scales = None if self.scales is None else (change(self.scales[0]), change(self.scales[1]))
         return Buffer(change(self.keys), change(self.values), used, recorded, scales, self.rounded)
 
     def read(self, which: int, length: int) -> Tensor:
-        """The first keys (0) or values (1): a view, unless they have scales."""
+        """The first `length` keys (0) or values (1): a view, unless they are int8."""
         tensor = (self.values if which else self.keys).narrow(2, 0, length)
         return tensor if self.scales is None else (tensor * self.scales[which][:, :, :length]).to(self.dtype)
 
     def stored(self, length: int) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:
-        """The first keys and values as they lie there, and the scales of int8 ones: views."""
+        """The first `length` keys and values as they are stored, and the scales if they are int8: views."""
         keys, values = self.keys.narrow(2, 0, length), self.values.narrow(2, 0, length)
         if self.scales is None:
             return keys, values, None
         return keys, values, (self.scales[0].narrow(2, 0, length), self.scales[1].narrow(2, 0, length))
 
     def extended(self, start: int, k: Tensor, v: Tensor, capacity: int, recorded: bool) -> "Buffer":
-        """The first `start` tokens and more: in place where the next positions can be claimed, else in a copy.
+        """The first `start` tokens and new ones: written in place if the next positions can be claimed, else in a copy.
 
-        `recorded` says that autograd will hold views for gradients of something else.
+        `recorded` says that autograd will save views for the gradients of other tensors.
         """
         end = start + k.shape[2]
         derived = eager.recorded(k, v, self.keys, self.values) or (recorded and torch.is_grad_enabled())
         if derived or eager.transformed():
-            # A transform cannot write into what was made outside of it.
+            # A transform cannot write into tensors that were made outside of it.
             if self.scales is not None:
-                raise ValueError("state: expected no gradients, int8 states round, got some; use torch.no_grad()")
+                raise ValueError(
+                    "state: expected no gradients with int8 storage, which rounds, got some; use torch.no_grad()"
+                )
             keys, values = torch.cat([self.read(0, start), k], dim=2), torch.cat([self.read(1, start), v], dim=2)
             return Buffer(keys, values, end, recorded=True)
         buffer = self
@@ -155,7 +159,7 @@ def _in_inference_mode() -> bool:
 
 
 def _closed(buffer: Buffer) -> bool:
-    """Whether nobody may write to a buffer here. Tracing cannot ask its tensors."""
+    """Whether a buffer must not be written to here. A trace cannot ask its tensors."""
     if torch.compiler.is_compiling():
         return buffer.closed
     return buffer.keys.is_inference() and not torch.is_inference_mode_enabled()

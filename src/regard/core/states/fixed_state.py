@@ -1,4 +1,4 @@
-"""A state whose size does not grow: what a mechanism with a state of its own keeps, and how tokens come to it."""
+"""A recurrent state of constant size, for a mechanism that keeps something other than keys and values."""
 
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -16,22 +16,22 @@ from regard.core.states.state import Sizes, State, Stored, check_tokens, frozen,
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class FixedState(State):
-    """A state whose size does not grow: some tensors, each with the batch and the key/value heads as its first axes.
+    """A state of constant size: some tensors, whose first axes are the batch and the key/value heads.
 
-    A subclass is a frozen dataclass with tensors as its fields. Batch rows are chosen, bytes counted and files written
-    by those fields. A field may also be None (a tensor that is not there yet), a number, a string or a bool, alike for
-    all rows; other fields cannot be saved. It cannot be cropped: what it has met is not kept.
+    A subclass is a frozen dataclass with tensors as its fields. Reordering rows, counting bytes and saving work on
+    these fields. A field may also be None (a tensor that does not exist yet), a number, a string or a bool, the same
+    for all rows; other fields cannot be saved. The state cannot be cropped, since the tokens are not kept.
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        cls.__repr__ = cls.__repr__  # type: ignore[method-assign] # its own, so that dataclass makes no other
+        cls.__repr__ = cls.__repr__  # type: ignore[method-assign] # defined here, so that dataclass generates no other
 
     mechanism: Any
     sizes: Sizes
     length: int = 0
     padding: Padding | None = None
-    """Which of the tokens met are real; None while all are."""
+    """Which of the tokens so far are real; None while all are."""
 
     def _tensors(self) -> dict[str, Tensor]:
         values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
@@ -71,7 +71,7 @@ class FixedState(State):
     def crop(self, length: int) -> "FixedState":
         if type(length) is not int or length != self.length:
             raise ValueError(
-                f"length: expected {self.length}, since {type(self).__name__} cannot be taken back, got {length!r}"
+                f"length: expected {self.length}, since {type(self).__name__} cannot be cropped, got {length!r}"
             )
         return self
 
@@ -92,9 +92,9 @@ class FixedState(State):
         return replace(self, **changes) if changes else self
 
     def receive(self, k: Tensor, v: Tensor, rule: Mask | None) -> "Received":
-        """New keys and values as a mechanism's `advance` can take them in, given a mask over the whole history.
+        """New keys and values, prepared for a mechanism's `advance`, given a mask over the whole history.
 
-        ValueError if the mask hides a token that the state has taken in: that cannot be undone.
+        ValueError if the mask hides a token that is already in the state: that cannot be undone.
         """
         count = k.shape[2]
         total = self.length + count
@@ -120,21 +120,22 @@ class FixedState(State):
 
 @dataclass(frozen=True, eq=False)
 class Received:
-    """Tokens that came to a `FixedState`, and the state, as they can be computed with.
+    """New tokens for a `FixedState`, and the state, safe to compute with.
 
-    What padding hides is 0. A NaN or infinity is 0 too, where queries that do not see it, or their gradients, could be
-    reached by it: `attended` puts it back. Otherwise it is as it came, and shows by itself in all that is computed.
+    Tokens that padding hides are 0. A NaN or infinity is 0 too if it could reach queries that do not see it, or their
+    gradients: `attended` restores it. Otherwise it stays, and shows in everything that is computed from it.
     """
 
     before: FixedState
     state: Any
-    """The state to go on from."""
+    """The state to extend."""
     k: Tensor
     v: Tensor
     fresh: Padding | None
     """Which of the tokens are real; None if all are."""
     bad: Tensor | None
-    """What was bad, (B, G, T) or (B, G, 1 + T) with the history as if it were one key; None if nobody has to know."""
+    """Which tokens were bad, (B, G, T), or (B, G, 1 + T) with the history as one key; None if `attended` need not
+    know."""
 
     @property
     def real(self) -> Tensor | None:
@@ -142,7 +143,8 @@ class Received:
         return None if self.fresh is None else self.fresh.valid(self.k.shape[2], self.k.device)[:, None, :, None]
 
     def attended(self, out: Tensor, **tensors: Tensor) -> tuple[Tensor, Any]:
-        """The output of the tokens' queries, each of which saw the tokens up to its own, and the state after them."""
+        """The output of the tokens' queries, each of which sees the tokens up to its position, and the state after
+        them."""
         state, count = self.before, self.k.shape[2]
         if self.bad is not None:
             bad = self.bad.any(-1)
@@ -153,18 +155,19 @@ class Received:
 
 
 def _marked(tensor: Tensor, rows: Tensor, number: float) -> Tensor:
-    """A tensor (B, G, …) with a number in place of some rows and heads (B, G); whole numbers and bools as they are."""
+    """A tensor (B, G, …) with a number in place of some rows and heads (B, G); integer and bool tensors are
+    unchanged."""
     if not tensor.is_floating_point():
         return tensor
     return torch.where(rows[(..., *[None] * (tensor.ndim - 2))], number, tensor)
 
 
 PLAIN = (type(None), bool, int, float, str)
-"""Fields that a file holds as they are."""
+"""Types of fields that a file stores directly."""
 
 
 def _described(state: FixedState, name: str, value: Any) -> Any:
-    """A field of a state as JSON: a tensor's dtype and shape without the batch, anything else as it is."""
+    """A field of a state as JSON: a tensor's dtype and shape without the batch, anything else unchanged."""
     if isinstance(value, Tensor):
         return {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape[1:])}
     if type(value) in PLAIN:
@@ -176,7 +179,7 @@ def _described(state: FixedState, name: str, value: Any) -> Any:
 
 
 def _field(stored: Stored, name: str, described: Any, like: Any) -> Any:
-    """A field from a file, given what it is in an empty state; a tensor that is None there is as the file says."""
+    """A field from a file, given the field of an empty state; where that is None, the file gives dtype and shape."""
     if isinstance(described, dict) and isinstance(like, Tensor):
         return stored.tensor(name, like.dtype, stored.batch, *like.shape[1:])
     if isinstance(described, dict) and like is None:

@@ -1,4 +1,4 @@
-"""A kernel's state: running sums over the keys it has met, and the newest tokens as they are."""
+"""The recurrent state of linear attention: running sums over old keys, and the newest tokens as keys and values."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,17 +13,17 @@ from regard.core.states.state import State, Stored, frozen, row_index
 
 @dataclass(frozen=True, eq=False)
 class KernelState(State):
-    """The running sums of a kernel mechanism, and the newest tokens as they are.
+    """The running sums of linear attention, and the newest tokens as keys and values.
 
     `sums` holds sum phi(k) v^T (B, G, C, V) and `normaliser` sum phi(k) (B, G, C) over the first `folded` tokens, in
-    float32 or better. The newest tokens wait in `recent` until they fill it, then the oldest of them are folded in as
-    one matrix product. That reads the sums once a token and writes them once in a while; and it keeps the score form,
-    which is exact, for short histories. Its size does not grow with the length. A NaN that it takes in stays in the
-    sums, which every later query sees.
+    float32 or better. The newest tokens are kept in `recent` until it is full, then the older half is folded into the
+    sums by one matrix product. So the sums are read once per token and written rarely, and short histories use the
+    score form, which is exact. The size of the state is constant. A NaN that is folded in stays in the sums, and every
+    later query sees it.
     """
 
     mechanism: object
-    """What the sums are sums of: no other mechanism can go on with them."""
+    """The mechanism whose features are summed: no other mechanism can extend this state."""
     sums: Tensor
     normaliser: Tensor
     folded: int
@@ -57,7 +57,7 @@ class KernelState(State):
         check_taken_in(self.padding, self.folded, self.sums.shape[0], padding)
 
     def padding_after(self, padding: Padding | None, fold_to: int, keys: int) -> Padding | None:
-        """Which folded tokens are real once `fold_to` more are in."""
+        """Which folded tokens are real after `fold_to` more are folded."""
         more = None if padding is None else padding.between(0, fold_to, keys)
         return join_padding(self.padding, self.folded, more, fold_to, self.sums.shape[0], self.sums.device)
 
@@ -78,7 +78,7 @@ class KernelState(State):
         if not isinstance(length, int) or not self.folded <= length <= self.length:
             raise ValueError(
                 f"length: expected {self.folded} to {self.length}, got {length}; "
-                f"the first {self.folded} tokens are summed and cannot be taken out again"
+                f"the first {self.folded} tokens are in the sums and cannot be taken out again"
             )
         return replace(self, recent=self.recent.crop(length - self.folded))
 

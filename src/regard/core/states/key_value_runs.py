@@ -1,4 +1,4 @@
-"""Keys and values of some batch rows, one after another in a buffer: what a KV cache is made of."""
+"""Runs: keys and values of some batch rows in one buffer. A KV cache consists of one or more runs."""
 
 from dataclasses import dataclass, replace
 
@@ -10,14 +10,14 @@ from regard.core.masks import Span
 from regard.core.states.buffer import Buffer, roomy
 
 PAGE = 64
-"""Tokens of padding that a batch row may store for the sake of sharing a run with others."""
+"""Tokens of padding that a batch row may store in order to share a run with others."""
 SHARED = 256
-"""Tokens from which on rows that have them in common share them: for fewer, a copy costs less than a second pass."""
+"""Rows share a common prefix from this many tokens on: below, a copy costs less than a second pass."""
 
 
 @dataclass(frozen=True, eq=False)
 class Prefix:
-    """The first tokens of some histories, stored once for all batch rows that have them in common."""
+    """The first tokens of some histories, stored once for all batch rows that share them."""
 
     buffer: Buffer
     length: int
@@ -26,11 +26,11 @@ class Prefix:
 
     @property
     def derived(self) -> bool:
-        """Whether autograd records what it holds."""
+        """Whether autograd records its tensors."""
         return recorded(*self.buffer.tensors)
 
     def of(self, chosen: list[int]) -> "Prefix":
-        """The prefix of other rows of the run, without histories that none of them has."""
+        """The prefix for selected rows of the run, without histories that none of them uses."""
         places = [self.places[row] for row in chosen]
         parents = sorted(set(places))
         if len(parents) == len(self.buffer.keys):
@@ -42,9 +42,9 @@ class Prefix:
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """Keys and values of some batch rows from one position on, one after another in one buffer.
+    """Keys and values of some batch rows from one position on, in one buffer.
 
-    A batch of unequal prompts, padded on the left, is kept in a few runs, so that its padding takes no memory.
+    A batch of prompts of unequal length, padded on the left, is kept in a few runs, so that padding takes no memory.
     """
 
     rows: tuple[int, ...]
@@ -52,13 +52,13 @@ class Run:
     begin: int = 0
     """The position of its first key."""
     waiting: bool = True
-    """Whether none of its rows has met a real token: it has no keys yet, and may still begin later."""
+    """Whether none of its rows has had a real token: it has no keys yet, and may still begin later."""
     prefix: Prefix | None = None
-    """Its first tokens, if they are stored apart; the buffer has those after them."""
+    """Its first tokens, if they are stored separately; the buffer has the tokens after them."""
 
     @property
     def prefix_length(self) -> int:
-        """Tokens that are stored apart."""
+        """The number of tokens in the prefix."""
         return 0 if self.prefix is None else self.prefix.length
 
     def read(self, which: int, length: int) -> Tensor:
@@ -70,7 +70,7 @@ class Run:
         return torch.cat([first, self.buffer.read(which, count - self.prefix.length)], dim=2)
 
     def apart(self, length: int) -> "Run":
-        """The run with all its tokens in a buffer of its own."""
+        """The run with all its tokens in one buffer, without a shared prefix."""
         if self.prefix is None:
             return self
         prefix, rest = self.prefix, length - self.begin - self.prefix.length
@@ -89,14 +89,15 @@ class Run:
         return replace(self, prefix=replace(self.prefix, length=count) if count else None)
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Its rows of a tensor (B, …): a view where they are neighbours."""
+        """The rows of this run from a tensor (B, …): a view if they are adjacent."""
         if len(self.rows) == len(tensor):
             return tensor
         low, high = self.rows[0], self.rows[-1] + 1
         return tensor[low:high] if high - low == len(self.rows) else tensor[list(self.rows)]
 
     def split(self, spans: tuple[Span, ...] | None, start: int, end: int, capacity: int) -> "list[Run]":
-        """The runs of rows that waited until `start`, once tokens up to `end` come, real at `spans` (None: all)."""
+        """The runs of rows that had no real token up to `start`, when tokens up to `end` come, real at `spans` (None:
+        all)."""
         begins = {row: start if spans is None else max(start, spans[row][0]) for row in self.rows}
         later = tuple(row for row in self.rows if spans is not None and spans[row][0] >= min(spans[row][1], end))
         groups = _together({row: begin for row, begin in begins.items() if row not in later}, start, end)
@@ -107,9 +108,9 @@ class Run:
         return [*runs, Run(later, self.buffer.blank(len(later), 0), end)] if later else runs
 
     def chosen(self, index: list[int], length: int, capacity: int, may_share: bool) -> "Run | None":
-        """What is left of it where batch row i becomes row `index[i]`; None if nothing is.
+        """The run after reordering: batch row i becomes row `index[i]`; None if no row is left.
 
-        Rows that repeat share what they have in common, where `may_share` says that attention can do with that.
+        Repeated rows share their common tokens if `may_share`, that is, if attention can use a shared prefix.
         """
         rows = tuple(new for new, old in enumerate(index) if old in self.rows)
         if not rows:
@@ -132,7 +133,7 @@ class Run:
 
 
 def _together(begins: dict[int, int], start: int, end: int) -> list[tuple[tuple[int, ...], int]]:
-    """Rows that share a run, and where it begins, so that little of it is padding and the runs are few."""
+    """A grouping of rows into runs, with the start of each, so that there is little padding and there are few runs."""
     groups: list[tuple[list[int], int]] = []
     for begin, row in sorted((begin, row) for row, begin in begins.items()):
         if groups and begin - groups[-1][1] <= max(PAGE, (end - begin) // 4):

@@ -1,6 +1,7 @@
-"""Keys and values of a history: the state of mechanisms that look at every key again.
+"""The KV cache: the state of mechanisms that attend to every key again.
 
-Appending does not copy: states of one history share buffers with room to spare (buffer.py), each with its own length.
+Appending does not copy: states of one history share buffers with room to spare (buffer.py), and each state has its
+length.
 """
 
 from collections.abc import Iterable
@@ -18,14 +19,14 @@ from regard.core.states.key_value_runs import Run
 from regard.core.states.state import Sizes, State, Stored, check_tokens, row_index
 
 PARTS = ("keys", "values", "key_scales", "value_scales")
-"""What a file calls the tensors of a buffer; scales are those of int8 ones."""
+"""The names of a buffer's tensors in a file; scales exist for int8."""
 LEAST_MORE = 256
-"""New tokens that a state gets room for at the least, if it may have so many."""
+"""The least number of new tokens a state gets room for, unless it may not have so many."""
 
 
 @dataclass(frozen=True, eq=False)
 class KeyValueState(State):
-    """All keys and values met so far, for mechanisms that look at each of them again.
+    """A KV cache: all keys and values so far.
 
     >>> import regard as rg, torch
     >>> state = rg.Softmax().start(batch=1, num_kv_heads=2, qk_length=4, value_length=4, capacity=8)
@@ -36,18 +37,19 @@ class KeyValueState(State):
     """
 
     runs: tuple[Run, ...]
-    """Every batch row is in one of them."""
+    """Every batch row belongs to exactly one run."""
     capacity: int
-    """Tokens it may hold at most. A fork's buffer grows up to it; that of `start` has the room from the beginning."""
+    """The most tokens it may hold. The buffer of `start` has this room from the beginning; the buffer of a fork grows
+    up to it."""
     length: int = 0
     padding: Padding | None = None
     """Which of the keys are real; None while all are."""
     mechanism: None = None
-    """Keys and values are alike for every mechanism that keeps them."""
+    """None: keys and values are the same for every mechanism that keeps them."""
     may_share: bool = False
-    """Whether batch rows that repeat share their first tokens: for mechanisms that can attend to parts and merge."""
+    """Whether repeated batch rows share their first tokens: for mechanisms that can attend to parts and merge them."""
     forgotten: int = 0
-    """How many of the first tokens are not held any more: a window had left them behind, and room was needed."""
+    """How many of the first tokens were dropped: they had left the sliding window, and room was needed."""
 
     @classmethod
     def empty(
@@ -70,7 +72,7 @@ class KeyValueState(State):
 
     @property
     def whole(self) -> bool:
-        """Whether all rows are in one buffer from the first position on."""
+        """Whether all rows are in one run from the first position on."""
         return len(self.runs) == 1 and self.runs[0].begin == 0 and self.runs[0].prefix is None
 
     @property
@@ -79,12 +81,12 @@ class KeyValueState(State):
         return any(run.prefix is not None for run in self.runs)
 
     def apart(self) -> "KeyValueState":
-        """The state with every row's tokens in buffers of its own."""
+        """The state without shared prefixes."""
         return replace(self, runs=tuple(run.apart(self.length) for run in self.runs), may_share=False)
 
     @property
     def buffer(self) -> Buffer:
-        """What holds the tokens of the first run: all of them, where the state is whole."""
+        """The buffer of the first run: of all rows, if the state is whole."""
         return self.runs[0].buffer
 
     @property
@@ -104,12 +106,12 @@ class KeyValueState(State):
 
     @property
     def keys(self) -> Tensor:
-        """The keys met so far, (B, G, length, K): a view, unless they are int8 or in several runs, 0 in between."""
+        """The keys so far, (B, G, length, K): a view, unless they are int8 or in several runs (then padding is 0)."""
         return self._read(0)
 
     @property
     def values(self) -> Tensor:
-        """The values met so far, (B, G, length, V): a view, unless they are int8 or in several runs, 0 in between."""
+        """The values so far, (B, G, length, V): a view, unless they are int8 or in several runs (then padding is 0)."""
         return self._read(1)
 
     def _read(self, which: int) -> Tensor:
@@ -138,7 +140,7 @@ class KeyValueState(State):
     ) -> "KeyValueState":
         """The state with T more keys and values. `padding` says which of the T are real, in positions 0…T.
 
-        `recorded` says that autograd will hold views of the longer state for gradients of something else.
+        `recorded` says that autograd will save views of the longer state for the gradients of other tensors.
         """
         new = k.shape[2]
         end = self.length + new
@@ -158,7 +160,7 @@ class KeyValueState(State):
         return KeyValueState(longer, self.capacity, end, padding, None, self.may_share, self.forgotten)
 
     def _extended(self, run: Run, k: Tensor, v: Tensor, recorded: bool) -> Run:
-        """A run with its rows of T more keys and values, those from where it begins."""
+        """A run with its rows of T more keys and values appended, from the position where the run begins."""
         early = run.begin - self.length
         if max(early, 0) >= k.shape[2]:
             return run
@@ -204,7 +206,7 @@ class KeyValueState(State):
             padding = padding.between(0, length, self.length)
         return replace(
             self,
-            # Rows that began later wait again: what they had before was padding.
+            # Rows that began after this length wait again: until then they had only padding.
             runs=tuple(
                 run.cropped(length)
                 if run.begin < length or (len(self.runs) == 1 and run.begin == 0)
@@ -237,7 +239,7 @@ class KeyValueState(State):
             for part, tensor in zip(PARTS, run.buffer.tensors, strict=False):
                 tensors[f"{index}.{part}"] = tensor.narrow(2, 0, max(0, self.length - run.begin))
         if self.padding is not None:
-            # Layers share their tables, and a file holds no tensor twice: clones.
+            # A clone: layers share their tables, and a safetensors file cannot hold a tensor twice.
             tensors["padding"] = self.padding.valid(self.length).clone()
         runs = [{"rows": run.rows, "begin": run.begin, "waiting": run.waiting} for run in self.runs]
         return {"kind": "keys", "length": self.length, "forgotten": self.forgotten, "runs": runs}, tensors
@@ -261,7 +263,7 @@ class KeyValueState(State):
         return KeyValueState(tuple(runs), capacity, count, padding, may_share=self.may_share, forgotten=forgotten)
 
     def resized(self, capacity: int, drop: int = 0) -> "KeyValueState":
-        """The state in buffers of its own with another capacity, without its first `drop` tokens."""
+        """A copy of the state with another capacity, without its first `drop` tokens."""
         kept, forgotten = self.length - drop, max(0, self.forgotten - drop)
         assert kept - forgotten <= capacity
 
@@ -284,7 +286,7 @@ class KeyValueState(State):
 
 
 def first_room(lengths: Iterable[int], most: int) -> int:
-    """New tokens to make room for before any has come: not by what is allowed, but by what is there."""
+    """How many new tokens to make room for at first: by the prompt's length, not by the maximum that is allowed."""
     return min(most, max(LEAST_MORE, *lengths))
 
 

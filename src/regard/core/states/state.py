@@ -1,8 +1,9 @@
-"""States: what a mechanism keeps of the tokens it has met, so that the next one costs one step.
+"""States: what a mechanism keeps of earlier tokens, so that the next token costs one step. A KV cache is one, a
+recurrent state another.
 
 A state is a value. Extending it gives a new state and leaves the old one as it was, so a prompt's state can be forked,
-kept and used again. What a state is made of is its mechanism's affair; everybody else asks what `State` lists here and
-nothing more. Mechanisms that look at every key again keep keys and values (key_values.py), kernels keep sums
+kept and used again. Only its mechanism knows what a state consists of; all other code uses what `State` lists here.
+Mechanisms that attend to every key again keep keys and values (key_values.py), linear attention keeps sums
 (kernel_state.py). A state of your own is a subclass of `FixedState` (fixed_state.py), in the file of its mechanism.
 """
 
@@ -17,7 +18,7 @@ from regard.core.masks import Padding
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a state is made for: how many sequences and key/value heads, of what lengths, in which dtype, and where."""
+    """The sizes of a state: batch, key/value heads, head dimensions; and its dtype and device."""
 
     batch: int
     num_kv_heads: int
@@ -27,18 +28,18 @@ class Sizes:
     device: torch.device | str
 
     def zeros(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Zeros (B, G, …) on the state's device, in float32 or better unless told otherwise."""
+        """Zeros (B, G, …) on the state's device, in float32 or better by default."""
         kind = dtype or torch.promote_types(self.dtype, torch.float32)
         return torch.zeros(self.batch, self.num_kv_heads, *shape, dtype=kind, device=self.device)
 
 
 @runtime_checkable
 class Stored(Protocol):
-    """A saved state as its file holds it: nothing is made by a number in the file, tensors are as large as they are."""
+    """A saved state in a file. No size in the file is trusted: tensors have the size of their data."""
 
     @property
     def plan(self) -> dict[str, Any]:
-        """What the state's `saved` gave besides tensors."""
+        """What the state's `saved` returned besides tensors."""
 
     @property
     def batch(self) -> int: ...
@@ -48,40 +49,42 @@ class Stored(Protocol):
 
     @property
     def window(self) -> int | None:
-        """How many tokens the state's layer sees, if it has a window."""
+        """How many tokens the state's layer sees, if it has a sliding window."""
 
     def tensor(self, name: str, dtype: torch.dtype, *shape: int) -> Tensor:
-        """A tensor, which must have this dtype and shape."""
+        """A tensor; ValueError unless it has this dtype and shape."""
 
     def padding(self, name: str, count: int) -> Padding | None:
-        """Which of `count` tokens are real, as saved by `Padding.valid`; None if nothing was saved: all are."""
+        """Which of `count` tokens are real, as saved by `Padding.valid`; None if nothing was saved, that is, if all
+        are."""
 
     def part(self, name: str, plan: dict[str, Any]) -> "Stored":
         """A state within the state."""
 
     def holds(self, name: str) -> bool:
-        """Whether there is a tensor of the name."""
+        """Whether there is a tensor of this name."""
 
 
 class State:
-    """What everybody may ask of a state. A new one answers what raises here; the rest has answers."""
+    """The interface of a state. A new kind of state implements the methods that raise here; the others have
+    defaults."""
 
     length: Any
-    """Tokens met so far, those of padding included."""
+    """The number of tokens so far, including padding."""
     mechanism: Any
-    """Whose state it is: no other mechanism can go on with it. None for keys and values, which are alike for all."""
+    """The mechanism it belongs to: no other can extend it. None for keys and values, which any mechanism can use."""
 
     forgotten: int = 0
-    """How many of the first tokens a window has left behind for good."""
+    """How many of the first tokens were dropped because they left the sliding window."""
 
     @property
     def batch(self) -> int:
-        """How many sequences it is of."""
+        """The number of sequences."""
         raise NotImplementedError
 
     @property
     def nbytes(self) -> int:
-        """Bytes it really holds, its room to spare included."""
+        """The bytes it occupies, including room for more tokens."""
         raise NotImplementedError
 
     @property
@@ -90,7 +93,7 @@ class State:
         return int(self.length)
 
     def check(self, k: Tensor, v: Tensor) -> None:
-        """Raise ValueError for keys and values that are not of its batch, heads, lengths, dtype and device."""
+        """Raise ValueError unless keys and values fit its batch, heads, head dimensions, dtype and device."""
         raise NotImplementedError
 
     def reorder(self, index: Tensor) -> "State":
@@ -102,32 +105,33 @@ class State:
         raise NotImplementedError
 
     def saved(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """What it takes to make it again: plain values, and tensors by name."""
+        """What is needed to restore it: plain values, and tensors by name."""
         raise NotImplementedError
 
     def restored(self, stored: Stored) -> "State":
-        """The state that was saved, given an empty one like it."""
+        """The saved state, restored from an empty state of the same kind (`self`)."""
         raise NotImplementedError
 
     def recordable(self) -> "State":
-        """The state as autograd can record it: what was made in inference mode is copied outside of it."""
+        """The state in a form that autograd can record: tensors made in inference mode are copied."""
         return self
 
     def with_room(self, more: int, most: int) -> "State":
-        """The state with room for `more` tokens, and for `most` at the most; itself if it needs no room."""
+        """The state with room for `more` tokens, but for `most` at most; itself if it needs no room."""
         return self
 
     def windowed(self, before: int, new: int) -> "State":
-        """The state with room for `new` tokens, without those that none of them sees, `before` back at the most."""
+        """The state with room for `new` tokens, without tokens that none of them sees: they see `before` tokens
+        back."""
         return self
 
     def history(self) -> tuple[Tensor, Tensor, Padding | None] | None:
-        """Keys and values met so far, and which are real; None where they are not kept."""
+        """All keys and values so far, and which are real; None if the state does not keep them."""
         return None
 
 
 def frozen(tensor: Tensor) -> bool:
-    """Whether autograd cannot record what is computed with a tensor, since inference mode made it."""
+    """Whether a tensor was made in inference mode, so that autograd cannot record what is computed with it."""
     if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
         return False
     return tensor.is_inference()
@@ -148,7 +152,7 @@ def check_tokens(
 def row_index(index: Tensor, rows: int, device: torch.device) -> Tensor:
     """Batch rows as a tensor on a device, or ValueError."""
     index = torch.as_tensor(index, device=device)
-    index = index if index.numel() else index.long()  # an empty list is of no kind
+    index = index if index.numel() else index.long()  # an empty list has no integer dtype
     if index.ndim != 1 or index.dtype.is_floating_point or index.dtype == torch.bool:
         raise ValueError(f"index: expected whole numbers of shape (B,), got {index.dtype} {tuple(index.shape)}")
     if index.numel() and not (int(index.min()) >= 0 and int(index.max()) < rows):
