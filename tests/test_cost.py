@@ -205,8 +205,8 @@ def test_a_window_forces_the_quadratic_form_on_a_kernel_and_says_so():
     mask = rg.causal & rg.window(before=9)
     stated = rg.cost(rg.Quadratic(), work_of(q, k, v, mask))
     assert stated.form == "score"
-    assert "quadratic in the length: a window" in stated.note
-    assert "quadratic in the length: a window" in str(rg.explain(q, k, v, rg.Quadratic(), mask))
+    assert "quadratic in the length: a sliding window" in stated.note
+    assert "quadratic in the length: a sliding window" in str(rg.explain(q, k, v, rg.Quadratic(), mask))
     assert rg.cost(rg.Quadratic(), work_of(q, k, v, rg.causal)).form == "linear"
 
 

@@ -34,16 +34,16 @@ def check_class(kind: "type[Mechanism]") -> None:
             )
 
 
-def unstated(mechanism: "Mechanism", signature: str) -> ValueError:
+def undefined(mechanism: "Mechanism", signature: str) -> ValueError:
     """The error for a mechanism that does not define a formula which its family needs.
 
     >>> import regard as rg
-    >>> from regard.core.user_code import unstated
-    >>> unstated(rg.Mechanism(), "similarity(q, k)")
+    >>> from regard.core.user_code import undefined
+    >>> undefined(rg.Mechanism(), "similarity(q, k)")
     ValueError('similarity: expected similarity(q, k) to be defined by Mechanism, got none')
     """
     name = signature.partition("(")[0]
-    return ValueError(f"{name}: expected {signature} to be stated by {type(mechanism).__name__}, got none")
+    return ValueError(f"{name}: expected {signature} to be defined by {type(mechanism).__name__}, got none")
 
 
 def runs_user_code(mechanism: "Mechanism") -> bool:

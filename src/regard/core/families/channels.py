@@ -20,7 +20,7 @@ from regard.core.families.mechanism import Mechanism
 from regard.core.masks.guard import bad_keys, cleaned
 from regard.core.masks.structure import EVERYTHING, Structure, structure_of
 from regard.core.paths import reference
-from regard.core.user_code import unstated
+from regard.core.user_code import undefined
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class ChannelMechanism(Mechanism):
     def size(self, tokens: Tensor, channels: int) -> Tensor:
         """The products are divided by the square root of this. `tokens` (B or 1, 1, 1, 1) says how many tokens are
         real."""
-        raise unstated(self, "size(tokens, channels)")
+        raise undefined(self, "size(tokens, channels)")
 
     def weigh(
         self,

@@ -24,7 +24,7 @@ from torch import Tensor
 from regard.core.cost import COUNTED, Work, accumulator, count_formula
 from regard.core.families.recurrent import RecurrentMechanism, chunk_size, filled, seen_keys
 from regard.core.tensors import made_on, own_dtype, probe
-from regard.core.user_code import read_only, unstated
+from regard.core.user_code import read_only, undefined
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class FadingMechanism(RecurrentMechanism):
 
         `real` (B, 1, S, 1) says which keys padding does not hide; None if it hides none.
         """
-        raise unstated(self, "log_gates(k, real)")
+        raise undefined(self, "log_gates(k, real)")
 
     def gates(self, k: Tensor, real: Tensor | None) -> Tensor:
         """`log_gates` in float32 or better, computed in the dtype of the mechanism's tensors; ValueError unless its

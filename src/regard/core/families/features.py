@@ -30,7 +30,7 @@ from regard.core.states.kernel_state import KernelState
 from regard.core.states.key_values import KeyValueState
 from regard.core.states.state import Sizes, State
 from regard.core.tensors import own_dtype
-from regard.core.user_code import read_only, runs_user_code, unstated
+from regard.core.user_code import read_only, runs_user_code, undefined
 
 MOST_FEATURES = 16384
 """With more features than this the sums would cost more than the keys and values they replace: the score form is
@@ -76,11 +76,11 @@ class FeatureMechanism(Mechanism):
 
     def features(self, x: Float[Tensor, "*b T K"]) -> Float[Tensor, "*b T C"]:
         """phi(x), the same for queries and keys."""
-        raise unstated(self, "features(x)")
+        raise undefined(self, "features(x)")
 
     def feature_length(self, qk_length: int) -> int:
         """C, the number of features of phi."""
-        raise unstated(self, "feature_length(qk_length)")
+        raise undefined(self, "feature_length(qk_length)")
 
     def summed_features(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """phi(x) as the running sums use it: `features`, or a layout with the same inner products that is faster to

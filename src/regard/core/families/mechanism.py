@@ -37,7 +37,7 @@ from regard.core.paths.slots import CacheSlot, Clock, Slot
 from regard.core.states.key_values import KeyValueState
 from regard.core.states.state import Sizes, State
 from regard.core.tensors import brief, flat, leaves, made_on, own_dtype, probe, same
-from regard.core.user_code import check_class, is_user_code, read_only, runs_user_code, unstated, weigh
+from regard.core.user_code import check_class, is_user_code, read_only, runs_user_code, undefined, weigh
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +141,7 @@ class Mechanism:
 
     def similarity(self, q: Float[Tensor, "*b T K"], k: Float[Tensor, "*b S K"]) -> Float[Tensor, "*b T S"]:
         """How similar each query and key are: ≥ 0, in any scale. The one method that a new mechanism defines."""
-        raise unstated(self, "similarity(q, k)")
+        raise undefined(self, "similarity(q, k)")
 
     def compare(self, q: Float[Tensor, "*b T K"], k: Float[Tensor, "*b S K"]) -> Float[Tensor, "..."]:
         """What is computed for each query and key: the similarity, or the weights if only `weigh` is defined."""
@@ -328,8 +328,8 @@ class Mechanism:
         kind = self.state_type(k.shape[-1] if isinstance(k, Tensor) else 1)
         if type(state) is not kind or not same(state.mechanism, self):
             owner = getattr(state, "mechanism", None)
-            kind = type(state).__name__ if owner is None else f"a {type(state).__name__} of {owner!r}"
-            raise ValueError(f"state: expected one from {self!r}.start(…), got {kind}")
+            actual = type(state).__name__ if owner is None else f"a {type(state).__name__} of {owner!r}"
+            raise ValueError(f"state: expected one from {self!r}.start(…), got {actual}")
         check_extend(self, q, k, v, state, rule, bias)
         with in_own_dtype(q):
             return self.advance(q, k, v, state.recordable(), rule, bias)

@@ -31,7 +31,7 @@ from regard.core.paths import reference
 from regard.core.paths.exact import choose_scores
 from regard.core.states.fixed_state import FixedState
 from regard.core.states.state import Sizes, State
-from regard.core.user_code import unstated
+from regard.core.user_code import undefined
 
 CHUNK = 64
 """Tokens per chunk, after which the sums are updated: a common head dimension."""
@@ -63,22 +63,22 @@ class RecurrentMechanism(UnnormalisedMechanism):
         `real` (B, 1, S, 1) is False for keys that padding hides; `groups` is the key head of each query head, if heads
         are chosen.
         """
-        raise unstated(self, "table(q, k, places, real, groups)")
+        raise undefined(self, "table(q, k, places, real, groups)")
 
     def walk(
         self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, sums: Tensor | None, keep: bool
     ) -> tuple[Tensor, Tensor | None]:
         """The output of the last tokens' queries, given the sums before all tokens; and, if `keep`, the sums after
         them. Hidden keys are 0."""
-        raise unstated(self, "walk(q, k, v, real, sums, keep)")
+        raise undefined(self, "walk(q, k, v, real, sums, keep)")
 
     def walk_flops(self, work: Work, queries: int, keys: int, history: bool, keep: bool) -> int:
         """FLOPs of `walk` for each key head."""
-        raise unstated(self, "walk_flops(work, queries, keys, history, keep)")
+        raise undefined(self, "walk_flops(work, queries, keys, history, keep)")
 
     def walk_size(self, work: Work, tokens: int) -> int:
         """How many numbers `walk` keeps in memory at once, for each key head."""
-        raise unstated(self, "walk_size(work, tokens)")
+        raise undefined(self, "walk_size(work, tokens)")
 
     def weigh(
         self,

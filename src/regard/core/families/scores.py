@@ -16,7 +16,7 @@ from torch import Tensor
 
 from regard.core.calls.call import Call
 from regard.core.families.mechanism import Mechanism
-from regard.core.user_code import unstated
+from regard.core.user_code import undefined
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class ScoreMechanism(Mechanism):
 
     def score(self, q: Float[Tensor, "*b T K"], k: Float[Tensor, "*b S K"]) -> Float[Tensor, "*b T S"]:
         """The score of each query and key, of any size and sign."""
-        raise unstated(self, "score(q, k)")
+        raise undefined(self, "score(q, k)")
 
     def scale(self, qk_length: int) -> float:
         """The factor on the scores; infinity puts all weight on the best key, shared equally between ties."""

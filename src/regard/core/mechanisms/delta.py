@@ -82,8 +82,8 @@ class Delta(RecurrentMechanism):
             return torch.full(shape, 0.5, dtype=kind, device=k.device)
         rates = read_only(self, "rate", self.rate, k.to(own_dtype(self) or kind))
         if not isinstance(rates, Tensor) or rates.shape != shape:
-            shape = tuple(rates.shape) if isinstance(rates, Tensor) else type(rates).__name__
-            raise ValueError(f"rate: expected (…, S, 1) from keys (…, S, K) = {tuple(k.shape)}, got {shape}")
+            actual = tuple(rates.shape) if isinstance(rates, Tensor) else type(rates).__name__
+            raise ValueError(f"rate: expected (…, S, 1) from keys (…, S, K) = {tuple(k.shape)}, got {actual}")
         return rates.to(kind)
 
     def table(

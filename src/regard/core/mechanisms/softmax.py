@@ -78,14 +78,14 @@ class Softmax(ScoreMechanism):
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         formula = cls.score, cls.scale, cls.weigh, cls.mix
-        cls.as_stated = formula == (Softmax.score, Softmax.scale, Softmax.weigh, Softmax.mix)
+        cls.as_defined = formula == (Softmax.score, Softmax.scale, Softmax.weigh, Softmax.mix)
 
-    as_stated: ClassVar[bool] = True
+    as_defined: ClassVar[bool] = True
     """Whether a subclass keeps the formula above."""
 
     def sdpa_scale(self, qk_length: int) -> float | None:
         """The scale with which PyTorch's SDPA computes this mechanism; None if it does not."""
-        if self.softcap is not None or not self.as_stated:
+        if self.softcap is not None or not self.as_defined:
             return None
         scale = self._beta(qk_length)
         return scale if scale <= 1e6 else None
