@@ -4,16 +4,41 @@ After PATIENCE seconds a process is killed: reading from it ends, and its exit c
 seconds are longer on a machine that has more to do than cores.
 """
 
+import json
 import os
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 PATIENCE = 30
+FORKS = """
+import contextlib, io, json, os, sys, traceback
+import torch
+for line in sys.stdin:
+    read, write = os.pipe()
+    if os.fork() == 0:
+        os.close(read)
+        answer = None
+        try:
+            with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+                scope = {}
+                exec(json.loads(line), scope)
+                answer = scope.get("answer")
+        except BaseException:
+            answer = traceback.format_exc()
+        with open(write, "w") as out:
+            json.dump([answer, sorted(sys.modules)], out)
+        os._exit(0)
+    os.close(write)
+    with open(read) as done:
+        print(done.read(), flush=True)
+    os.wait()
+"""
+"""Runs each line, code as JSON, in a fork of its own; prints its `answer` and its modules."""
 
 
 @contextmanager
@@ -44,3 +69,21 @@ def _watch(child: subprocess.Popen[str], ended: threading.Event) -> None:
         if time.monotonic() - began > PATIENCE * waiting:
             child.kill()
             return
+
+
+@contextmanager
+def forks(before: str = "") -> Iterator[Callable[[str], tuple[Any, set[str]]]]:
+    """Run code in forks of one process that has run `before` and imported torch; gives `answer` and modules of each."""
+    command = [sys.executable, "-c", before + FORKS]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdin is not None
+        assert parent.stdout is not None
+        lines, answers = parent.stdin, parent.stdout
+
+        def run(code: str) -> tuple[Any, set[str]]:
+            print(json.dumps(code), file=lines, flush=True)
+            answer, modules = json.loads(answers.readline())
+            return answer, set(modules)
+
+        yield run
+        lines.close()

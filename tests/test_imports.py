@@ -3,7 +3,6 @@
 Counted in modules, not timed. Each look is a fresh process; those that need torch are forks of one that has it."""
 
 import ast
-import json
 import pkgutil
 import signal
 import subprocess
@@ -14,6 +13,7 @@ import pytest
 import typer
 
 import regard as rg
+from processes import forks
 from regard.commands import commands, train
 
 HEAVY = {"torch", "numpy", "einops", "jaxtyping", "hypothesis", "matplotlib", "transformers", "typer", "rich"}
@@ -23,45 +23,12 @@ CORE = ("attend", "weights", "explain", "Softmax", "Quadratic", "Channel", "Mech
 CORE += ("cost", "Work", "crossover", "layer_cost")
 ENTRY = "import sys\nfrom regard.commands import main\nsys.argv[0] = 'regard'\n"
 
-FORKED = """
-import contextlib, io, json, os, sys, traceback
-import torch
-for line in sys.stdin:
-    read, write = os.pipe()
-    if os.fork() == 0:
-        os.close(read)
-        answer = None
-        try:
-            with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
-                scope = {}
-                exec(json.loads(line), scope)
-                answer = scope.get("answer")
-        except BaseException:
-            answer = traceback.format_exc()
-        with open(write, "w") as out:
-            json.dump([answer, sorted(sys.modules)], out)
-        os._exit(0)
-    os.close(write)
-    with open(read) as done:
-        print(done.read(), flush=True)
-    os.wait()
-"""
-
 
 @pytest.fixture(scope="module")
 def forked():
     """Run code in a process that has imported torch and nothing of ours; gives its `answer` and its modules."""
-    with subprocess.Popen(
-        [sys.executable, "-c", FORKED], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as parent:
-
-        def run(code):
-            print(json.dumps(code), file=parent.stdin, flush=True)
-            answer, modules = json.loads(parent.stdout.readline())
-            return answer, set(modules)
-
+    with forks() as run:
         yield run
-        parent.stdin.close()
 
 
 def modules_after(code):

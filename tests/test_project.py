@@ -19,7 +19,7 @@ MODULES = sorted(module.name for module in pkgutil.walk_packages(rg.__path__, "r
 # Lower layers first. A module imports only from layers before its own, or from its own.
 ROOMS = ["core", "models", "checkpoints", "inference", "training", "commands", "__main__"]
 CORE = [
-    ["tiles", "files", "cpu", "eager", "tensors", "user_code", "display", "style"],
+    ["tiles", "files", "extras", "cpu", "eager", "tensors", "user_code", "display", "style"],
     ["masks"],
     ["states"],
     ["calls"],

@@ -16,6 +16,7 @@ from regard.checkpoints.errors import CheckpointError
 from regard.checkpoints.names import NAMES, resolve
 from regard.checkpoints.sources import read_json
 from regard.checkpoints.tokenizer import Tokenizer
+from regard.core.extras import needed_for
 from regard.core.families.mechanism import Mechanism
 from regard.core.mechanisms.text import made
 from regard.models.base import Model
@@ -137,8 +138,9 @@ def save(model: Model, folder: str | Path, *, layout: Literal["regard", "hugging
     ...     sorted(path.name for path in rg.save(model, folder + "/model").iterdir())
     ['config.json', 'model.safetensors']
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
+    with needed_for("saving a model"):
+        from safetensors import SafetensorError
+        from safetensors.torch import save_file
 
     model = getattr(model, "_orig_mod", model)  # a compiled model is a shell around one
     if not isinstance(model, Model):

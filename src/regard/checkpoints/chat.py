@@ -18,6 +18,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from regard.checkpoints.errors import CheckpointError
+from regard.core.extras import needed_for
 
 if TYPE_CHECKING:
     from jinja2 import nodes
@@ -198,11 +199,12 @@ GROWING: dict[str, Callable[..., int]] = {
 
 
 def _environment(values: Mapping[str, Any]) -> Any:
-    from jinja2 import TemplateError, Undefined, ext, nodes
-    from jinja2.parser import Parser
-    from jinja2.runtime import LoopContext, Macro
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-    from jinja2.utils import Cycler, Joiner, Namespace
+    with needed_for("a chat template"):
+        from jinja2 import TemplateError, Undefined, ext, nodes
+        from jinja2.parser import Parser
+        from jinja2.runtime import LoopContext, Macro
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+        from jinja2.utils import Cycler, Joiner, Namespace
 
     budget = Budget(values)
 

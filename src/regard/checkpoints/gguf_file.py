@@ -12,12 +12,12 @@ import struct
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from regard.checkpoints.errors import CheckpointError
 from regard.checkpoints.sources import Shape, Source, count_elements, map_file, refuse
+from regard.core.extras import needed_for
 
 MOST_ITEMS = 2_000_000
 """Strings and nested arrays in the metadata. In memory they take several times their bytes; the largest vocabularies
@@ -121,6 +121,7 @@ def dequantize(blocks: Tensor, title: str) -> Tensor:
 
 def _dequantize_by_gguf(blocks: Tensor, kind: int, block: int, path: Path) -> Tensor:
     try:
+        import numpy as np
         from gguf import GGMLQuantizationType, quants
     except ImportError as error:
         raise CheckpointError(
@@ -211,6 +212,9 @@ class _Header:
             return [self.array(depth + 1) for _ in range(count)]
         if kind not in NUMBERS:
             refuse(self.path, "an array of a known type, 0 to 12", f"{kind}")
+        with needed_for("a GGUF file"):
+            import numpy as np
+
         dtype = np.dtype("<" + NUMBERS[kind]) if kind != 7 else np.dtype(bool)
         count = self.count(dtype.itemsize, "an array of numbers")
         found = np.frombuffer(self.data, dtype, count, self.at).copy() if count else np.empty(0, dtype)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from regard.checkpoints.errors import CheckpointError
 from regard.checkpoints.sources import check_file, read_json, read_text, refuse
+from regard.core.extras import needed_for
 from regard.core.files import write_text
 from regard.core.masks import Mask, padding
 
@@ -259,11 +260,11 @@ class Tokenizer:
         >>> tokenizer.tokens(tokenizer.encode("C=CCl"))
         ['[CLS]', 'C', '=', 'C', 'Cl', '[SEP]']
         """
-        import tokenizers
-        from tokenizers import decoders, models, pre_tokenizers
-
         special = dict(BERT if special is None else special)
         with _checked("vocabulary"):
+            import tokenizers
+            from tokenizers import decoders, models, pre_tokenizers
+
             vocabulary = _numbered(lines)
             inner = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token=special.get("unk", "[UNK]")))
             inner.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(pattern), "removed", invert=True)
@@ -297,8 +298,9 @@ class Tokenizer:
 def _checked(what: str) -> Iterator[None]:
     """Turn whatever the tokenizers library throws into CheckpointError."""
     try:
-        yield
-    except CheckpointError:
+        with needed_for("a tokenizer"):
+            yield
+    except (CheckpointError, ModuleNotFoundError):
         raise
     except Exception as error:
         raise CheckpointError(f"{what}: expected a tokenizer that can be read, got {str(error)[:200]}") from error
@@ -309,11 +311,11 @@ def _checked(what: str) -> Iterator[None]:
 
 
 def _from_file(path: Path) -> "tokenizers.Tokenizer":
-    import tokenizers
-
     if check_file(path, "a tokenizer.json").stat().st_size > MOST_BYTES:
         refuse(path, f"a tokenizer.json of at most {MOST_BYTES:,} bytes", "more")
     with _checked(str(path)):
+        import tokenizers
+
         return tokenizers.Tokenizer.from_file(str(path))
 
 

@@ -27,21 +27,37 @@ def main() -> None:
 
 
 def _code(error: BaseException) -> int:
-    """The exit code for what ended a command, said in one line; what only we can put right is raised again."""
+    """The exit code for the exception that ended a command, after one line about it; our own mistakes are raised."""
+    if _is_interrupt(error):
+        return 130
+    if isinstance(error, ModuleNotFoundError):
+        from regard.core.extras import explanation
+
+        if (sentence := explanation(error, "this command")) is None:
+            raise error
+        return _fail(sentence)
     from regard.commands.commands import Abort, UsageError
 
-    if isinstance(error, Abort) or _is_interrupt(error):
+    if isinstance(error, Abort):
         return 130
     if isinstance(error, BrokenPipeError):  # the reader has seen enough: `regard cost | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     if isinstance(error, UsageError):
-        return _fail(error.format_message())  # type: ignore[attr-defined]
+        return _fail(_usage(error))
     if isinstance(error, ValueError):
         return _fail(str(error))
     if isinstance(error, OSError):
         return _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
     raise error
+
+
+def _usage(error: Any) -> str:
+    """What is wrong with a command line, and the option that may have been meant."""
+    close = getattr(error, "possibilities", None)  # the nearest first
+    if close:
+        return f"no option {error.option_name}; did you mean {close[0]}?"
+    return str(error.format_message())
 
 
 def _is_interrupt(error: BaseException | None) -> bool:

@@ -49,7 +49,7 @@ def missing() -> str | None:
     if not LANES:
         return "made for processors with AVX2, AVX-512 or NEON"
     if not _HAS_LLVM:
-        return "llvmlite is not installed"
+        return 'needs llvmlite, which is not installed: pip install "regard[fast]"'
     if not _OPENMP:
         return "this PyTorch has no GNU OpenMP, whose threads it needs"
     return None if MAY_COMPILE else "the system forbids code generated at run time (W^X, MemoryDenyWriteExecute)"

@@ -11,19 +11,18 @@ from itertools import cycle, islice
 from statistics import fmean
 
 from regard.core.display import HIDDEN, MASK_COLOURS, WEIGHT_COLOURS
+from regard.core.extras import needed_for
 
 # Modules that draw take what they need of matplotlib from here, so that the error is the same for all.
-try:
+with needed_for("a picture"):
     from matplotlib import ticker as ticker
-except ImportError as error:
-    raise ImportError("matplotlib: expected it to be installed to draw, got none: pip install regard[plots]") from error
-from matplotlib.axes import Axes as Axes
-from matplotlib.colors import LinearSegmentedColormap, ListedColormap
-from matplotlib.colors import to_rgba as to_rgba
-from matplotlib.figure import Figure as Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.lines import Line2D as Line2D
-from matplotlib.patches import Patch as Patch
+    from matplotlib.axes import Axes as Axes
+    from matplotlib.colors import LinearSegmentedColormap, ListedColormap
+    from matplotlib.colors import to_rgba as to_rgba
+    from matplotlib.figure import Figure as Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+    from matplotlib.lines import Line2D as Line2D
+    from matplotlib.patches import Patch as Patch
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = ("o", "s", "^", "D", "v", "P")

@@ -4,8 +4,11 @@ A recipe gives a `Task` (a model, its examples, its loss); `train` runs it in a 
 run and that `rg.load` opens.
 """
 
-from regard.training.loop import Report, train
-from regard.training.settings import Settings, option
-from regard.training.task import IGNORED, Batch, Card, Task, Totals
+from regard.core.extras import needed_for
+
+with needed_for("training", "train"):
+    from regard.training.loop import Report, train
+    from regard.training.settings import Settings, option
+    from regard.training.task import IGNORED, Batch, Card, Task, Totals
 
 __all__ = ["IGNORED", "Batch", "Card", "Report", "Settings", "Task", "Totals", "option", "train"]

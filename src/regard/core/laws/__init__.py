@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from regard.core.extras import needed_for
 from regard.core.families.mechanism import Mechanism
 from regard.core.laws.case import DTYPES, HEADS, LENGTH_PAIRS, MASKS, plain_output
 from regard.core.laws.report import Cell, Report
@@ -128,8 +129,9 @@ def _shown(total: int, cells: dict[tuple[str, ...], Cell]) -> Iterator[Progress]
     if not sys.stderr.isatty():
         yield lambda name: None
         return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    with needed_for("a progress bar"):
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=False) as bar:

@@ -6,15 +6,17 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from tempfile import TemporaryDirectory
 
-from hypothesis import HealthCheck, Phase, configuration, given, seed, settings
-from hypothesis import strategies as st
-
 from regard.core.calls.call import Call
+from regard.core.extras import needed_for
 from regard.core.families.mechanism import Mechanism
 from regard.core.laws.case import Broken, Case, in_dtype
 from regard.core.laws.report import Cell
 from regard.core.laws.statements import Law
 from regard.core.tensors import weighs_tokens
+
+with needed_for("a check of laws"):
+    from hypothesis import HealthCheck, Phase, configuration, given, seed, settings
+    from hypothesis import strategies as st
 
 Lengths = Sequence[tuple[int, int]]
 """Pairs of qk_length and value_length to draw from."""

@@ -3,7 +3,6 @@
 import operator
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,6 +34,8 @@ def from_numpy(name: str, value: Any) -> Any:
     """A NumPy array copied to a tensor; anything else unchanged."""
     if isinstance(value, Tensor) or not hasattr(value, "__array__"):
         return value
+    import numpy as np
+
     try:
         return torch.from_numpy(np.array(value, order="C"))  # PyTorch has no negative strides
     except (TypeError, ValueError):

@@ -1,5 +1,6 @@
 """A prompt that a model has read: a value to hold, to generate from as often as wanted, and to keep in a file."""
 
+import ctypes
 import hashlib
 import json
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from regard.checkpoints.errors import CheckpointError
 from regard.checkpoints.sources import Source, open_safetensors, parse_json, refuse
+from regard.core.extras import needed_for
 from regard.core.families.mechanism import Mechanism
 from regard.core.files import write
 from regard.core.masks import Padding, padding, padding_of
@@ -73,7 +75,8 @@ class Prompt:
 
     def save(self, path: str | Path) -> Path:
         """Write the prompt to one file, whole or not at all."""
-        from safetensors.torch import save_file
+        with needed_for("saving a prompt"):
+            from safetensors.torch import save_file
 
         tensors, plan = _flatten(self)
         plain = _unshared({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
@@ -124,7 +127,8 @@ def fingerprint(model: Decoder | Transformer) -> str:
         flat = tensor.detach().reshape(-1)
         sample = flat[:: max(1, len(flat) // SAMPLE) | 1]  # an odd step: over all columns of most matrices
         weights.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        weights.update(sample.contiguous().cpu().view(torch.uint8).numpy().tobytes())
+        sample = sample.contiguous().cpu()
+        weights.update(ctypes.string_at(sample.data_ptr(), sample.nbytes))  # what .numpy() gives, without NumPy
     kind = f"{'quantized ' if model.quantized else ''}{type(model).__name__}"
     return f"{kind}, {config.hexdigest()}, {weights.hexdigest()}"
 

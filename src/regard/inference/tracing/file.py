@@ -9,6 +9,7 @@ from torch import Tensor
 
 from regard.checkpoints.errors import CheckpointError
 from regard.checkpoints.sources import Source, open_safetensors, parse_json, refuse
+from regard.core.extras import needed_for
 from regard.core.files import write
 from regard.inference.tracing.record import KEEP, Trace, TracedLayer
 
@@ -20,7 +21,8 @@ FACTS = ("index", "name", "kind", "mechanism", "heads", "rows", "causal", "by_pa
 
 def save(trace: Trace, path: str | Path) -> Path:
     """Write a trace; whole or not at all."""
-    from safetensors.torch import save_file
+    with needed_for("saving a trace"):
+        from safetensors.torch import save_file
 
     target = Path(path)
     if not target.parent.is_dir():

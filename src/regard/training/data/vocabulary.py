@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from regard.checkpoints.tokenizer import BERT, Tokenizer
+from regard.core.extras import needed_for
 
 if TYPE_CHECKING:
     import tokenizers
@@ -34,8 +35,9 @@ def train_bpe(texts: Iterable[str], size: int) -> Tokenizer:
     >>> tokenizer.tokens(ids), tokenizer.decode(ids)
     (["l'", 'arbre', '[END]'], "l'arbre")
     """
-    import tokenizers
-    from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+    with needed_for("a vocabulary"):
+        import tokenizers
+        from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
     letters = pre_tokenizers.ByteLevel.alphabet()
     _check_size(size, len(TRANSLATION) + len(letters))
@@ -68,8 +70,9 @@ def train_wordpiece(texts: Iterable[str], size: int) -> Tokenizer:
     >>> tokenizer.tokens(tokenizer.encode("the cats"))
     ['[CLS]', 'the', 'cat', '##s', '[SEP]']
     """
-    import tokenizers
-    from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+    with needed_for("a vocabulary"):
+        import tokenizers
+        from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
     def empty(vocabulary: dict[str, int]) -> "tokenizers.Tokenizer":
         inner = tokenizers.Tokenizer(models.WordPiece(vocabulary, unk_token=BERT["unk"]))
