@@ -268,7 +268,10 @@ def test_a_model_without_names_gives_numbers(inside, trained, tmp_path):
     ("arguments", "words"),
     [
         (["minilm", "text"], "model: expected an encoder with classes and a tokenizer"),
-        (["TRAINED"], "text: expected one or more, --file or - for standard input, got none"),
+        (
+            ["TRAINED"],
+            'text: expected a text to classify, as in regard classify MODEL "Some text.", or --file FILE, got none',
+        ),
         (["TRAINED", "a", " "], "text: expected words, got an empty text 2"),
         (["TRAINED", "a", "--file", "x.txt"], "text: expected texts or --file, got both"),
         (["TRAINED", "--file", "gap.txt"], "text: expected words, got an empty line 2"),

@@ -119,6 +119,9 @@ def test_version_is_the_package_version(inside: Inside) -> None:
     ("arguments", "named"),
     [
         (["nosuch"], "nosuch"),
+        (["trian"], "Did you mean 'train'?"),
+        (["generate", "model", "--devise", "cpu"], "no option --devise; did you mean --device?"),
+        (["translate", "--modle", "x"], "no option --modle; did you mean --model?"),
         (["check", "nosuch"], "nosuch"),
         (["check", "softmax", "--law", "nosuch"], "streamed"),
         (["check", "softmax", "--examples", "0"], "examples"),

@@ -221,6 +221,8 @@ def test_an_interrupted_text_stays_as_far_as_it_came(endless: str, as_json: bool
         (["x", "--stop-token", "-1"], "stop"),
         (["x", "--weights", "int4"], "int8"),
         (["x", "--weights", "int8", "--dtype", "bfloat16"], "float32"),
+        (["x", "--weights", "int8", "--device", "cuda"], "--device: expected cpu, on which int8 weights compute"),
+        (["x", "--device", "cuda:99"], "--device: expected one that is here, got 'cuda:99'"),
         (["x", "--state", "int4"], "int8"),
         (["x", "--mechanism", "nosuch"], "softmax"),
         (["x", "--dtype", "int8"], "float32"),
@@ -333,12 +335,12 @@ def test_the_cost_is_a_table_beside_the_text(inside: Inside, small: str) -> None
     done = inside("generate", small, "abc", "--max-new-tokens", "9", "--show-cost")
     [expected] = rg.generate(rg.load(small), "abc", max_new_tokens=9)
     assert (done.returncode, done.stdout) == (0, f"{expected}\n")
-    assert re.search(r"of a new token +predicted +measured", done.stderr)
+    assert re.search(r"per new token +predicted +measured", done.stderr)
     flops = re.search(r"FLOPs +(\S+ k) +(\S+ k) ", done.stderr)
     assert flops is not None
     assert flops[1] == flops[2]
     once = inside("generate", small, "abc", "--max-new-tokens", "1", "--show-cost").stderr
-    assert "time of each more" not in once
+    assert "time per token after" not in once
 
 
 class Counted:

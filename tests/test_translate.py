@@ -256,7 +256,10 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            ([], "text: expected sentences, --file or - for standard input, got none"),
+            (
+                [],
+                'expected a sentence to translate, as in regard translate "Le chat dort.", or --file FILE, got none',
+            ),
             ([""], "text: expected sentences"),
             (["Oui.", "--file", "here.txt"], "text: expected sentences or --file, got both"),
             (["--file", "missing.txt"], "missing.txt: No such file"),

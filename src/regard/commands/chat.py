@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from regard.commands.common import Device
 from regard.commands.generate import (
     Dtype,
     MinP,
@@ -42,6 +43,7 @@ def chat(
     state: StateStorage = None,
     mechanism: MechanismName = None,
     dtype: Dtype = None,
+    device: Device = "cpu",
 ) -> None:
     """Talk with a model: a line is a message. /reset begins anew, /quit or the input's end leaves, Ctrl-C interrupts.
 
@@ -50,7 +52,17 @@ def chat(
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     sampling["repetition_penalty"] = repetition_penalty
     chosen = plan(
-        source, sampling, stop, stop_token, weights, state, mechanism, dtype, seed, max_new_tokens=max_new_tokens
+        source,
+        sampling,
+        stop,
+        stop_token,
+        weights,
+        state,
+        mechanism,
+        dtype,
+        device,
+        seed,
+        max_new_tokens=max_new_tokens,
     )
     _talk(Conversation(chosen.load(), system, seed=seed, **chosen.stream))
 

@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from regard.commands.common import output, progress, read_text, waiting
+from regard.commands.common import Device, output, progress, read_text, waiting
 
 AT_ONCE = 64
 """Texts that are classified before they are printed."""
@@ -37,6 +37,7 @@ def classify(
     mechanism: Annotated[
         str | None, typer.Option(metavar="FILE.py:NAME", help="The model's attention, if it is your own.")
     ] = None,
+    device: Device = "cpu",
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object a line, for each text.")] = False,
 ) -> None:
     """The class of each text and how likely it is; of a single text, how likely every class is."""
@@ -46,7 +47,7 @@ def classify(
         from regard.core.mechanisms.text import lookup
         from regard.models.encoder import Encoder
 
-        model = load_with(source, None if mechanism is None else lookup(mechanism))
+        model = load_with(source, None if mechanism is None else lookup(mechanism), device=device)
     if not isinstance(model, Encoder) or not model.config.num_classes or model.tokenizer is None:
         raise ValueError(
             f"model: expected an encoder with classes and a tokenizer, as `regard train classify` makes, got {source}"
@@ -76,7 +77,9 @@ def _lines(texts: Sequence[str] | None, file: Path | None) -> list[str]:
         file = Path("-")
     if file is None:
         if not texts:
-            raise ValueError("text: expected one or more, --file or - for standard input, got none")
+            raise ValueError(
+                'text: expected a text to classify, as in regard classify MODEL "Some text.", or --file FILE, got none'
+            )
         found, place = list(texts), "text"
     else:
         found, place = read_text("text", file).replace("\r\n", "\n").removesuffix("\n").split("\n"), "line"

@@ -1,11 +1,13 @@
-"""The commands by name. The module of a command, and torch with it, is imported when the command is run or its own help
-is asked for; `regard --help` reads what it lists from the source of the modules."""
+"""The commands by name.
+
+A command's module, and torch with it, is imported when the command or its help is run. `regard --help` imports none of
+them: it reads their docstrings from their source.
+"""
 
 import ast
 import re
 from collections.abc import Callable
 from importlib import import_module
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,7 +18,7 @@ from regard.commands import leaving_at_once
 
 Abort = typer.Abort
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
-"""The parent of everything wrong with a command line; not all versions of typer have a public name for it."""
+"""The base class of errors in a command line; not all versions of typer have a public name for it."""
 
 COMMANDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "demo": ("demo", ("regard demo --out tour",)),
@@ -93,43 +95,43 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...]]] = {
         ),
     ),
 }
-"""Of each command the module that has a function of its name, and the examples that its help ends with."""
+"""For each command, the module with the function of its name, and the examples at the end of its help."""
 
 
 def load(name: str) -> Any:
-    """The command: its module is imported now."""
-    module, commands = COMMANDS[name]
+    """Import a command's module and build the command."""
+    module_name, lines = COMMANDS[name]
     with leaving_at_once():
-        imported = import_module(f"regard.commands.{module}")
-    if hasattr(imported, "app"):
-        return typer.main.get_command(imported.app)
-    return command(getattr(imported, name), name, commands)
+        module = import_module(f"regard.commands.{module_name}")
+    if hasattr(module, "app"):
+        return typer.main.get_command(module.app)
+    return command(getattr(module, name), name, lines)
 
 
-def command(function: Callable[..., None], name: str, commands: tuple[str, ...]) -> Any:
-    """A function as the command `name`, with examples."""
-    alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
-    alone.command(name, epilog=examples(*commands))(function)
-    made: Any = typer.main.get_command(alone)
-    made.callback = _in_flags(made.callback, made.params)
-    return made
+def command(function: Callable[..., None], name: str, lines: tuple[str, ...]) -> Any:
+    """A function as the command `name`; `lines` are the examples of its help."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
+    app.command(name, epilog=examples(*lines))(function)
+    built: Any = typer.main.get_command(app)
+    built.callback = _with_flags(built.callback, built.params)
+    return built
 
 
 OPTIONS = {"storage": "state", "embedding_dim": "width", "hidden_dim": "hidden", "vocabulary_size": "vocabulary"}
-"""Arguments of the library's, which its errors name, by the options that they come from; num_heads is --heads and laws
-is --law anyway."""
+"""Options by the argument of the library that they set and that its errors name, where the two names differ by more
+than `num_` or a plural s."""
 
 
-def _in_flags(run: Callable[..., Any], parameters: Any) -> Callable[..., Any]:
-    """A command whose errors name the flag that was typed, where the library names an argument of Python's."""
-    options = [(one.name, one.opts[0]) for one in parameters if one.opts[0].startswith("-")]
+def _with_flags(run: Callable[..., Any], parameters: Any) -> Callable[..., Any]:
+    """A command whose errors name the flag that was typed, where the library's error names a Python argument."""
+    options = [(option.name, option.opts[0]) for option in parameters if option.opts[0].startswith("-")]
     flags = {spelling: flag for name, flag in options for spelling in (name, flag.strip("-").replace("-", "_"))}
 
     def flag(name: str) -> str | None:
         spellings = (name, name.removeprefix("num_"), name.removesuffix("s"), OPTIONS.get(name, ""))
         return next((flags[spelling] for spelling in spellings if spelling in flags), None)
 
-    def spoken(**values: Any) -> Any:
+    def run_with_flags(**values: Any) -> Any:
         try:
             return run(**values)
         except ValueError as error:
@@ -139,32 +141,32 @@ def _in_flags(run: Callable[..., Any], parameters: Any) -> Callable[..., Any]:
             rest = re.sub(r"\b([a-z_]+) ?= ?(?=\w)", lambda match: f"{flag(match[1]) or match[1]} ", rest)
             raise ValueError(f"{flag(name)}{colon}{rest}") from error
 
-    return spoken
+    return run_with_flags
 
 
 def examples(*commands: str) -> str:
-    """The last section of a command's help; an empty line is how typer ends a line."""
+    """The last section of a command's help; typer joins lines unless an empty one is between them."""
     return "\n\n".join(["Example:" if len(commands) == 1 else "Examples:", *(f"  {command}" for command in commands)])
 
 
 def group(documentation: dict[str, str], load: Callable[[str], Any], **options: Any) -> typer.Typer:
-    """Commands that are listed with their documentation, and loaded by name when one is run."""
+    """Commands that are listed with their documentation; a command is loaded by its name when it is run."""
 
     class Group(TyperGroup):
         def resolve_command(self, ctx: Any, args: list[str]) -> Any:
             name, _, rest = super().resolve_command(ctx, args)
             return name, load(str(name)), rest
 
-    made = typer.Typer(
+    app = typer.Typer(
         cls=Group, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich", **options
     )
     for name, text in documentation.items():
-        made.command(name, help=text)(_placeholder)
-    return made
+        app.command(name, help=text)(_placeholder)
+    return app
 
 
 def _placeholder() -> None:
-    """What a group lists; the command itself takes its place when it is run."""
+    """Stands in a group's list for a command that is not loaded yet."""
 
 
 def documentation(source: Path, function: str | None = None) -> str:
@@ -188,6 +190,8 @@ app = group(
 
 def _show_version(wanted: bool) -> None:
     if wanted:
+        from importlib.metadata import version  # 30 ms that `regard --help` does not need
+
         print(f"regard {version('regard')}")
         raise typer.Exit
 
@@ -198,4 +202,4 @@ def _options(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """State an attention mechanism once; compute, stream, see, count and prove it."""
+    """Define an attention mechanism once; compute, stream, see, price and test it."""

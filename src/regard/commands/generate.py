@@ -17,7 +17,7 @@ from rich.text import Text
 
 import regard as rg
 from regard.checkpoints import load_with, resolve
-from regard.commands.common import digits, one_of, output, print_table, read_text, waiting
+from regard.commands.common import Device, digits, one_of, output, print_table, read_text, waiting
 from regard.commands.models import ANY_SOURCE, FILE_DTYPES, MechanismName
 from regard.core.cost import accumulator, human
 from regard.core.mechanisms.text import lookup
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from regard.models.stored import Known
 
 TOGETHER = 16
-"""Sequences that grow as one batch: more would take more memory, and gain little on a CPU."""
+"""Sequences that are generated as one batch: more would take more memory, and gain little on a CPU."""
 INT8 = {"int8": torch.int8}
 
 Source = Annotated[str, typer.Argument(metavar="MODEL", help=ANY_SOURCE, show_default=False)]
@@ -42,18 +42,20 @@ MinP = Annotated[
     float | None, typer.Option(metavar="X", help="Draw from tokens at least this fraction as likely as the likeliest.")
 ]
 RepetitionPenalty = Annotated[
-    float, typer.Option(metavar="X", help="Above 1, tokens that came already become less likely.")
+    float, typer.Option(metavar="X", help="Above 1, tokens that came before become less likely.")
 ]
 Stop = Annotated[
     list[str] | None,
-    typer.Option(metavar="TEXT", help="Ends a text, and is cut off it. May repeat.", show_default=False),
+    typer.Option(metavar="TEXT", help="Stop at this text, which is left out. May repeat.", show_default=False),
 ]
 StopToken = Annotated[
-    list[int] | None, typer.Option(metavar="N", help="A token that ends a text. May repeat.", show_default=False)
+    list[int] | None, typer.Option(metavar="N", help="Stop at this token id. May repeat.", show_default=False)
 ]
-Seed = Annotated[int | None, typer.Option(metavar="N", help="The same seed draws the same.")]
-Weights = Annotated[str | None, typer.Option(metavar="NAME", help="int8: fewer bytes to read, less exact.")]
-StateStorage = Annotated[str | None, typer.Option("--state", metavar="NAME", help="int8: a smaller state, less exact.")]
+Seed = Annotated[int | None, typer.Option(metavar="N", help="The same seed gives the same texts.")]
+Weights = Annotated[str | None, typer.Option(metavar="NAME", help="int8: faster on a CPU, less exact.")]
+StateStorage = Annotated[
+    str | None, typer.Option("--state", metavar="NAME", help="int8: a smaller KV cache, less exact.")
+]
 Dtype = Annotated[
     str | None,
     typer.Option(metavar="NAME", help=f"Of {', '.join(FILE_DTYPES)}. Default: the file's, float32 for .gguf files."),
@@ -62,7 +64,7 @@ Dtype = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What the options that `generate` and `chat` share ask for."""
+    """The options that `generate` and `chat` share, checked."""
 
     source: str
     stream: dict[str, Any]
@@ -70,10 +72,11 @@ class Plan:
     quantized: bool
     mechanism: "Known | None"
     dtype: torch.dtype | None
+    device: str
 
     def load(self) -> "Model":
         with waiting(f"loading {self.source}"):
-            model = load_with(self.source, self.mechanism, dtype=self.dtype)
+            model = load_with(self.source, self.mechanism, dtype=self.dtype, device=self.device)
             return rg.quantized(model) if self.quantized else model
 
 
@@ -86,10 +89,11 @@ def plan(
     state: str | None,
     mechanism: str | None,
     dtype: str | None,
+    device: str,
     seed: int | None,
     **more: Any,
 ) -> Plan:
-    """The options, checked as far as they can be without the model, which takes seconds to load."""
+    """Check all options that can be checked without the model, which takes seconds to load."""
     Sampling(**sampling)
     seeds_of(seed, 1, 1)
     stops = (*(stop or ()), *(stop_token or ()))
@@ -104,16 +108,19 @@ def plan(
         one_of("weights", weights, INT8)
         if wanted not in (None, torch.float32):
             raise ValueError(f"dtype: expected float32, which int8 weights compute in, got {dtype}")
+        if device != "cpu":
+            raise ValueError(f"device: expected cpu, on which int8 weights compute, got {device}")
         wanted = torch.float32
-    found = Plan(
+    checked = Plan(
         source=source,
         stream={**sampling, "stop": stops, "storage": storage, **more},
         quantized=weights is not None,
         mechanism=None if mechanism is None else lookup(mechanism),
         dtype=wanted,
+        device=device,
     )
     resolve(source)
-    return found
+    return checked
 
 
 def generate(
@@ -125,9 +132,9 @@ def generate(
     file: Annotated[
         Path | None, typer.Option(metavar="FILE", help="A file with a prompt on each line; - for standard input.")
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Of a text, at most.")] = 128,
+    max_new_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="At most this many for each text.")] = 128,
     temperature: Annotated[
-        float, typer.Option(metavar="X", help="0 takes the likeliest token; above, tokens are drawn.")
+        float, typer.Option(metavar="X", help="0 takes the likeliest token; above 0, tokens are sampled.")
     ] = 0.0,
     top_k: TopK = None,
     top_p: TopP = None,
@@ -136,31 +143,42 @@ def generate(
     stop: Stop = None,
     stop_token: StopToken = None,
     seed: Seed = None,
-    n: Annotated[int, typer.Option(min=1, metavar="N", help="Texts for each prompt, which is read once.")] = 1,
+    n: Annotated[int, typer.Option(min=1, metavar="N", help="Texts for each prompt.")] = 1,
     beams: Annotated[int, typer.Option(min=1, metavar="N", help="Search for the likeliest text with N beams.")] = 1,
     length_penalty: Annotated[
-        float, typer.Option(metavar="X", help="Of beams: 0 compares sums of log-probabilities, 1 their means.")
+        float, typer.Option(metavar="X", help="With --beams: 0 compares sums of log-probabilities, 1 their means.")
     ] = 1.0,
     log_probabilities: Annotated[
-        bool, typer.Option("--log-probabilities", help="With --json: also each token's log-probability.")
+        bool, typer.Option("--log-probabilities", help="With --json: the log-probability of every token.")
     ] = False,
     weights: Weights = None,
     state: StateStorage = None,
     mechanism: MechanismName = None,
     dtype: Dtype = None,
+    device: Device = "cpu",
     chat: Annotated[
         bool, typer.Option("--chat", help="Each prompt is a user's message, in the checkpoint's own template.")
     ] = False,
     show_cost: Annotated[
-        bool, typer.Option("--show-cost", help="FLOPs, bytes and state of a token, as predicted and as measured.")
+        bool, typer.Option("--show-cost", help="FLOPs, bytes and KV cache of a token, predicted and measured.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object a line, for each text.")] = False,
 ) -> None:
-    """Continue texts. One is written as it comes, several as they finish; Ctrl-C leaves what has come so far."""
+    """Continue texts. A single text is printed token by token, several as they finish; Ctrl-C keeps what is there."""
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     sampling["repetition_penalty"] = repetition_penalty
     chosen = plan(
-        source, sampling, stop, stop_token, weights, state, mechanism, dtype, seed, max_new_tokens=max_new_tokens
+        source,
+        sampling,
+        stop,
+        stop_token,
+        weights,
+        state,
+        mechanism,
+        dtype,
+        device,
+        seed,
+        max_new_tokens=max_new_tokens,
     )
     check_counts(n, beams, length_penalty, Sampling(**sampling))  # type: ignore[arg-type]
     if log_probabilities and not as_json:
@@ -173,36 +191,38 @@ def generate(
     model = chosen.load()
     if show_cost and not isinstance(model, rg.Decoder):
         raise ValueError(f"show_cost: expected a decoder, got {type(model).__name__}")
-    given = [_tokens(model, text, chat) for text in texts]
-    for tokens in given:
-        rg.stream(model, tokens, **chosen.stream)  # checks them, and reads nothing yet
+    prompt_tokens = [_tokens(model, text, chat) for text in texts]
+    for tokens in prompt_tokens:
+        rg.stream(model, tokens, **chosen.stream)  # checks the tokens; the model runs when the stream is read
 
-    # Seeds are drawn here, so that they can be told: with its seed, a prompt gives the same texts again.
+    # Drawn here, so that --json can print them: with its seed, a prompt gives the same texts again.
     seeds = [secrets.randbits(32) if seed is None and temperature else seed for _ in texts]
     show = partial(_show, as_json=as_json, several=several, scored=log_probabilities)
     if beams > 1:
-        for text, tokens, own in zip(texts, given, seeds, strict=True):
-            options = {**chosen.stream, "beams": beams, "length_penalty": length_penalty, "n": n}
-            for found in rg.generate(model, [tokens], **options):
-                show(text, own, found)
+        options = {**chosen.stream, "beams": beams, "length_penalty": length_penalty, "n": n}
+        for text, tokens, text_seed in zip(texts, prompt_tokens, seeds, strict=True):
+            for generated in rg.generate(model, [tokens], **options):
+                show(text, text_seed, generated)
     elif several:
         size = max(1, TOGETHER // n)
         for start in range(0, len(texts), size):
             part = slice(start, start + size)
             labels = [label for label in zip(texts[part], seeds[part], strict=True) for _ in range(n)]
-            growth, rows = _begin(model, given[part], seeds[part], n, log_probabilities, **chosen.stream)
+            growth, rows = _begin(model, prompt_tokens[part], seeds[part], n, log_probabilities, **chosen.stream)
             _show_as_they_finish(growth, rows, [partial(show, *label) for label in labels])
     else:
         begun = perf_counter()
-        growth, [row] = _begin(model, given, seeds, 1, log_probabilities, **chosen.stream)
-        one = partial(show, texts[0], seeds[0]) if as_json else None
-        first, last = _write_as_it_comes(growth, row, one)
+        growth, [row] = _begin(model, prompt_tokens, seeds, 1, log_probabilities, **chosen.stream)
+        show_text = partial(show, texts[0], seeds[0]) if as_json else None
+        first, last = _write_as_it_comes(growth, row, show_text)
         cost = None
         if show_cost:
             assert isinstance(model, rg.Decoder)
-            cost = _cost(model, given[0], row.writer.tokens, chosen.stream["storage"], first - begun, last - first)
-        if one is not None:
-            one(row.result(), cost)
+            cost = _cost(
+                model, prompt_tokens[0], row.writer.tokens, chosen.stream["storage"], first - begun, last - first
+            )
+        if show_text is not None:
+            show_text(row.result(), cost)
         elif cost is not None:
             _print_cost(cost)
 
@@ -211,18 +231,20 @@ def _texts(prompts: Sequence[str] | None, file: Path | None) -> list[str]:
     if prompts and file is not None:
         raise ValueError("prompt: expected prompts or --file, got both")
     if prompts:
-        found, place = list(prompts), "prompt"
+        texts, place = list(prompts), "prompt"
     elif file is not None:
         text = read_text("prompt", file)
-        found, place = text.replace("\r\n", "\n").removesuffix("\n").split("\n"), "line"
+        texts, place = text.replace("\r\n", "\n").removesuffix("\n").split("\n"), "line"
     elif sys.stdin.isatty():
-        raise ValueError("prompt: expected one or more, --file or standard input, got none")
+        raise ValueError(
+            'prompt: expected a text to continue, as in regard generate MODEL "Once", or --file FILE, got none'
+        )
     else:
-        found, place = [read_text("prompt", Path("-")).removesuffix("\n")], "prompt"
-    for number, text in enumerate(found, start=1):
+        texts, place = [read_text("prompt", Path("-")).removesuffix("\n")], "prompt"
+    for number, text in enumerate(texts, start=1):
         if not text:
-            raise ValueError(f"prompt: expected text, got an empty {place}{f' {number}' if len(found) > 1 else ''}")
-    return found
+            raise ValueError(f"prompt: expected text, got an empty {place}{f' {number}' if len(texts) > 1 else ''}")
+    return texts
 
 
 def _tokens(model: "Model", text: str, chat: bool) -> list[int]:
@@ -235,7 +257,7 @@ def _tokens(model: "Model", text: str, chat: bool) -> list[int]:
 
 def _begin(
     model: "Model",
-    given: Sequence[Sequence[int]],
+    prompts: Sequence[Sequence[int]],
     seeds: Sequence[int | None],
     n: int,
     scored: bool,
@@ -245,21 +267,21 @@ def _begin(
     storage: torch.dtype | None,
     **sampling: Any,
 ) -> tuple[Growth, list[Row]]:
-    """What `rg.generate` begins with; here the rows are seen while they grow."""
-    own = speaking(model)
+    """Start what `rg.generate` runs; the caller can print its rows while they grow."""
+    generator = speaking(model)
     return begin(
-        own,
-        [tuple(tokens) for tokens in given],
+        generator,
+        [tuple(tokens) for tokens in prompts],
         sampling=Sampling(**sampling),
-        limits=limits_of(own, max_new_tokens, stop),
-        seeds=seeds_of([seed or 0 for seed in seeds], len(given), n),
+        limits=limits_of(generator, max_new_tokens, stop),
+        seeds=seeds_of([seed or 0 for seed in seeds], len(prompts), n),
         log_probabilities=scored,
         storage=storage,
     )
 
 
 def _write_as_it_comes(growth: Growth, row: Row, show: Callable[..., None] | None) -> tuple[float, float]:
-    """Write one text piece by piece, or nothing where `show` will; when its first and its last token came."""
+    """Print a text piece by piece, or nothing if `show` will print it; returns when its first and last token came."""
     first, written = 0.0, 0
     try:
         for _ in growth:
@@ -281,7 +303,7 @@ def _write_as_it_comes(growth: Growth, row: Row, show: Callable[..., None] | Non
 
 
 def _show_as_they_finish(growth: Growth, rows: Sequence[Row], shows: Sequence[Callable[..., None]]) -> None:
-    """Show texts in the order of their prompts, each as soon as it and those before it have ended."""
+    """Show texts in the order of their prompts, as soon as a text and those before it are finished."""
     shown = 0
     try:
         for _ in growth:
@@ -297,7 +319,7 @@ def _show_as_they_finish(growth: Growth, rows: Sequence[Row], shows: Sequence[Ca
 def _show(
     text: str,
     seed: int | None,
-    found: rg.Generated,
+    generated: rg.Generated,
     cost: dict[str, Any] | None = None,
     *,
     as_json: bool,
@@ -305,15 +327,20 @@ def _show(
     scored: bool,
 ) -> None:
     if as_json:
-        line: dict[str, Any] = {"prompt": text, "text": str(found), "tokens": found.tokens, "reason": found.reason}
-        line |= {"log_probabilities": found.log_probabilities if scored else None, "seed": seed}
-        line |= {} if found.score is None else {"score": found.score}
+        line: dict[str, Any] = {
+            "prompt": text,
+            "text": str(generated),
+            "tokens": generated.tokens,
+            "reason": generated.reason,
+        }
+        line |= {"log_probabilities": generated.log_probabilities if scored else None, "seed": seed}
+        line |= {} if generated.score is None else {"score": generated.score}
         line |= {} if cost is None else {"cost": cost}
         print(json.dumps(line, ensure_ascii=False), flush=True)
         return
     if several and sys.stdout.isatty():
         output().print(Text(text, style="dim"), soft_wrap=True)
-    print(found, flush=True)
+    print(generated, flush=True)
 
 
 def _cost(
@@ -324,7 +351,7 @@ def _cost(
     first_seconds: float,
     more_seconds: float,
 ) -> dict[str, Any]:
-    """One token's cost in the middle of the new ones, by the cost model and by counters and the clock."""
+    """The cost of the token in the middle of the generated ones: predicted by the cost model, counted, and timed."""
     tokens = [*prompt, *new]
     position = max(2, len(prompt) + len(new) // 2)
     flops, state_bytes = _counted(model, tokens[:position], storage)
@@ -334,7 +361,7 @@ def _cost(
         _attention_bytes(model, position, storage),
     )
     read, state = weights + attention, summary.state_fixed + position * summary.state_per_token
-    if storage is not None:  # such a state is keys and values alone
+    if storage is not None:  # only a KV cache can be stored in int8
         layer = model.stack.layers[0].attention
         state = state * _key_bytes(layer, model.dtype, storage) // _key_bytes(layer, model.dtype, None)
     seconds = more_seconds / (len(new) - 1) if len(new) > 1 else None
@@ -360,7 +387,7 @@ def _cost(
 
 @torch.inference_mode()
 def _counted(model: rg.Decoder, tokens: Sequence[int], storage: torch.dtype | None) -> tuple[int, int]:
-    """FLOPs of the last token's step and bytes of the state with it, of a state with no room to spare."""
+    """FLOPs of the last token's step, and bytes of a state that has room for these tokens and no more."""
     from torch.utils.flop_counter import FlopCounterMode
 
     before = rg.prefill(model, [tokens[:-1]], room=1, storage=storage)
@@ -370,13 +397,13 @@ def _counted(model: rg.Decoder, tokens: Sequence[int], storage: torch.dtype | No
 
 
 def _key_bytes(layer: rg.MultiHeadAttention, dtype: torch.dtype, storage: torch.dtype | None) -> int:
-    """Of one token's keys and values in a state: int8 ones have a scale each, in float32 or better."""
+    """Bytes of a token's keys and values in the KV cache; int8 vectors have a scale each, in float32 or better."""
     lengths, scale = layer.qk_length + layer.value_length, accumulator(dtype).itemsize
     return layer.num_kv_heads * (lengths * dtype.itemsize if storage is None else lengths + 2 * scale)
 
 
 def _attention_bytes(model: rg.Decoder, position: int, storage: torch.dtype | None) -> int:
-    """What the layers' attention reads and writes for a token that sees `position` of them."""
+    """Bytes that attention reads and writes, in all layers, for a token at `position`."""
     total = 0
     for block, size in zip(model.stack.layers, model.stack.windows, strict=True):
         layer = block.attention
@@ -398,18 +425,18 @@ def _attention_bytes(model: rg.Decoder, position: int, storage: torch.dtype | No
 
 
 def _weight_bytes(model: rg.Decoder) -> int:
-    """What of the weights, and of int8 ones' scales, a token reads: all, but one row of tables that are looked up."""
+    """Bytes of weights, and of scales of int8 weights, that a step reads: all, but one row of the embedding tables."""
     tables = [*([] if model.config.tied else ["embedding.weight"]), "positions.weight"]
-    held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    return sum((one[:1] if name in tables else one).numel() * one.element_size() for name, one in held.items())
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return sum((x[:1] if name in tables else x).numel() * x.element_size() for name, x in tensors.items())
 
 
 def _print_cost(cost: dict[str, Any]) -> None:
-    """The cost as a table on standard error: standard output is the text's."""
+    """Print the cost as a table on standard error; standard output has the text."""
     predicted, measured = cost["predicted"], cost["measured"]
 
     def row(name: str, first: str, second: str) -> dict[str, str]:
-        return {"of a new token": name, "predicted": first, "measured": second}
+        return {"per new token": name, "predicted": first, "measured": second}
 
     rows = [
         row("FLOPs", human(predicted["flops"]), human(measured["flops"])),
@@ -417,15 +444,15 @@ def _print_cost(cost: dict[str, Any]) -> None:
         row("  weights", human(predicted["weight_bytes"], "B"), ""),
         row("  attention", human(predicted["attention_bytes"], "B"), ""),
         row("state", human(predicted["state_bytes"], "B"), human(measured["state_bytes"], "B")),
-        row("state / tokens", *(human(one["state_bytes"] / cost["position"], "B") for one in (predicted, measured))),
-        row("time to the first", "", f"{digits(1000 * measured['first_token_seconds'])} ms"),
+        row("state / tokens", *(human(side["state_bytes"] / cost["position"], "B") for side in (predicted, measured))),
+        row("time to first token", "", f"{digits(1000 * measured['first_token_seconds'])} ms"),
     ]
     if measured["token_seconds"] is not None:
         rows += [
-            row("time of each more", "", f"{digits(1000 * measured['token_seconds'])} ms"),
+            row("time per token after", "", f"{digits(1000 * measured['token_seconds'])} ms"),
             row("FLOPs / time", "", human(measured["flops_per_second"], "FLOP/s")),
             row("predicted bytes / time", "", human(measured["bytes_per_second"], "B/s")),
         ]
     with redirect_stdout(sys.stderr):
-        print(f"\nFLOPs, bytes and state at token {cost['position']:,}, the middle of the new ones:")
+        print(f"\nFLOPs, bytes and state at token {cost['position']:,}, in the middle of the generated text:")
         print_table(rows, right=("predicted", "measured"))

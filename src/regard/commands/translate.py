@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from regard.commands.common import named, progress, read_text, waiting
+from regard.commands.common import Device, named, progress, read_text, waiting
 from regard.core.files import save_figure
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ def translate(
     mechanism: Annotated[
         str | None, typer.Option(metavar="FILE.py:NAME", help="The model's attention, if it is your own.")
     ] = None,
+    device: Device = "cpu",
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object a line, for each sentence.")] = False,
 ) -> None:
     """Translate sentences, French to English unless another model is given. Empty lines stay empty."""
@@ -50,7 +51,7 @@ def translate(
         from regard.training.recipes import translate as recipe
 
         chosen = None if mechanism is None else lookup(mechanism)
-        found = recipe.shipped() if model is None else load_with(model, chosen)
+        found = recipe.shipped(device) if model is None else load_with(model, chosen, device=device)
     with progress(-(-len(lines) // AT_ONCE), "translating") as advance:
         for start in range(0, len(lines), AT_ONCE):
             advance(f"line {start + 1:,}")
@@ -72,10 +73,12 @@ def _lines(texts: Sequence[str] | None, file: Path | None) -> list[str]:
         if not any(line.strip() for line in found):
             raise ValueError(f"text: expected sentences, got none in {file}")
         return found
-    if not texts or not all(text.strip() for text in texts):
+    if not texts:
         raise ValueError(
-            f"text: expected sentences, --file or - for standard input, got {'none' if not texts else 'an empty one'}"
+            'text: expected a sentence to translate, as in regard translate "Le chat dort.", or --file FILE, got none'
         )
+    if not all(text.strip() for text in texts):
+        raise ValueError("text: expected sentences, got an empty one")
     return list(texts)
 
 

@@ -303,11 +303,11 @@ def _sacrebleu() -> Any:
     return sacrebleu
 
 
-def shipped() -> Transformer:
+def shipped(device: torch.device | str = "cpu") -> Transformer:
     """The translator that comes with the package, trained on the phrase-book."""
     from regard.checkpoints import load
 
-    model = load(SHIPPED, dtype=torch.float32)
+    model = load(SHIPPED, dtype=torch.float32, device=device)
     assert isinstance(model, Transformer)
     return model
 
