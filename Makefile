@@ -2,9 +2,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+DOCS := .venv-docs
+PYTHONS ?= python3.11 python3.12 python3.13
 AS_AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2
 
-.PHONY: demo test lint bench pictures check fuzz chaos clean
+.PHONY: demo test lint bench pictures check wheel docs fuzz chaos clean
 
 demo: $(READY) ## train two translators in about two minutes; runs and pictures go to demo/
 	rm -rf demo
@@ -31,6 +33,12 @@ pictures: $(READY) ## every picture in docs/, from the code and the committed re
 check: $(READY) ## every law on every mechanism
 	$(BIN)/regard check
 
+wheel: $(READY) ## the sdist and the wheel in dist/, tried in a clean environment for each Python that is here
+	$(BIN)/python tests/wheel.py $(PYTHONS)
+
+docs: $(DOCS)/.ready ## the site, in site/: open site/index.html
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet
+
 fuzz: $(READY) ## 20,000 mutations of each format: files, models, prompts, chat templates
 	$(BIN)/python tests/hostile.py --mutations 20000
 
@@ -45,5 +53,10 @@ $(READY): requirements.lock weights.lock pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	touch $(READY)
 
+$(DOCS)/.ready: docs/requirements.lock
+	test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check -r docs/requirements.lock
+	touch $(DOCS)/.ready
+
 clean:
-	rm -rf $(VENV) demo build
+	rm -rf $(VENV) $(DOCS) demo build dist site
