@@ -1,15 +1,15 @@
 """French and English sentences out of Debian's package descriptions, as a table for `regard train translate --data`.
 
-Debian's translators have put a third of its descriptions into French. apt fetches them; on Debian or Ubuntu, without
-root, into a folder of your own:
+Debian's translators have put a third of its descriptions into French. On Debian or Ubuntu apt fetches them, without
+root, into a folder of yours:
 
     mkdir -p lists/partial
     apt-get update -o Dir::State::Lists=$PWD/lists -o Dir::Cache=$PWD/lists \\
         -o Acquire::Languages=en,fr -o Acquire::GzipIndexes=false
     python examples/debian_pairs.py --lists lists --out debian.tsv
 
-A description and its translation carry the same checksum (Description-md5). Both are taken apart into summary,
-paragraphs, list items and sentences, and parts are paired where there are as many on one side as on the other.
+A description and its translation carry the same checksum (Description-md5). Both are cut into summary, paragraphs,
+list items and sentences, and parts are paired where both sides have the same number of them.
 """
 
 import argparse
@@ -29,7 +29,7 @@ SENTENCE_END = re.compile(
     r"(?<=[.!?]) (?=[A-ZÀÂÇÉÈÊÎÔŒ«\"(])"
 )
 MOST_WORDS = 80
-"""Of a side; a paragraph that does not come apart into sentences may be longer."""
+"""The longest side of a pair: a paragraph that cannot be cut into sentences may be longer, and is left out."""
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -37,26 +37,26 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lists", type=Path, required=True, help="folder with apt's Translation-en and Translation-fr")
     parser.add_argument("--out", type=Path, required=True, help="the table to write: French, a tab, English")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
-        pairs = debian_pairs(given.lists)
+        pairs = debian_pairs(options.lists)
     except ValueError as error:
         parser.error(str(error))
-    write_text(given.out, "".join(f"{french}\t{english}\n" for french, english in pairs))
+    write_text(options.out, "".join(f"{french}\t{english}\n" for french, english in pairs))
     words = sum(len(english.split()) for _, english in pairs)
-    print(f"{given.out}: {len(pairs):,} pairs, {words:,} English words")
+    print(f"{options.out}: {len(pairs):,} pairs, {words:,} English words")
 
 
 def debian_pairs(lists: Path) -> list[tuple[str, str]]:
     """The pairs (French, English) of all lists in a folder, each once."""
     french, english = (_descriptions(lists, language) for language in ("fr", "en"))
-    found = (
+    pairs = (
         pair
         for checksum, translated in french.items()
         if checksum in english
         for pair in _paired(translated, english[checksum])
     )
-    return list(dict.fromkeys(filter(_is_translated, found)))
+    return list(dict.fromkeys(filter(_is_translated, pairs)))
 
 
 def _descriptions(lists: Path, language: str) -> dict[str, list[str]]:
@@ -64,14 +64,14 @@ def _descriptions(lists: Path, language: str) -> dict[str, list[str]]:
     files = sorted(lists.glob(f"*_Translation-{language}*"))
     if not files:
         raise ValueError(f"--lists: expected a folder with Translation-{language} files, got {lists}; see --help")
-    found: dict[str, list[str]] = {}
+    descriptions: dict[str, list[str]] = {}
     for file in files:
         for stanza in _text(file).split("\n\n"):
             checksum = re.search(r"^Description-md5: (\w+)", stanza, re.MULTILINE)
             description = re.search(rf"^Description-{language}: (.*(?:\n[ \t].*)*)", stanza, re.MULTILINE)
             if checksum and description:
-                found.setdefault(checksum[1], description[1].split("\n"))
-    return found
+                descriptions.setdefault(checksum[1], description[1].split("\n"))
+    return descriptions
 
 
 def _text(file: Path) -> str:
@@ -81,7 +81,7 @@ def _text(file: Path) -> str:
 
 
 def _paired(french: list[str], english: list[str]) -> Iterator[tuple[str, str]]:
-    """Summaries, and all parts of which there are as many on both sides."""
+    """Pairs of summaries, and of all parts where both sides have the same number of them."""
     yield _clean(french[0]), _clean(english[0])
     paragraphs = _paragraphs(french[1:]), _paragraphs(english[1:])
     if len(paragraphs[0]) != len(paragraphs[1]):
@@ -89,18 +89,18 @@ def _paired(french: list[str], english: list[str]) -> Iterator[tuple[str, str]]:
     for here, there in zip(*paragraphs, strict=True):
         if len(here) != len(there):
             continue
-        for one, other in zip(here, there, strict=True):
-            sentences = SENTENCE_END.split(one), SENTENCE_END.split(other)
+        for left, right in zip(here, there, strict=True):
+            sentences = SENTENCE_END.split(left), SENTENCE_END.split(right)
             if len(sentences[0]) == len(sentences[1]):
                 yield from zip(*sentences, strict=True)
             else:
-                yield one, other
+                yield left, right
 
 
 def _paragraphs(lines: list[str]) -> list[list[str]]:
     """The paragraphs of a description, each as its texts and list items.
 
-    A dot stands for an empty line. Lines that begin with two spaces stand as they are, unless they are of a list.
+    A dot means an empty line. A line that begins with two spaces is kept as it is, unless it belongs to a list.
     """
     paragraphs: list[list[str]] = [[]]
     item = False
@@ -125,7 +125,7 @@ def _clean(text: str) -> str:
 
 
 def _is_translated(pair: tuple[str, str]) -> bool:
-    """Whether both sides are there, differ, and are of like length."""
+    """Whether both sides have words, differ, and have similar lengths."""
     french, english = (re.findall(r"\w+", side.lower()) for side in pair)
     if "<trans>" in pair[0] or not french or not english:
         return False

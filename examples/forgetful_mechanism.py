@@ -8,8 +8,8 @@ Linear attention whose keys count for less the further back they are,
     out_t  = phi(q_t) S_t / phi(q_t)·z_t,                  S_t = rate · S_{t-1} + phi(k_t) v_t^T,  phi = elu + 1
                                                            z_t = rate · z_{t-1} + phi(k_t)
 
-The weights are stated in `weigh`. The stream keeps (S, z) instead of keys and values: `empty_state` says what is kept,
-`advance` goes on from it. Everything else (layers, models, generation, saved prompts, traces, the laws) follows.
+`weigh` defines the weights. A stream keeps (S, z) instead of a KV cache: `empty_state` creates them, `advance` updates
+them. Everything else (layers, models, generation, saved prompts, traces, the laws) follows.
 """
 
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ from regard.core.states.state import Sizes
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class FadingState(FixedState):
-    """Sums over the tokens met, (B, G, K, V) and (B, G, K): their fields are what is reordered, counted and saved."""
+    """Sums over the tokens so far, (B, G, K, V) and (B, G, K); the library reorders, counts and saves the fields."""
 
     sums: Tensor
     total: Tensor
@@ -38,7 +38,7 @@ class FadingState(FixedState):
 class Forgetful(rg.Mechanism):
     """Weights fall by `rate` with every token between query and key."""
 
-    ordered: ClassVar[bool] = True  # its weights depend on where tokens stand, and it is causal by itself
+    ordered: ClassVar[bool] = True  # the weights depend on positions, and are causal without a mask
     excuses: ClassVar[Mapping[str, str]] = {"permuted": "a key counts for less the further back it is"}
     rate: float = 0.9
 
@@ -52,22 +52,22 @@ class Forgetful(rg.Mechanism):
         fade = similar.new_tensor(self.rate) ** distance.clamp(min=0)
         return self.normalise((similar * fade).masked_fill(~seen, 0))
 
-    def streams(self, qk_length: int, known: Structure = EVERYTHING) -> str | None:
-        """Sums take no key out again: causal and padding are all the masks that a stream can have."""
-        hides = known.rest is not None or known.windowed
+    def streams(self, qk_length: int, structure: Structure = EVERYTHING) -> str | None:
+        """A sum cannot drop a key again, so that a stream takes causal and padding masks alone."""
+        hides = structure.rest is not None or structure.windowed
         return f"mask: expected causal, padding, both or none to stream {self!r}, got another" if hides else None
 
     def state_type(self, qk_length: int) -> type[FadingState]:
-        """What it goes on from."""
+        """The class of its state."""
         return FadingState
 
     def empty_state(self, sizes: Sizes, capacity: int, storage: torch.dtype | None = None) -> FadingState:
-        """What it starts from."""
+        """The state before the first token."""
         sums, total = sizes.zeros(sizes.qk_length, sizes.value_length), sizes.zeros(sizes.qk_length)
         return FadingState(mechanism=self, sizes=sizes, sums=sums, total=total)
 
     def advance(self, q: Tensor, k: Tensor, v: Tensor, state: Any, rule: Any, bias: None) -> tuple[Tensor, FadingState]:
-        """Take tokens in one by one, those that are real, and free of NaN."""
+        """Add tokens to the sums one by one; padding adds nothing."""
         new = state.receive(k, v, rule)
         sums, total = new.state.sums, new.state.total
         queries, keys, values = phi(q.to(sums.dtype)), phi(new.k.to(sums.dtype)), new.v.to(sums.dtype)
@@ -89,7 +89,7 @@ def phi(x: Tensor) -> Tensor:
 
 
 def main() -> None:
-    """Compute, stream, see, count and prove it; then a model."""
+    """Compute, stream, look at, price and check it; then a model."""
     torch.manual_seed(0)
     mechanism = Forgetful()
     q, k, v = torch.randn(2, 8, 100, 16), torch.randn(2, 2, 100, 16), torch.randn(2, 2, 100, 16)

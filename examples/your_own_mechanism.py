@@ -35,7 +35,7 @@ class Cauchy(rg.Mechanism):
 
 @dataclass(frozen=True, kw_only=True)
 class Learned(Cauchy):
-    """The same, with a factor of the width that is learned: each layer of a model has one of its own."""
+    """The same with a learned factor of the width; every layer of a model has a factor of its own."""
 
     factor: nn.Parameter = field(default_factory=lambda: nn.Parameter(torch.ones(1)))
 
@@ -44,7 +44,7 @@ class Learned(Cauchy):
 
 
 def main() -> None:
-    """Compute, stream, see, count, prove, save and load it."""
+    """Compute, stream, look at, price, check, save and load it."""
     torch.manual_seed(0)
     mechanism = Cauchy()
     q, k, v = torch.randn(2, 8, 100, 16), torch.randn(2, 2, 100, 16), torch.randn(2, 2, 100, 16)
@@ -73,7 +73,7 @@ def main() -> None:
     )
     model = rg.Decoder(config)
     with tempfile.TemporaryDirectory() as folder:
-        # A checkpoint has the class's name, its fields and its tensors, and no code: who loads it passes the class.
+        # A checkpoint has the class's name, its fields and its tensors, but no code: pass the class to load it.
         loaded = rg.load(rg.save(model, f"{folder}/model"), mechanisms=[Learned])
     print(f"\nsaved and loaded: {loaded.config.mechanism}, {loaded.summary(100).parameters:,} parameters")
 
