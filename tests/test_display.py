@@ -216,7 +216,7 @@ def test_drawing_without_matplotlib_names_what_to_install(monkeypatch, draw):
     ]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ImportError, match=r"pip install regard\[plots\]"):
+    with pytest.raises(ImportError, match=r"^a picture needs matplotlib: pip install \"regard\[plots\]\"$"):
         draw()
 
 
