@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import regard as rg
 from memory import Allocations
+from regard.core.mechanisms import delta
 from regard.core.mechanisms.delta import Rate
 from regard.core.mechanisms.gated import Gate
 from test_cli import entry_point
@@ -117,6 +118,17 @@ def test_a_heads_decay_is_that_of_its_key_head() -> None:
     )
     chosen = rg.weights(q, k, rg.Retention(), rows=[3, -1], heads=[3, 0])
     assert off(chosen, rg.weights(q, k, rg.Retention())[:, [3, 0]][:, :, [3, -1]]) <= 1e-14
+
+
+@pytest.mark.parametrize("mechanism", [rg.Retention(), rg.Gated(), rg.Delta()], ids=str)
+def test_weights_of_chosen_rows_need_no_table_of_all(mechanism, monkeypatch) -> None:
+    monkeypatch.setattr(delta, "TABLE", 32)
+    q, k, _ = draw(500)
+    every = rg.weights(q, k, mechanism)
+    with Allocations() as seen:
+        chosen = rg.weights(q, k, mechanism, rows=[3, -1], heads=[3, 0])
+    assert off(chosen, every[:, [3, 0]][:, :, [3, -1]]) <= 1e-13
+    assert seen.peak < every.nbytes / 4
 
 
 def test_what_is_no_decay_and_no_gate_is_refused() -> None:

@@ -26,9 +26,13 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from regard.core.cost import COUNTED, Work, accumulator, count_formula
+from regard.core.eager import symbolic
 from regard.core.families.recurrent import RecurrentMechanism, chunk_size, filled, seen_keys
 from regard.core.tensors import own_dtype, real_place, replaced
 from regard.core.user_code import read_only
+
+TABLE = 512
+"""Keys per triangular system when weights are asked for."""
 
 
 class Rate(nn.Module):
@@ -96,11 +100,18 @@ class Delta(RecurrentMechanism):
         # A query that sees no key must not contribute to the keys' gradients either.
         q = q.to(rates.dtype).masked_fill(~visible.any(-1, keepdim=True), 0) * k.shape[3] ** -0.5
         k = _directions(k if real is None else k.masked_fill(~real, 0), rates.dtype)
-        scores = rearrange(q, "b (g r) t k -> b g r t k", g=k.shape[1]) @ k[:, :, None].transpose(-1, -2)
-        scores = scores.masked_fill(~(visible if real is None else visible[:, :, None]), 0)
-        system = _corrected(k, rates)[:, :, None].expand(-1, -1, scores.shape[2], -1, -1)
-        through = torch.linalg.solve_triangular(system, scores, upper=False, left=False, unitriangular=True)
-        return (through * rates[:, :, None].transpose(-1, -2)).flatten(1, 2)
+        visible = visible if real is None else visible[:, :, None]
+        q = rearrange(q, "b (g r) t k -> b g r t k", g=k.shape[1])
+        keys, weights = k.shape[2], []
+        edges = [(0, keys)] if symbolic(keys) else [(low, low + TABLE) for low in range(0, keys, TABLE)]
+        for low, high in reversed(edges):  # newest keys first: each block removes its part from the query
+            part, rate = k[:, :, low:high], rates[:, :, low:high]
+            scores = (q @ part[:, :, None].transpose(-1, -2)).masked_fill(~visible[..., low:high], 0)
+            system = _corrected(part, rate)[:, :, None].expand(-1, -1, scores.shape[2], -1, -1)
+            through = torch.linalg.solve_triangular(system, scores, upper=False, left=False, unitriangular=True)
+            weights.append(through * rate[:, :, None].transpose(-1, -2))
+            q = q - weights[-1] @ part[:, :, None]
+        return torch.cat(weights[::-1], -1).flatten(1, 2)
 
     def walk(
         self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, sums: Tensor | None, keep: bool
