@@ -79,6 +79,28 @@ def stream(mechanism: rg.Mechanism, size: int, value: int) -> None:
             _, state = mechanism.extend(*new, state, mask=rule)
 
 
+def steps(mechanism: rg.Mechanism, size: int, value: int) -> None:
+    """A stream without padding, token by token: each is stored by the kernel that attends."""
+    sizes = {"batch": 2, "num_kv_heads": 2, "qk_length": size, "value_length": value, "capacity": 150}
+    state = mechanism.start(**sizes, dtype=torch.bfloat16, device="cuda")
+    with torch.no_grad():
+        for count in (60, *[1] * 90):
+            new = tokens(6, count, size), tokens(2, count, size), tokens(2, count, value)
+            _, state = mechanism.extend(*new, state, mask=rg.causal)
+
+
+def short(mechanism: rg.Mechanism) -> None:
+    """One chunk alone, with gradients, and calls like one before without."""
+    inputs = tokens(4, 300, 64), tokens(2, 300, 64), tokens(2, 300, 64)
+    for mask in (rg.causal, rg.causal & rg.padding([300, 133])):
+        leaves = [t.clone().requires_grad_() for t in inputs]
+        out = rg.attend(*leaves, mechanism, mask, path="fused")
+        torch.autograd.grad(out, leaves, torch.randn_like(out))
+    with torch.no_grad():
+        for _ in range(4):
+            rg.attend(*inputs, mechanism, rg.causal)
+
+
 def fused(mechanism: rg.Mechanism) -> None:
     leaves = [t.requires_grad_() for t in (tokens(4, 700, 64), tokens(2, 700, 64), tokens(2, 700, 64))]
     out = rg.attend(*leaves, mechanism, rg.causal & rg.padding([700, 333]), path="fused")
@@ -95,6 +117,11 @@ KERNELS = {
     "elu_stream_33": lambda: stream(rg.Elu(), 33, 20),
     "quadratic_stream": lambda: stream(rg.Quadratic(), 32, 40),
     "given_stream": lambda: stream(rg.Kernel(feature_map=torch.relu), 64, 32),
+    "softmax_steps": lambda: steps(rg.Softmax(), 40, 33),
+    "quadratic_steps": lambda: steps(rg.Quadratic(), 40, 33),
+    "elu_steps": lambda: steps(rg.Elu(), 64, 64),
+    "quadratic_short": lambda: short(rg.Quadratic()),
+    "elu_short": lambda: short(rg.Elu()),
     "quadratic": lambda: fused(rg.Quadratic()),
     "elu": lambda: fused(rg.Elu()),
 }

@@ -169,15 +169,76 @@ def test_a_cache_is_extended_without_waiting_for_the_gpu(storage, padded):
     within_budget("output", out, exact, plain(q, *held, rules[-1]))
 
 
+REPEATED = {
+    "band": (rg.Softmax(), rg.causal, 16, 16, 512, 512),
+    "cudnn": (rg.Softmax(), rg.causal, 16, 16, 2048, 2048),
+    "split": (rg.Softmax(), None, 16, 4, 1, 3000),
+    "quadratic, one chunk": (rg.Quadratic(), rg.causal, 16, 16, 512, 512),
+    "quadratic": (rg.Quadratic(), rg.causal, 16, 4, 3000, 3000),
+    "elu": (rg.Elu(), rg.causal, 16, 16, 1000, 1500),
+    "taylor": (rg.Taylor(), None, 4, 4, 900, 900),
+}
+
+
+@pytest.mark.parametrize("name", REPEATED)
+def test_calls_like_one_before_compute_as_the_first(name):
+    mechanism, rule, heads, groups, queries, keys = REPEATED[name]
+
+    def inputs():
+        shapes = (heads, queries), (groups, keys), (groups, keys)
+        return [torch.randn(1, *shape, 64, device="cuda", dtype=torch.bfloat16) for shape in shapes]
+
+    def shifted(x):  # by two bytes: kernels that were compiled for aligned tensors cannot read it
+        moved = x.new_empty(x.numel() + 1)[1:].view_as(x)
+        return moved.copy_(x)
+
+    for round in range(5):
+        q, k, v = inputs()
+        cases = [(q, k, v), (q, k, k)] if round % 2 else [(q, k, v)]
+        if round == 4 and name != "cudnn":
+            cases.append(tuple(map(shifted, (q, k, v))))
+        for tensors in cases:
+            path = rg.explain(*tensors, mechanism, rule).path
+            out = rg.attend(*tensors, mechanism, rule)
+            assert torch.equal(out, rg.attend(*tensors, mechanism, rule, path=path))
+
+
+@pytest.mark.parametrize("groups", [4, 1])
 @pytest.mark.parametrize("mechanism", [rg.Softmax(), rg.Quadratic(), rg.Elu()], ids=str)
+def test_steps_like_one_before_are_those_of_the_whole(mechanism, groups):
+    q, k, v = (torch.randn(2, heads, 300, 64, device="cuda", dtype=torch.bfloat16) for heads in (16, groups, groups))
+    state = mechanism.start(
+        batch=2, num_kv_heads=groups, qk_length=64, value_length=64, capacity=300, dtype=q.dtype, device="cuda"
+    )
+    outs, states = [], []
+    for at in range(300):
+        states.append(state)
+        out, state = mechanism.extend(*(t[:, :, at : at + 1] for t in (q, k, v)), state, mask=rg.causal)
+        outs.append(out)
+    fork, _ = mechanism.extend(*(t[:, :, 270:271] for t in (q, k, v)), states[270], mask=rg.causal)
+    visible = rg.causal.visible(2, 16, 300, 300).cuda()
+
+    def rounded(q, k, v):
+        return mechanism.mix(mechanism.weigh(q, k, visible).to(q.dtype), v).to(q.dtype)
+
+    exact, plain = rounded(q.double(), k.double(), v.double()), rounded(q, k, v)
+    within_budget("output", torch.cat(outs, 2), exact, plain)
+    within_budget("output of a fork", fork, exact[:, :, 270:271], plain[:, :, 270:271])
+
+
+ORDERED = (rg.Retention(), rg.Gated(), rg.Delta())
+
+
+@pytest.mark.parametrize("mechanism", [rg.Softmax(), rg.Quadratic(), rg.Elu(), *ORDERED], ids=str)
 def test_weights_of_chosen_rows_need_no_table_of_all(mechanism):
     q, k = (torch.randn(1, 4, 65536, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     table = rg.weights(q, k, mechanism, rg.causal, rows=[5, -1], heads=[0, 3])
     assert table.shape == (1, 2, 2, 65536)
-    torch.testing.assert_close(table.float().sum(-1), torch.ones(1, 2, 2, device="cuda"), rtol=0, atol=2e-2)
-    assert torch.cuda.max_memory_allocated() - before < 6 * k.nbytes
+    if mechanism not in ORDERED:
+        torch.testing.assert_close(table.float().sum(-1), torch.ones(1, 2, 2, device="cuda"), rtol=0, atol=2e-2)
+    assert torch.cuda.max_memory_allocated() - before < 8 * k.nbytes
 
 
 def test_a_padded_batch_through_a_layer_is_packed():

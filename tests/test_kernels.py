@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import regard as rg
 from regard.core.calls.call import Call
+from regard.core.families import features
 from regard.core.kernels import feature_attention, square_attention, step_attention
 from regard.core.laws.case import within_budget
 from regard.core.masks.structure import padding_between
@@ -132,7 +133,6 @@ def streams_by_kernels(monkeypatch):
         return fused_stream.unfit(mechanism, q, v, sums, causal, holes)
 
     monkeypatch.setattr(fused_stream, "cannot", cannot)
-    monkeypatch.setattr(step_attention, "PROGRAMS", 4)
     step_attention._work.cache_clear()
 
 
@@ -178,9 +178,10 @@ def test_a_stream_by_kernels_is_the_whole(name, lengths, pieces, streams_by_kern
     torch.testing.assert_close(state.normaliser, other.normaliser, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("heads", "mechanism"), [(3, rg.Quadratic(c=0)), (20, rg.Elu())], ids=str)
+@pytest.mark.parametrize(
+    ("heads", "mechanism"), [(3, rg.Quadratic(c=0)), (20, rg.Quadratic()), (20, rg.Elu())], ids=str
+)
 def test_one_token_of_any_number_of_query_heads_and_parts(heads, mechanism, streams_by_kernels, monkeypatch):
-    monkeypatch.setattr(step_attention, "PROGRAMS", 64)
     monkeypatch.setattr(step_attention, "TILE", 1)  # so many parts that they are added up in two rounds
     q, k, v = (torch.randn(1, count, 36, 20) for count in (heads, 1, 1))
     out, _ = streamed(mechanism, q, k, v, [35, 1])
@@ -242,6 +243,30 @@ def test_calls_like_one_before_are_not_chosen_again(name, chosen):
         visible = rg.causal.visible(1, 1, 40, 40)
         exact = MECHANISMS[name].mix(MECHANISMS[name].weigh(q, k, visible), v)
         torch.testing.assert_close(out, exact, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["quadratic", "elu", "given"])
+def test_steps_like_one_before_are_not_chosen_again(name, streams_by_kernels, chosen, monkeypatch):
+    mechanism, steps = MECHANISMS[name], []
+    monkeypatch.setattr(features, "RECENT", 8)
+    plain = stream.stream
+    monkeypatch.setattr(stream, "stream", lambda *given: (steps.append(given[4].length), plain(*given))[1])
+    q, k, v = (torch.randn(2, heads, 14, 9) for heads in (2, 1, 1))
+    state = mechanism.start(batch=2, num_kv_heads=1, qk_length=9, value_length=9)
+    outs, held = [], []
+    for at in range(14):
+        held.append(state)
+        out, state = mechanism.extend(*(t[:, :, at : at + 1] for t in (q, k, v)), state, mask=rg.causal)
+        outs.append(out)
+    exact = rg.attend(q.double(), k.double(), v.double(), mechanism, rg.causal, path="reference")
+    torch.testing.assert_close(torch.cat(outs, 2).double(), exact, rtol=0, atol=1e-5)
+    # The first has room for one token alone, which waits to begin; later ones fold. Given features have no such step.
+    assert steps == ([0, 1, 8, 12] if name != "given" else list(range(14)))
+    fork, _ = mechanism.extend(*(t[:, :, :1] for t in (q, k, v)), held[10], mask=rg.causal)
+    tokens = [torch.cat([t[:, :, :10], t[:, :, :1]], 2).double() for t in (q, k, v)]
+    other = rg.attend(*tokens, mechanism, rg.causal, path="reference")[:, :, 10:]
+    torch.testing.assert_close(fork.double(), other, rtol=0, atol=1e-5)
+    torch.testing.assert_close(state.recent.keys, k[:, :, state.folded :])
 
 
 def test_no_sequences_are_no_work_for_kernels(streams_by_kernels):

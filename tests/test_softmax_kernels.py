@@ -4,6 +4,7 @@ What the interpreter cannot tell (half precision, speed, races) is for test_gpu.
 """
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -105,6 +106,60 @@ def test_int8_states_and_lengths_on_the_device():
     seen = [t[:, :, :29].double() for t in (k8 * k_scale, v8 * v_scale)]
     exact = rg.attend(q.double(), *seen, mask=rule, path="reference")
     within_budget("output", out, exact, exact.float())
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("before", [None, 20])
+def test_the_newest_key_is_stored_on_the_way(splits, before, monkeypatch):
+    chosen = decode_attention.Launch(16, 4, 1, (1.0,), (1.0,)), splits
+    monkeypatch.setattr(decode_attention, "plan", lambda *_: chosen)
+    q, k, v = tensors(1, heads=6, groups=2)
+    length, bounds = torch.tensor([29], dtype=torch.int32), torch.tensor([[0, 4], [40, 40]], dtype=torch.int32)
+    new = k[:, :, 28:29].clone(), v[:, :, 28:29].clone()
+    k[:, :, 28:], v[:, :, 28:] = torch.nan, torch.nan
+    out = decode_attention.forward(q, k, v, 0.25, bounds, before=before, length=length, new=new)
+    assert torch.equal(k[:, :, 28:29], new[0])
+    assert torch.equal(v[:, :, 28:29], new[1])
+    assert k[:, :, 29:].isnan().all()
+    rule = rg.padding(valid=torch.arange(29) >= torch.tensor([[0], [4]]))
+    rule = rule if before is None else rule & rg.window(before=before)
+    exact = rg.attend(q.double(), k[:, :, :29].double(), v[:, :, :29].double(), mask=rule, path="reference")
+    within_budget("output", out, exact, exact.float())
+
+
+def test_a_first_token_and_one_that_is_padding():
+    q, k, v = (t[:, :, :1] for t in tensors(1, heads=4, groups=2))
+    out = decode_attention.forward(q, torch.full_like(k, torch.nan), torch.full_like(v, torch.nan), 0.25, new=(k, v))
+    torch.testing.assert_close(out, v.repeat_interleave(2, 1))
+    bounds = torch.tensor([[0, 0], [1, 0]], dtype=torch.int32)
+    out = decode_attention.forward(q, k.clone(), v.clone(), 0.25, bounds, new=(k, torch.full_like(v, torch.nan)))
+    assert out[0].isnan().all()
+    assert not out[1].any()
+
+
+@pytest.mark.parametrize("rule", [None, rg.causal, rg.window(before=7)], ids=str)
+def test_steps_like_one_before_are_not_chosen_again(rule, chosen, monkeypatch):
+    mechanism, steps = rg.Softmax(), []
+    advance = type(mechanism).advance
+    monkeypatch.setattr(rg.Softmax, "advance", lambda *given: (steps.append(given[4].length), advance(*given))[1])
+    q, k, v = tensors(40, heads=4, groups=2)
+    state = mechanism.start(batch=2, num_kv_heads=2, qk_length=k.shape[3], value_length=v.shape[3], capacity=12)
+    held = []
+    for at in range(12):
+        held.append(state)
+        token = (t[:, :, at : at + 1] for t in (q, k, v))
+        out, state = mechanism.extend(*token, state, mask=rule)
+        exact = plain_softmax(q[:, :, at : at + 1], k[:, :, : at + 1], v[:, :, : at + 1], rule)
+        torch.testing.assert_close(out, exact, rtol=1e-4, atol=1e-4)
+    assert steps == [0, 1]
+    torch.testing.assert_close(state.keys, k[:, :, :12])
+    windowed = rule is not None and rule.before is not None  # then it forgets what it has left behind
+    with nullcontext() if windowed else pytest.raises(ValueError, match="at most 12 tokens"):
+        mechanism.extend(q[:, :, :1], k[:, :, :1], v[:, :, :1], state, mask=rule)
+    fork, _ = mechanism.extend(q[:, :, :1], k[:, :, :1], v[:, :, :1], held[8], mask=rule)
+    keys, values = (torch.cat([t[:, :, :8], t[:, :, :1]], 2) for t in (k, v))
+    torch.testing.assert_close(fork, plain_softmax(q[:, :, :1], keys, values, rule), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(state.keys, k[:, :, :12])
 
 
 @pytest.mark.parametrize("queries", [1, 5])

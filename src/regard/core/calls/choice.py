@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 Again = Callable[[Tensor, Tensor, Tensor], Tensor]
 """A function that runs the same call on other queries, keys and values of the same sizes, strides, dtype and device."""
+Stepped = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int], Tensor]
+"""The output for one query per head: of queries, their keys and values, the KV cache's keys and values, and its length
+with the new token."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,9 @@ class Path:
     """Whether the numbers of a masked key can reach queries that do not see it, or their gradients."""
     reads_int8: bool = False
     """Whether it reads int8 keys and values directly; for other paths they are dequantized first."""
+    step: Callable[[Call, Tensor, Tensor, int | None], Stepped | None] | None = None
+    """For a call of one query over a KV cache on a GPU without gradients, its new key and value, and the window's
+    `before`: a function that computes such calls and stores key and value in the cache; None if there is none."""
     again: Callable[[Call], Again | None] | None = None
     """For a call on a GPU without gradients: a function that runs calls like it without the set-up; None if there is
     none (repeats.py)."""

@@ -1,10 +1,11 @@
-"""Calls like one before, on a GPU: what was checked and chosen for that one is run again.
+"""Calls, and steps of a stream, like one before, on a GPU: what was checked and chosen for that one is run again.
 
 A kernel for a short sequence runs as long as it takes to launch it. Checks, the choice of a path and what the path
 finds out take several times as long, and follow from the mechanism, the mask, and the sizes, strides, dtypes and
 devices of the tensors; so they are kept by these, where no gradient is recorded and nothing is traced.
 """
 
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -12,14 +13,18 @@ import torch
 from torch import Tensor
 
 from regard.core.calls.call import Call
-from regard.core.calls.choice import Again, Path
+from regard.core.calls.choice import Path
 from regard.core.eager import recorded, untouched
 from regard.core.masks.positions import Band
+from regard.core.states.state import State
 
 MOST = 1024
 """Calls that are kept; then all are forgotten."""
 
-_known: dict[Any, Again] = {}
+Step = Callable[[Tensor, Tensor, Tensor, Any], tuple[Tensor, Any] | None]
+"""The output of a token and the longer state; None for a state that has no room for it, or folds."""
+
+_known: dict[Any, Any] = {}
 
 
 def key_of(q: Any, k: Any, v: Any, mechanism: Any, mask: Any) -> tuple[Any, ...] | None:
@@ -36,8 +41,17 @@ def key_of(q: Any, k: Any, v: Any, mechanism: Any, mask: Any) -> tuple[Any, ...]
     return mechanism, mask, *sizes, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device
 
 
-def find(key: tuple[Any, ...] | None) -> Again | None:
-    """What runs a call like one before; None if there was none."""
+def step_key(q: Any, k: Any, v: Any, mechanism: Any, mask: Any, state: State) -> tuple[Any, ...] | None:
+    """By what the step of a state by one token is kept; None if it is not to be."""
+    if not (isinstance(q, Tensor) and _launched(q)) or q.ndim != 4 or q.shape[2] != 1:
+        return None
+    key = key_of(q, k, v, mechanism, mask)
+    layout = None if key is None else state.layout
+    return None if key is None or layout is None else (*key, layout)
+
+
+def find(key: tuple[Any, ...] | None) -> Any:
+    """What runs a call, or a step, like one before; None if there was none."""
     try:
         return _known.get(key)
     except TypeError:  # a mechanism of the user's with a field that has no hash
@@ -50,10 +64,23 @@ def keep(key: tuple[Any, ...] | None, call: Call, path: Path) -> None:
         return
     again = path.again(call)
     if again is not None:
-        if len(_known) >= MOST:
-            _known.clear()
-        with suppress(TypeError):  # as above
-            _known[key] = again
+        _keep(key, again)
+
+
+def keep_step(key: tuple[Any, ...], step: Step | None) -> None:
+    """Keep what extends states like one by tokens like these; if there is nothing, that."""
+    _keep(key, step or _no_step)
+
+
+def _no_step(q: Tensor, k: Tensor, v: Tensor, state: State) -> None:
+    return None
+
+
+def _keep(key: tuple[Any, ...], run: Any) -> None:
+    if len(_known) >= MOST:
+        _known.clear()
+    with suppress(TypeError):  # as above
+        _known[key] = run
 
 
 def _launched(q: Tensor) -> bool:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from regard.core.calls.call import Call
 from regard.core.calls.choice import Path
+from regard.core.calls.repeats import Step
 from regard.core.cost import COUNTED, Cost, Work, count_formula, key_value_bytes, score_cost
 from regard.core.families.mechanism import Mechanism
 from regard.core.masks import Mask
@@ -190,6 +191,11 @@ class FeatureMechanism(Mechanism):
             return q.new_zeros(*q.shape[:3], v.shape[3]) + q[..., :0].sum(), state
         hidden = padding_between(rule, state.folded, total, total)
         return stream.stream(self, q, k, v, state, structure_of(rule, new, total).causal, hidden, RECENT)
+
+    def step(self, q: Tensor, k: Tensor, v: Tensor, state: Any, rule: Mask | None) -> Step | None:
+        if not self.linear(k.shape[3]):
+            return super().step(q, k, v, state, rule)
+        return stream.token_step(self, q, k, v, state, RECENT)
 
     def slot(self, qk_length: int, state: Any, clock: Callable[[int], Clock], window: int | None) -> Slot:
         if not self.linear(qk_length):

@@ -24,6 +24,7 @@ from einops import rearrange
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
+from regard.core.calls import repeats
 from regard.core.calls.call import Call, in_own_dtype, ordered
 from regard.core.calls.checks import check_extend, check_start
 from regard.core.calls.choice import Path
@@ -31,7 +32,7 @@ from regard.core.cost import Cost, Work, accumulator, score_cost, similarity_flo
 from regard.core.eager import symbolic
 from regard.core.masks import Mask, MaskFunction, as_mask
 from regard.core.masks.structure import EVERYTHING, Structure, padding_between, with_padding
-from regard.core.paths import blocks, exact, reference
+from regard.core.paths import blocks, exact, reference, runs
 from regard.core.paths.runs import over_runs, usable_state, with_space
 from regard.core.paths.slots import CacheSlot, Clock, Slot
 from regard.core.states.key_values import KeyValueState
@@ -324,6 +325,10 @@ class Mechanism:
         >>> torch.allclose(torch.cat([first, last], 2), rg.attend(q, k, v, m, mask=rg.causal), atol=1e-6)
         True
         """
+        key = repeats.step_key(q, k, v, self, mask, state) if bias is None and isinstance(state, State) else None
+        step = None if key is None else repeats.find(key)
+        if step is not None and (stepped := step(q, k, v, state)) is not None:
+            return stepped
         rule = ordered(self, as_mask(mask))
         kind = self.state_type(k.shape[-1] if isinstance(k, Tensor) else 1)
         if type(state) is not kind or not same(state.mechanism, self):
@@ -332,7 +337,14 @@ class Mechanism:
             raise ValueError(f"state: expected one from {self!r}.start(…), got {actual}")
         check_extend(self, q, k, v, state, rule, bias)
         with in_own_dtype(q):
-            return self.advance(q, k, v, state.recordable(), rule, bias)
+            out, longer = self.advance(q, k, v, state.recordable(), rule, bias)
+        if key is not None and step is None:
+            repeats.keep_step(key, self.step(q, k, v, longer, rule))
+        return out, longer
+
+    def step(self, q: Tensor, k: Tensor, v: Tensor, state: Any, rule: Mask | None) -> repeats.Step | None:
+        """A function that extends states like this one by one token on a GPU, without set-up; None: use `advance`."""
+        return runs.step(self, q, k, v, state, rule)
 
     def advance(
         self,

@@ -45,9 +45,9 @@ class Tiles(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def tiles(longest: int, bytes_per_number: int, rows: int, before: bool, after: bool) -> Tiles:
-    """What was fastest on an H200, for heads of a length, so many queries over all heads and batch rows, and keys that
-    are seen up to a limit before or after each query."""
+def tiles(longest: int, bytes_per_number: int, rows: int, before: bool, after: bool, packed: bool) -> Tiles:
+    """What was fastest on an H200, for heads of a length, so many queries over all heads and batch rows, keys that are
+    seen up to a limit before or after each query, and packed sequences."""
     if bytes_per_number == 4:
         small = Launch(64, 32, 4, 2) if longest <= 64 else Launch(32, 32, 4, 1)
         return Tiles(small, small, small._replace(queries=32))
@@ -55,7 +55,7 @@ def tiles(longest: int, bytes_per_number: int, rows: int, before: bool, after: b
         forward = Launch(128, 64, 4, 2 if before else 3) if rows >= 1 << 17 else Launch(64, 64, 4, 3)
         if not after:
             return Tiles(forward, Launch(64, 32, 4, 3), Launch(32, 64, 4, 3))
-        return Tiles(forward, Launch(64, 32, 4, 3), Launch(128, 64, 4, 2))
+        return Tiles(forward, Launch(64, 32, 4, 3), Launch(32, 128, 4, 3) if packed else Launch(128, 64, 4, 2))
     return Tiles(Launch(64, 64, 4, 2 if rows >= 1 << 15 else 3), Launch(64, 64, 4, 2), Launch(32, 64, 4, 3))
 
 
@@ -124,7 +124,8 @@ def _work(
         ),
         lengths=dict(C=qk_length, V=value_length, CB=c, VB=width, PRECISION="tf32x3"),
         tiles=tiles(
-            max(qk_length, value_length), q[2].itemsize, batch * heads * queries, before is not None, after is not None
+            max(qk_length, value_length), q[2].itemsize, batch * heads * queries, before is not None, after is not None,
+            packed > 0,
         ),
     )  # fmt: skip
 

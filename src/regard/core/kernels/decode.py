@@ -13,14 +13,19 @@ from regard.core.kernels.common import bad_rows, product, rows_of
 
 @triton.jit(do_not_specialize=["keys", "splits", "before"])
 def decode_kernel(
-    Q, K, VALUES, K_SCALE, V_SCALE, LOW, HIGH, LENGTH, OUT, PARTS, keys, splits,
-    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, scale_batch, scale_head, scale_row,
+    Q, K, VALUES, NEW_K, NEW_V, K_SCALE, V_SCALE, LOW, HIGH, LENGTH, OUT, PARTS, keys, splits,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, new_k_batch, new_k_head, new_v_batch,
+    new_v_head, scale_batch, scale_head, scale_row,
     queries, groups, shared, before, factor,
     C: tl.constexpr, V: tl.constexpr, CB: tl.constexpr, VB: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
     BOUNDED: tl.constexpr, COUNTED: tl.constexpr, WINDOWED: tl.constexpr, CAUSAL: tl.constexpr,
-    POSITIONAL: tl.constexpr, SCALED: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+    POSITIONAL: tl.constexpr, SCALED: tl.constexpr, SPLIT: tl.constexpr, APPENDED: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One part of the keys of one key/value head, for a tile of its query rows: heads, and queries of each."""
+    """One part of the keys of one key/value head, for a tile of its query rows: heads, and queries of each.
+
+    APPENDED: the last key, of the only query, is not among the others yet. The last part takes it and stores it.
+    """
     split, tile, line = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     batch, group = (line // groups).to(tl.int64), (line % groups).to(tl.int64)
     c, v = tl.arange(0, CB), tl.arange(0, VB)
@@ -34,6 +39,9 @@ def decode_kernel(
         low, high = tl.load(LOW + batch), tl.minimum(tl.load(HIGH + batch), keys)
     if WINDOWED:
         low = tl.maximum(low, keys - queries - before)
+    is_seen = (keys > low) & (keys <= high)
+    if APPENDED:
+        high = tl.minimum(high, keys - 1)
     part = tl.cdiv(tl.cdiv(tl.maximum(high - low, 0), splits), STEP) * STEP
     begin = low + split * part
     end = tl.minimum(begin + part, high)
@@ -80,6 +88,23 @@ def decode_kernel(
             weights *= v_scale[None, :]
         sums = product(weights.to(q.dtype), values.to(q.dtype), sums * share[:, None], PRECISION)
         top = larger
+    if APPENDED:  # noqa: SIM102 - the first is known when it is compiled
+        if split == splits - 1:
+            last = (keys - 1).to(tl.int64)
+            k_new = tl.load(NEW_K + batch * new_k_batch + group * new_k_head + c, mask=c < C, other=0.0)
+            v_new = tl.load(NEW_V + batch * new_v_batch + group * new_v_head + v, mask=v < V, other=0.0)
+            if tile == 0:
+                tl.store(k_base + last * k_row + c, k_new, mask=c < C)
+                tl.store(v_base + last * v_row + v, v_new, mask=v < V)
+            score = tl.sum(q.to(tl.float32) * k_new.to(tl.float32)[None, :], 1) * factor
+            score = tl.where(is_seen & here, score, float("-inf"))
+            larger = tl.maximum(top, score)
+            middle = tl.where(larger == float("-inf"), 0.0, larger)
+            weight, share = tl.exp2(score - middle), tl.exp2(top - middle)
+            total = total * share + weight
+            value = tl.where(is_seen, v_new.to(tl.float32), 0.0)
+            sums = sums * share[:, None] + weight.to(q.dtype).to(tl.float32)[:, None] * value[None, :]
+            top = larger
     if POSITIONAL:
         total = tl.where(spoiled > 0, float("nan"), total)
     at = (batch * groups * shared + head) * queries + t

@@ -74,6 +74,11 @@ def plan(keys: int, pairs: int, rows: int, longest: int, bytes_per_number: int) 
     return min(choices, key=cost)
 
 
+def planned(keys: int) -> int:
+    """For how many keys a cache of so many is planned: a growing one now and then."""
+    return ceil_divide(keys, 256) * 256
+
+
 @dataclass(frozen=True, eq=False)
 class Work:
     """Calls of one set of sizes and strides and one mask, over caches of any length."""
@@ -100,10 +105,17 @@ class Work:
 
 
 def work_of(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, before: int | None, scales: Tensor | None = None
-) -> Work:
+    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, before: int | None, scales: Tensor | None = None,
+    new: tuple[Tensor, Tensor] | None = None,
+) -> Work:  # fmt: skip
     """The sizes of a call but for the length of its cache."""
-    kinds = k.stride(), v.stride(), k.dtype, strides(scales)
+    kinds = (
+        k.stride(),
+        v.stride(),
+        k.dtype,
+        strides(scales),
+        None if new is None else (new[0].stride(), new[1].stride()),
+    )
     return _work(layout(q), k.shape[1], v.shape[3], scale, causal, before, *kinds)
 
 
@@ -142,42 +154,46 @@ def forward(
     before: int | None = None,
     scales: tuple[Tensor, Tensor] | None = None,
     length: Tensor | None = None,
+    new: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Softmax attention (B, H, T, V) of a few queries (B, H, T, K) to keys (B, G, S, K) and values.
 
     `bounds` (2, B) are the first real key of each batch row and the one after the last. `scales` are those of int8 keys
     and values. `length`, one number on the GPU, says how many of the S keys there are: the queries are the last ones.
+    `new` are the last key and value, (B, G, 1, ·), of the only query: they are stored in k and v on the way.
     """
     if q.stride(3) != 1:
         q = q.contiguous()
     if k.stride(3) != 1 or v.stride(3) != 1:
+        assert new is None
         k, v = k.contiguous(), v.contiguous()
     assert scales is None or scales[0].stride() == scales[1].stride()
-    work = work_of(q, k, v, scale, causal, before, None if scales is None else scales[0])
-    return attend(work, q, k, v, bounds, scales, length)
+    work = work_of(q, k, v, scale, causal, before, None if scales is None else scales[0], new)
+    return attend(work, q, k, v, k.shape[2], bounds, scales, length, new)
 
 
 def attend(
-    work: Work, q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None = None,
-    scales: tuple[Tensor, Tensor] | None = None, length: Tensor | None = None,
+    work: Work, q: Tensor, k: Tensor, v: Tensor, keys: int, bounds: Tensor | None = None,
+    scales: tuple[Tensor, Tensor] | None = None, length: Tensor | None = None, new: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
-    """`forward` of a call whose sizes are known."""
-    (_, heads, queries, value_length), (tiles, lines), keys = work.sizes, work.grid, k.shape[2]
+    """`forward` of a call whose sizes are known, over the first `keys` keys."""
+    (_, heads, queries, value_length), (tiles, lines) = work.sizes, work.grid
+    new_k, new_v = (None, None) if new is None else new
     k_scale, v_scale = (None, None) if scales is None else scales
-    rounded = ceil_divide(keys, 256) * 256  # so that a growing cache is planned for now and then
-    chosen, splits = plan(rounded, tiles * lines, work.count, max(work.c, work.width), work.bytes_per_number)
+    chosen, splits = plan(planned(keys), tiles * lines, work.count, max(work.c, work.width), work.bytes_per_number)
     out, parts = q.new_empty(work.sizes), None
     if splits > 1:
         parts = q.new_empty(work.count * splits * (value_length + 2), dtype=torch.float32)
     launch(
         work.launches, chosen, decode_kernel, (splits, tiles, lines),
-        (q, k, v, k_scale, v_scale, *limits(bounds), length, out, parts),
-        lambda: ((*strides(q), *strides(k), *strides(v), *strides(k_scale), queries, work.groups, heads // work.groups,
+        (q, k, v, new_k, new_v, k_scale, v_scale, *limits(bounds), length, out, parts),
+        lambda: ((*strides(q), *strides(k), *strides(v), *strides(new_k)[:2], *strides(new_v)[:2], *strides(k_scale),
+                  queries, work.groups, heads // work.groups,
                   work.before or 0, work.scale * math.log2(math.e)), dict(
             C=work.qk_length, V=value_length, CB=work.c, VB=work.width, ROWS=work.rows, STEP=chosen.keys,
             BOUNDED=bounds is not None, COUNTED=length is not None, WINDOWED=work.before is not None,
             CAUSAL=work.causal, POSITIONAL=queries > 1 and (work.causal or work.before is not None),
-            SCALED=scales is not None, SPLIT=splits > 1, PRECISION="tf32x3",
+            SCALED=scales is not None, SPLIT=splits > 1, APPENDED=new is not None, PRECISION="tf32x3",
             num_warps=chosen.warps, num_stages=chosen.stages,
         )), (keys, splits),
     )  # fmt: skip

@@ -176,14 +176,16 @@ def forward(
     low, high = limits(bounds)
     out = q.new_empty(work.batch, work.heads, work.queries, work.value_length)
     den = q.new_empty(work.batch, work.heads, work.queries, dtype=torch.float32)
-    before, bad = _sums(work, k, v, bounds, None, initial, final)
+    alone = work.causal and work.keys <= t.segment and initial is final is None
+    before, bad = (None, None) if alone else _sums(work, k, v, bounds, None, initial, final)
+    slots = ceil_divide(work.keys, t.segment) if work.causal else 1
     first, segments = _segments(work)
     launch(
-        work.launches, "walk", walk_kernel, (segments, work.batch * work.heads, 1),
+        work.launches, ("walk", alone), walk_kernel, (segments, work.batch * work.heads, 1),
         (q, k, v, before, bad, out, den, low, high),
         lambda: ((*strides(q), *strides(k), *strides(v), work.queries, work.keys, work.shift, work.heads, work.groups,
-                 bad.shape[1] if work.causal else 1, t.size, first), dict(
-            CAUSAL=work.causal, BOUNDED=low is not None, **work.options, **t.walk.options,
+                 slots, t.size, first), dict(
+            CAUSAL=work.causal, BOUNDED=low is not None, ALONE=alone, **work.options, **t.walk.options,
         )),
     )  # fmt: skip
     return out, den

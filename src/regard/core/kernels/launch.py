@@ -1,10 +1,12 @@
 """Launching a kernel again as it was compiled: Triton looks at every argument of every launch, which takes longer than
-many a kernel runs."""
+many a kernel runs. And launching all kernels of a call again, without the Python between them."""
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 from triton.compiler import CompiledKernel
 
@@ -65,12 +67,149 @@ def launch(
     key = place, *[-1 if p is None else p & 15 for p in pointers]  # Triton compiles for aligned pointers
     ready = launches.get(key)
     if ready is not None:
-        run, function, metadata, rest = ready
-        stream = torch._C._cuda_getCurrentRawStream(index)
-        run(*grid, stream, function, metadata, None, None, None, *pointers, *fresh, *rest)
+        run, head, rest = ready
+        run(*grid, torch._C._cuda_getCurrentRawStream(index), *head, *pointers, *fresh, *rest)
+        if _recording.launches is not None:
+            _recording.launches.append((ready, grid, tensors, fresh))
         return
     numbers, options = told()
     compiled = kernel[grid](*tensors, *fresh, *numbers, **options)
     if isinstance(compiled, CompiledKernel):  # the interpreter compiles nothing
         constants = tuple(options[name] for name in kernel.arg_names[len(tensors) + len(fresh) + len(numbers) :])
-        launches[key] = compiled.run, compiled.function, compiled.packed_metadata, (*numbers, *constants)
+        launches[key] = *_launcher(compiled), (*numbers, *constants)
+    if _recording.launches is not None:
+        _recording.launches.append((launches.get(key), grid, tensors, fresh))
+
+
+def _launcher(compiled: Any) -> tuple[Any, tuple[Any, ...]]:
+    """What launches a kernel, and what it is given between the stream and the kernel's own arguments."""
+    run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+    hooks = None, None, None
+    if triton.__version__.startswith("3.6.") and run.global_scratch_size == run.profile_scratch_size == 0:
+        # Past `run`, which is Python and would allocate what is not wanted.
+        return run.launch, (function, run.launch_cooperative_grid, run.launch_pdl, None, None, metadata, *hooks)
+    return run, (function, metadata, *hooks)
+
+
+MOST_SCRATCH = 1 << 29
+"""Bytes of intermediate results that a chain keeps side by side; beyond them launching takes no time worth saving."""
+
+
+class _Recording(threading.local):
+    launches: list[tuple[Any, ...]] | None = None
+    """What was launched in this thread, while that is recorded: kernels as compiled, grids, tensors, fresh numbers."""
+
+
+_recording = _Recording()
+
+
+class Chain:
+    """Computes as `run` does, which does nothing with the inputs but launch kernels on them and on `constants`.
+
+    The first call is recorded: which kernels it launched, and where their tensors lay. Calls like it, of the same sizes
+    and strides, launch them again: all intermediate results lie in one piece of memory. A `number` that may be another
+    at every call is given last, and is the first of the first kernel's fresh numbers.
+    """
+
+    def __init__(self, run: Callable[..., Any], *constants: Tensor | None) -> None:
+        self.run, self.constants = run, [x for x in constants if x is not None]
+        self.launches: list[tuple[Any, ...]] | None = None
+        self.plain = False
+        """Whether it cannot be recorded."""
+        self.index = 0
+        self.out: tuple[Any, ...] | None = None
+        """The sizes and dtype of the output; empty if they are those of the first input."""
+        self.scratch: tuple[Tensor, int] | None = None
+        """A tensor like the intermediate memory, and how many bytes that has."""
+
+    def __call__(self, *inputs: Tensor, number: int | None = None) -> Any:
+        if self.launches is None:
+            return self._run(inputs, number) if self.plain else self._recorded(inputs, number)
+        bases, bits = [], 0
+        for x in inputs:
+            pointer = x.data_ptr()
+            bases.append(pointer)
+            bits |= pointer
+        if bits & 15 or torch._C._cuda_getDevice() != self.index:  # kernels were compiled for these
+            return self._run(inputs, number)
+        out, scratch = None, None
+        if self.out is not None:
+            out = inputs[0].new_empty(self.out[0], dtype=self.out[1]) if self.out else torch.empty_like(inputs[0])
+            bases.append(out.data_ptr())
+        if self.scratch is not None:
+            scratch = self.scratch[0].new_empty(self.scratch[1])
+            bases.append(scratch.data_ptr())
+        stream = torch._C._cuda_getCurrentRawStream(self.index)
+        fresh = () if number is None else (number,)
+        for run, grid, head, places, numbers in self.launches:
+            pointers = [offset if base is None else bases[base] + offset for base, offset in places]
+            run(*grid, stream, *head, *pointers, *fresh, *numbers)
+            fresh = ()
+        return out
+
+    def _run(self, inputs: Sequence[Tensor], number: int | None) -> Any:
+        return self.run(*inputs) if number is None else self.run(*inputs, number)
+
+    def _recorded(self, inputs: tuple[Tensor, ...], number: int | None) -> Any:
+        """Compute, and keep the launches if they can be launched again."""
+        views = [x.detach() for x in inputs]  # of inputs that are one tensor too, so that each is known by itself
+        noted: list[tuple[Any, ...]] = []
+        _recording.launches = noted
+        try:
+            out = self._run(views, number)
+        finally:
+            _recording.launches = None
+        index = inputs[0].get_device()
+        if not any([x.data_ptr() & 15 for x in inputs]) and (index < 0 or index == torch._C._cuda_getDevice()):
+            launches = self._chained(views, out, noted, 0 if number is None else 1)
+            self.plain, self.launches = launches is None, launches
+        return out
+
+    def _chained(
+        self, inputs: list[Tensor], out: Tensor | None, noted: list[tuple[Any, ...]], fresh_count: int
+    ) -> list[tuple[Any, ...]] | None:
+        """The launches, with each tensor as a place in an input, the output or the memory between; None if something
+        else was computed with."""
+        outside = {x.untyped_storage().data_ptr() for x in inputs}
+        constant = {x.untyped_storage().data_ptr() for x in self.constants}
+        own = None if out is None else out.untyped_storage().data_ptr()
+        between = len(inputs) + (out is not None)
+        offsets: dict[int, int] = {}
+        nbytes = 0
+
+        def place(tensor: Tensor | None) -> tuple[int | None, int | None] | None:
+            nonlocal nbytes
+            if tensor is None:
+                return None, None
+            for which, x in enumerate(inputs):
+                if tensor is x:
+                    return which, 0
+            storage = tensor.untyped_storage().data_ptr()
+            if storage in outside:
+                return None
+            if storage in constant:
+                return None, tensor.data_ptr()
+            if storage == own:
+                return len(inputs), tensor.data_ptr() - storage
+            if storage not in offsets:
+                offsets[storage] = nbytes
+                nbytes += ceil_divide(tensor.untyped_storage().nbytes(), 512) * 512
+            return between, offsets[storage] + tensor.data_ptr() - storage
+
+        launches: list[tuple[Any, ...]] = []
+        for ready, grid, tensors, fresh in noted:
+            places = [place(tensor) for tensor in tensors]
+            if ready is None or None in places:
+                return None
+            run, head, rest = ready
+            launches.append((run, grid, head, places, (*fresh[0 if launches else fresh_count :], *rest)))
+        written = out is None or any((len(inputs), 0) in places for *_, places, _ in launches)
+        if nbytes > MOST_SCRATCH or not written or not (out is None or out.is_contiguous()):
+            return None
+        first = inputs[0]
+        if out is not None:
+            alike = first.is_contiguous() and (out.shape, out.dtype) == (first.shape, first.dtype)
+            self.out = () if alike else (out.shape, out.dtype)
+        self.scratch = (first.new_empty(0, dtype=torch.uint8), nbytes) if nbytes else None
+        self.index = first.get_device()
+        return launches

@@ -94,7 +94,8 @@ def walk_block(
     C: tl.constexpr, V: tl.constexpr, CB: tl.constexpr, VB: tl.constexpr, MAP: tl.constexpr, CAUSAL: tl.constexpr,
     BOUNDED: tl.constexpr, CLEAN: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One block of positions: the output of its queries, and the sums with its keys."""
+    """One block of positions: the output of its queries, the sums with its keys, and how many numbers of the output are
+    not finite."""
     c, v = tl.arange(0, CB), tl.arange(0, VB)
     t = place - shift
     here = (t >= 0) & (t < queries)
@@ -127,7 +128,7 @@ def walk_block(
     keep = here[:, None] & (v < V)[None, :]
     tl.store(DEN + at, den, mask=here)
     tl.store(OUT + at[:, None] * V + v[None, :], out, mask=keep)
-    return sums, first
+    return sums, first, tl.sum(tl.sum((out - out != 0).to(tl.int32), 1), 0)
 
 
 @triton.jit
@@ -136,9 +137,11 @@ def walk_kernel(
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     queries, keys, shift, heads, groups, slots, size, first_segment,
     C: tl.constexpr, V: tl.constexpr, CB: tl.constexpr, VB: tl.constexpr, L: tl.constexpr, SEGMENT: tl.constexpr,
-    MAP: tl.constexpr, CAUSAL: tl.constexpr, BOUNDED: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+    MAP: tl.constexpr, CAUSAL: tl.constexpr, BOUNDED: tl.constexpr, ALONE: tl.constexpr, COMPUTE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The output of the queries of one segment."""
+    """The output of the queries of one segment. ALONE: there is nothing before it, and nobody looked for a NaN, so that
+    it is computed again where the output is not finite."""
     segment, line = tl.program_id(0) + first_segment, tl.program_id(1)
     batch, head = line // heads, line % heads
     group_head = head // (heads // groups)
@@ -147,27 +150,39 @@ def walk_kernel(
     if BOUNDED:
         low, high = tl.load(LOW + batch), tl.load(HIGH + batch)
     c, v = tl.arange(0, CB), tl.arange(0, VB)
-    slot = segment if CAUSAL else 0
-    base = BEFORE + (group.to(tl.int64) * slots + slot) * size
-    known = c + slot * CB >= 0  # before the first key there are no sums
-    sums = tl.load(base + c[:, None] * VB + v[None, :], mask=known[:, None], other=0.0)
-    first = tl.load(base + CB * VB + c, mask=known, other=0.0)
+    if ALONE:
+        sums, first = tl.zeros([CB, VB], tl.float32), tl.zeros([CB], tl.float32)
+    else:
+        slot = segment if CAUSAL else 0
+        base = BEFORE + (group.to(tl.int64) * slots + slot) * size
+        known = c + slot * CB >= 0  # before the first key there are no sums
+        sums = tl.load(base + c[:, None] * VB + v[None, :], mask=known[:, None], other=0.0)
+        first = tl.load(base + CB * VB + c, mask=known, other=0.0)
     q_base = Q + batch.to(tl.int64) * q_batch + head.to(tl.int64) * q_head
     k_base = K + batch.to(tl.int64) * k_batch + group_head.to(tl.int64) * k_head
     v_base = VALUES + batch.to(tl.int64) * v_batch + group_head.to(tl.int64) * v_head
     bad = 0
-    if CAUSAL:
+    if ALONE:
+        for begin in range(0, SEGMENT, L):
+            sums, first, spoiled = walk_block(
+                segment * SEGMENT + begin + tl.arange(0, L), sums, first, q_base, k_base, v_base, q_row, k_row, v_row,
+                OUT, DEN, line, queries, keys, shift, low, high,
+                C, V, CB, VB, MAP, CAUSAL, BOUNDED, False, COMPUTE, PRECISION,
+            )  # fmt: skip
+            bad += spoiled
+        sums, first = tl.zeros([CB, VB], tl.float32), tl.zeros([CB], tl.float32)
+    elif CAUSAL:
         bad = tl.load(BAD + group * slots + slot, mask=slot >= 0, other=0)
     if bad > 0:
         for begin in range(0, SEGMENT, L):
-            sums, first = walk_block(
+            sums, first, _ = walk_block(
                 segment * SEGMENT + begin + tl.arange(0, L), sums, first, q_base, k_base, v_base, q_row, k_row, v_row,
                 OUT, DEN, line, queries, keys, shift, low, high,
                 C, V, CB, VB, MAP, CAUSAL, BOUNDED, True, COMPUTE, PRECISION,
             )  # fmt: skip
-    else:
+    elif not ALONE:
         for begin in range(0, SEGMENT, L):
-            sums, first = walk_block(
+            sums, first, _ = walk_block(
                 segment * SEGMENT + begin + tl.arange(0, L), sums, first, q_base, k_base, v_base, q_row, k_row, v_row,
                 OUT, DEN, line, queries, keys, shift, low, high,
                 C, V, CB, VB, MAP, CAUSAL, BOUNDED, False, COMPUTE, PRECISION,

@@ -319,6 +319,58 @@ def near_kernel(
 
 
 @triton.jit
+def alone_kernel(
+    X, XO, YO, OUT, REST_OUT, DEN, LOW, HIGH,
+    x_batch, x_head, x_row, xo_batch, xo_head, xo_row, yo_batch, yo_head, yo_row,
+    rows, row_shift, length, heads, groups, first_block, BETA, D2, REST,
+    D: tl.constexpr, V: tl.constexpr, DB: tl.constexpr, VB: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    BOUNDED: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The output of causal queries where there is one chunk alone, and nothing before it. A tile whose result is not
+    finite is computed again, with NaN for the queries that see a bad key and for no others."""
+    line = tl.program_id(1)
+    batch, head = line // heads, line % heads
+    group = head // (heads // groups)
+    block = tl.program_id(0) + first_block
+    place = block * M + tl.arange(0, M)
+    t = place - row_shift
+    shown_rows = (t >= 0) & (t < rows)
+    low, high = 0, length
+    if BOUNDED:
+        low, high = tl.load(LOW + batch), tl.load(HIGH + batch)
+    i, v = tl.arange(0, DB), tl.arange(0, VB)
+    x_base = X + batch.to(tl.int64) * x_batch + head.to(tl.int64) * x_head
+    xo_base = XO + batch.to(tl.int64) * xo_batch + group.to(tl.int64) * xo_head
+    yo_base = YO + batch.to(tl.int64) * yo_batch + group.to(tl.int64) * yo_head
+    x = rows_of(x_base, x_row, t, shown_rows, i, D, D == DB).to(COMPUTE)
+    num, den = tl.zeros([M, VB], tl.float32), tl.zeros([M], tl.float32)
+    middle, end = tl.maximum(block * M, 0), tl.minimum(block * M + M, length)
+    num, den = near_rows(
+        x, place, num, den, xo_base, yo_base, xo_row, yo_row, 0, middle, length, low, high, BETA, D2, REST,
+        D, V, DB, VB, N, False, BOUNDED, False, COMPUTE, PRECISION,
+    )  # fmt: skip
+    num, den = near_rows(
+        x, place, num, den, xo_base, yo_base, xo_row, yo_row, middle, end, length, low, high, BETA, D2, REST,
+        D, V, DB, VB, N, True, BOUNDED, False, COMPUTE, PRECISION,
+    )  # fmt: skip
+    bad = tl.sum((den - den != 0).to(tl.int32), 0) + tl.sum(tl.sum((num - num != 0).to(tl.int32), 1), 0)
+    if bad > 0:
+        num, den = tl.zeros([M, VB], tl.float32), tl.zeros([M], tl.float32)
+        num, den = near_rows(
+            x, place, num, den, xo_base, yo_base, xo_row, yo_row, 0, end, length, low, high, BETA, D2, REST,
+            D, V, DB, VB, N, True, BOUNDED, True, COMPUTE, PRECISION,
+        )  # fmt: skip
+    at = line.to(tl.int64) * rows + t
+    num = num / tl.where(den == 0, float("inf"), den)[:, None]
+    keep = shown_rows[:, None] & (v < V)[None, :]
+    tl.store(DEN + at, den, mask=shown_rows)
+    tl.store(OUT + at[:, None] * V + v[None, :], num, mask=keep)
+    if REST_OUT is not None:  # the digits that rounding takes, for the backward pass
+        rest = num - num.to(OUT.dtype.element_ty).to(tl.float32)
+        tl.store(REST_OUT + at[:, None] * V + v[None, :], rest, mask=keep)
+
+
+@triton.jit
 def far_kernel(
     X, STATE, NUM, DEN, OUT, REST_OUT,
     x_batch, x_head, x_row, rows, row_shift, lines_shared, heads, chunks, first_block, D2,

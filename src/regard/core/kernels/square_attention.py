@@ -14,6 +14,7 @@ from torch import Tensor
 from regard.core.kernels.common import prefix_kernel
 from regard.core.kernels.launch import Launches, Layout, ceil_divide, launch, layout, limits, power_of_2, strides
 from regard.core.kernels.quadratic import (
+    alone_kernel,
     far_kernel,
     near_kernel,
     near_keys_kernel,
@@ -341,6 +342,25 @@ def _near(
     )  # fmt: skip
 
 
+def _alone(
+    work: Work, q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None, out: Tensor, rest_out: Tensor | None,
+    den: Tensor,
+) -> None:  # fmt: skip
+    t = work.tiles
+    low, high = limits(bounds)
+    first, blocks = _blocks(work.queries, work.shift, t.near.rows)
+    launch(
+        work.launches, "alone", alone_kernel, (blocks, work.batch * work.heads, 1),
+        (q, k, v, out, rest_out, den, low, high),
+        lambda: ((*strides(q), *strides(k), *strides(v), work.queries, work.shift, work.keys, work.heads, work.groups,
+                 first, work.b / (2 * work.d), work.d, work.rest), dict(
+            D=work.qk_length, V=work.value_length, DB=t.d, VB=t.v, M=t.near.rows, N=t.near.columns,
+            BOUNDED=low is not None, COMPUTE=t.compute, PRECISION=t.precision,
+            num_warps=t.near.warps, num_stages=t.near.stages,
+        )),
+    )  # fmt: skip
+
+
 def _far(
     work: Work, x: Tensor, state: Tensor, num: Tensor, den: Tensor, out: Tensor, rest_out: Tensor | None,
     reverse: bool = False, carried: bool = False,
@@ -469,10 +489,13 @@ def forward(
     """
     t = work.tiles
     carried = initial is not None
-    num = q.new_empty(work.batch, work.heads, work.queries, t.v, dtype=torch.float32)
     den = q.new_empty(work.batch, work.heads, work.queries, dtype=torch.float32)
     out = q.new_empty(work.batch, work.heads, work.queries, work.value_length)
     rest_out = torch.empty_like(out) if recorded else None
+    if work.causal and work.chunks == 1 and initial is final is None:
+        _alone(work, q, k, v, bounds, out, rest_out, den)
+        return out, out.new_empty(0) if rest_out is None else rest_out, den
+    num = q.new_empty(work.batch, work.heads, work.queries, t.v, dtype=torch.float32)
     before, turned, bad = _sums(work, k, v, bounds, None, initial, final)
     beside = _Beside(q)
     state = _square(work, k, v, turned, bounds, False, initial, final)

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from regard.core.calls.call import Call
 from regard.core.calls.choice import Again, Path, never
-from regard.core.eager import untouched
+from regard.core.eager import kept, untouched
 from regard.core.paths import gpu, sdpa
 
 
@@ -29,12 +29,19 @@ def run(call: Call) -> Tensor:
     known, bounds = call.structure, gpu.bounds(call)
     parts, longest = None, 0
     if known.rest is not None:
-        sequences = gpu.parts(call) or ()
-        parts, longest = gpu.table(sequences, q.device), max((length for _, _, length in sequences), default=0)
+        parts, longest = _packed(gpu.parts(call) or (), q.device)
     if untouched() and not torch.is_grad_enabled():
         work = band_attention.work_of(q, k, v, scale, known.before, known.after, bounds, parts, longest)
         return band_attention.forward(work, q, k, v, bounds, parts)[0]
     return band_attention.band(q, k, v, bounds, parts, scale, known.before, known.after, longest)[0]
+
+
+@kept(256)
+def _packed(sequences: tuple[tuple[int, int, int], ...], device: torch.device) -> tuple[Tensor, int]:
+    """Packed sequences on the device, the longest first, so that none of them is begun when the others are done; and
+    its length."""
+    ordered = tuple(sorted(sequences, key=lambda part: -part[2]))
+    return gpu.table(ordered, device), ordered[0][2] if ordered else 0
 
 
 def again(call: Call) -> Again | None:

@@ -98,17 +98,24 @@ def aligned(x: Tensor) -> Tensor:
 def again(call: Call) -> Again | None:
     """What runs calls like this one."""
     from regard.core.kernels import feature_attention, square_attention
+    from regard.core.kernels.launch import Chain
 
     mechanism: Any = call.mechanism
     limits, causal, form = gpu.bounds(call), call.structure.causal, mechanism.fused_form
     if call.qk_length % ALIGNED or call.value_length % ALIGNED or not gpu.dense(call) or form == "given":
         return None
+
+    def chained(run: Again) -> Again:
+        # Without causality some sums are PyTorch's; long sequences have kernels that run beside others.
+        alone = causal and call.q.shape[:3].numel() < square_attention.BESIDE
+        return Chain(run, limits) if alone else run
+
     if form == "square":
         a, b, d = mechanism.coefficients(call.qk_length)
         square = square_attention.work_of(call.q, call.k, call.v, a, b, d, causal)
-        return lambda q, k, v: square_attention.forward(square, q, k, v, limits)[0]
+        return chained(lambda q, k, v: square_attention.forward(square, q, k, v, limits)[0])
     feature = feature_attention.work_of(call.q, call.k, call.v, form, causal)
-    return lambda q, k, v: feature_attention.forward(feature, q, k, v, limits)[0]
+    return chained(lambda q, k, v: feature_attention.forward(feature, q, k, v, limits)[0])
 
 
 PATH = Path("fused", cannot, run, never, again=again)

@@ -14,6 +14,7 @@ from torch import Tensor
 from regard.core.eager import kept, recorded, untouched
 from regard.core.masks import Padding, Span
 from regard.core.paths import fused, gpu
+from regard.core.states.buffer import Buffer
 
 END = 1 << 30
 """Past any token: rows that are real to the end keep one table while a stream goes on."""
@@ -69,17 +70,62 @@ def run(
 
 
 def token(
-    mechanism: Any, q: Tensor, k: Tensor, v: Tensor, limits: Tensor | None, sums: Tensor, normaliser: Tensor
+    mechanism: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    limits: Tensor | None,
+    sums: Tensor,
+    normaliser: Tensor,
+    new: tuple[Tensor, Tensor] | None = None,
+    counted: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """The output of one query for each head, which sees the sums and, within `limits` (2, B), the keys."""
+    """The output of one query for each head, which sees the sums and, within `limits` (2, B), the keys.
+
+    With `new` key and value, which are stored on the way, and numbers on the GPU as `step_attention.token` has them.
+    """
     from regard.core.kernels import step_attention
 
-    if mechanism.fused_form == "square":
-        pairs = _pairs(mechanism, k.shape[3], q.device)
-        return step_attention.token(q, k, v, limits, sums, normaliser, pairs.tables, pairs.form)
-    form = step_attention.Form(mechanism.fused_form)
-    q, k = _mapped(mechanism, q), _mapped(mechanism, k)
-    return step_attention.token(q, k, v, limits, sums, normaliser, None, form)
+    tables, form = _tables(mechanism, k.shape[3], q.device)
+    q, k, v = _mapped(mechanism, q), _mapped(mechanism, k), v if v.stride(3) == 1 else v.contiguous()
+    q, k = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k))
+    work = step_attention.work_of(q, k, v, sums, form, new)
+    sums, normaliser = sums.contiguous(), normaliser.contiguous()
+    return step_attention.token(work, q, k, v, new, limits, sums, normaliser, tables, k.shape[2], counted)
+
+
+def step(mechanism: Any, q: Tensor, k: Tensor, v: Tensor, buffer: Buffer, sums: Tensor) -> Any:
+    """`token` for queries, keys and values, a buffer's and sums like these, all set up: a function of these, of the
+    normaliser, and of the number of keys with the new one; None if the kernel cannot store the new ones."""
+    from regard.core.kernels import step_attention
+    from regard.core.kernels.launch import Chain
+
+    if not stores(mechanism, k, v) or q.stride(3) != 1:
+        return None
+    tables, form = _tables(mechanism, k.shape[3], q.device)
+    work = step_attention.work_of(q, buffer.keys, buffer.values, sums, form, (k, v))
+
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, sums: Tensor, normaliser: Tensor, count: int
+    ) -> Tensor:
+        return step_attention.token(work, q, keys, values, (k, v), None, sums, normaliser, tables, count)
+
+    return Chain(run, *(tables or ()))
+
+
+def stores(mechanism: Any, k: Tensor, v: Tensor) -> bool:
+    """Whether the kernel for one token stores its key and value: it must meet them as they came."""
+    return mechanism.fused_form != "given" and k.stride(3) == v.stride(3) == 1
+
+
+def _tables(mechanism: Any, qk_length: int, device: torch.device) -> tuple[Any, Any]:
+    """phi as the kernels for one token compute it: tables of its features, if it has some, and its form."""
+    from regard.core.kernels import step_attention
+
+    if mechanism.fused_form != "square":
+        return None, step_attention.Form(mechanism.fused_form)
+    pairs = _pairs(mechanism, qk_length, device)
+    return pairs.tables, pairs.form
 
 
 def fold(
@@ -94,9 +140,8 @@ def fold(
     """The sums and the normaliser with a few keys more, those within `limits` (2, B)."""
     from regard.core.kernels import step_attention
 
-    form = mechanism.fused_form
-    tables = _pairs(mechanism, k.shape[3], k.device).tables if form == "square" else None
-    return step_attention.fold(_mapped(mechanism, k), v, limits, sums, normaliser, tables, form, in_place)
+    tables, form = _tables(mechanism, k.shape[3], k.device)
+    return step_attention.fold(_mapped(mechanism, k), v, limits, sums, normaliser, tables, form.name, in_place)
 
 
 def _mapped(mechanism: Any, x: Tensor) -> Tensor:

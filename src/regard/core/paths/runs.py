@@ -10,6 +10,7 @@ from torch import Tensor
 
 from regard.core.calls.call import Call
 from regard.core.calls.choice import choose, compute
+from regard.core.calls.repeats import Step
 from regard.core.eager import transformed
 from regard.core.masks import Mask
 from regard.core.masks.structure import FOREVER, part_of, structure_of
@@ -49,6 +50,27 @@ def usable_state(
         if shared.cannot(mechanism, q, keys, part, bias, derived) is not None:
             return state.apart()
     return state
+
+
+def step(
+    mechanism: "Mechanism", q: Tensor, k: Tensor, v: Tensor, state: KeyValueState, mask: Mask | None
+) -> Step | None:
+    """What extends states like this one by one token: in one kernel that stores its key and value too."""
+    if not isinstance(state, KeyValueState) or state.layout is None:
+        return None
+    call = Call(mechanism, q, *state.buffer.stored(state.length)[:2], mask)
+    path = choose(call)
+    attend = None if path.step is None else path.step(call, k, v, structure_of(mask, FOREVER, FOREVER).before)
+    if attend is None:
+        return None
+
+    def run(q: Tensor, k: Tensor, v: Tensor, state: KeyValueState) -> tuple[Tensor, KeyValueState] | None:
+        if state.forgotten or (longer := state.longer()) is None:
+            return None
+        buffer = state.buffer
+        return attend(q, k, v, buffer.keys, buffer.values, longer.length), longer
+
+    return run
 
 
 def over_runs(

@@ -95,19 +95,24 @@ class CacheSlot(Slot):
         self.bounds = clock.bounds()
 
     def attend(self, mechanism: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        new = (k, v) if self.rounded is None else _apart(quantize(k), quantize(v))
-        for room, tensor in zip(self.tensors, new, strict=True):
-            room.index_copy_(2, self.clock.newest, tensor)
         keys, values, *scales = self.tensors
         scale = split.scale(mechanism, q.shape[3])
-        if scale is not None and gpu.serves(q, values):
+        fused = scale is not None and gpu.serves(q, values)
+        stored = fused and not scales and k.stride(3) == v.stride(3) == 1  # by the kernel itself
+        if not stored:
+            new = (k, v) if self.rounded is None else _apart(quantize(k), quantize(v))
+            for room, tensor in zip(self.tensors, new, strict=True):
+                room.index_copy_(2, self.clock.newest, tensor)
+        if fused:
             # Triton is imported only where it is used.
             from regard.core.kernels import decode_attention
 
+            assert scale is not None
             q, scale = (q, scale) if scale > 0 else (q * 0, 1.0)
             return decode_attention.forward(
-                q, keys, values, scale, self.bounds, before=self.before, scales=_pair(scales), length=self.clock.length
-            )
+                q, keys, values, scale, self.bounds, before=self.before, scales=_pair(scales), length=self.clock.length,
+                new=(k, v) if stored else None,
+            )  # fmt: skip
         if scales:
             keys, values = ((t * s).to(self.dtype) for t, s in zip((keys, values), scales, strict=True))
         visible = self.clock.visible(keys.shape[2], before=self.before)[:, None, None]
@@ -130,19 +135,19 @@ class SumSlot(Slot):
         recent = state.recent
         self.tensors = tuple(_placed(recent, which, 2 * self.half) for which in range(2))
         self.folded, self.gone = state.folded, clock.newest.new_full((1,), state.folded)
-        first = torch.zeros(len(state.sums), dtype=torch.int32, device=self.sums.device)
-        first = first if clock.low is None else (clock.low - state.folded).clamp_(min=0)
-        self.limits = torch.stack([first, torch.full_like(first, recent.length)])
-        """The first real one of the newest tokens of each row and the one after the last, (2, B)."""
 
     def attend(self, mechanism: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        for room, tensor in zip(self.tensors, (k, v), strict=True):
-            room.index_copy_(2, self.clock.newest - self.gone, tensor)
-        self.limits[1].add_(1)
         sums, normaliser = self._by_head()
-        if fused_stream.cannot(mechanism, q, k, v, sums, True, False) is None:
+        fused = fused_stream.cannot(mechanism, q, k, v, sums, True, False) is None
+        stored = fused and fused_stream.stores(mechanism, k, v)
+        if not stored:
+            for room, tensor in zip(self.tensors, (k, v), strict=True):
+                room.index_copy_(2, self.clock.newest - self.gone, tensor)
+        if fused:
+            low, new = self.clock.low, (k, v) if stored else None
+            limits, counted = None if low is None else low[None], (self.clock.length, self.gone)
             keys, values = self.tensors
-            return fused_stream.token(mechanism, q, keys, values, self.limits, sums, normaliser)
+            return fused_stream.token(mechanism, q, keys, values, limits, sums, normaliser, new, counted)
         visible = self.clock.visible(2 * self.half, self.gone).expand(q.shape[0], -1)
         rows, keys, values, real = tiled(q, self.tensors[0], self.tensors[1], visible)
         walk = Walk([Step(0, 1, 0, 2 * self.half)], None, real)
@@ -157,7 +162,9 @@ class SumSlot(Slot):
         keys, values = (t[:, :, :half] for t in self.tensors)
         sums, normaliser = self._by_head()
         if fused_stream.cannot(mechanism, keys, keys, values, sums, True, False) is None:
-            fused_stream.fold(mechanism, keys, values, self.limits, sums, normaliser, in_place=True)
+            low = self.clock.low
+            limits = None if low is None else torch.stack([(low - self.gone).int(), torch.full_like(low, half)])
+            fused_stream.fold(mechanism, keys, values, limits, sums, normaliser, in_place=True)
         else:
             real = None if self.clock.low is None else self.clock.visible(half, self.gone)
             _, keys, values, real = tiled(keys, keys, values, real)
@@ -167,7 +174,6 @@ class SumSlot(Slot):
             self.normaliser.add_(count)
         for room in self.tensors:
             room[:, :, :half] = room[:, :, half:]
-        self.limits.sub_(half).clamp_(min=0)
         self.gone.add_(half)
         self.folded += half
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from regard.core.calls.call import Call
-from regard.core.calls.choice import Again, Path, never
+from regard.core.calls.choice import Again, Path, Stepped, never
 from regard.core.eager import recorded, untouched
 from regard.core.paths import gpu, sdpa, torch_softmax
 
@@ -51,16 +51,42 @@ def run(call: Call) -> Tensor:
 def again(call: Call) -> Again | None:
     """What runs calls like this one."""
     from regard.core.kernels import decode_attention
+    from regard.core.kernels.launch import Chain
 
     known, scale = call.structure, sdpa.scale(call)
     if scale == 0 or not gpu.dense(call):
         return None
     bounds = gpu.bounds(call)
     work = decode_attention.work_of(call.q, call.k, call.v, scale, known.causal, known.before)
-    return lambda q, k, v: decode_attention.attend(work, q, k, v, bounds)
+    keys = call.keys
+    return Chain(lambda q, k, v: decode_attention.attend(work, q, k, v, keys, bounds), bounds)
 
 
-PATH = Path("split", cannot, run, never, reads_int8=True, again=again)
+def step(call: Call, k: Tensor, v: Tensor, before: int | None) -> Stepped | None:
+    """What computes calls like this one over a growing state, and stores the key and value of each."""
+    from regard.core.kernels import decode_attention
+    from regard.core.kernels.launch import Chain
+
+    scale = sdpa.scale(call)
+    if scale == 0 or not (gpu.dense(call) and k.stride(3) == v.stride(3) == 1):
+        return None
+    work = decode_attention.work_of(call.q, call.k, call.v, scale, False, before, None, (k, v))
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, length: int) -> Tensor:
+        return decode_attention.attend(work, q, keys, values, length, new=(k, v))
+
+    chains: dict[int, Chain] = {}
+
+    def run(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, length: int) -> Tensor:
+        planned = decode_attention.planned(length)
+        if (chain := chains.get(planned)) is None:
+            chain = chains.setdefault(planned, Chain(attend))
+        return chain(q, k, v, keys, values, number=length)
+
+    return run
+
+
+PATH = Path("split", cannot, run, never, reads_int8=True, step=step, again=again)
 
 
 def scale(mechanism: Any, qk_length: int) -> float | None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from regard.core.calls.repeats import Step
 from regard.core.eager import recorded, transformed
 from regard.core.masks import Padding
 from regard.core.masks import causal as causal_mask
@@ -62,6 +63,27 @@ def stream(
         padding=state.padding_after(newest.padding, fold_to, newest.length),
     )
     return out, longer
+
+
+def token_step(mechanism: Any, q: Tensor, k: Tensor, v: Tensor, state: KernelState, recent: int) -> Step | None:
+    """What extends states like this one by one token that folds nothing, by kernels that store its key and value."""
+    if fused_stream.cannot(mechanism, q, k, v, state.sums, True, False) is not None:
+        return None
+    token = fused_stream.step(mechanism, q, k, v, state.recent.buffer, state.sums)
+    if token is None:
+        return None
+
+    def run(q: Tensor, k: Tensor, v: Tensor, state: KernelState) -> tuple[Tensor, KernelState] | None:
+        sums, normaliser = state.sums, state.normaliser
+        if state.recent.length >= recent or (sums.requires_grad and torch.is_grad_enabled()):  # full: it folds
+            return None
+        if not (sums.is_contiguous() and normaliser.is_contiguous()) or (newest := state.recent.longer()) is None:
+            return None
+        buffer = newest.buffer
+        out = token(q, k, v, buffer.keys, buffer.values, sums, normaliser, number=newest.length)
+        return out, KernelState(state.mechanism, sums, normaliser, state.folded, newest)
+
+    return run
 
 
 def _guarded(

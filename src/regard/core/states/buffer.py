@@ -7,6 +7,7 @@ the history once, at its length.
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,6 +60,16 @@ class Buffer:
     """With scales: the dtype in which keys and values are read."""
     closed: bool = field(default_factory=lambda: _in_inference_mode())
     """Whether it was made in inference mode: outside of it, it must not be written to."""
+
+    _layout: Any = field(default=None, init=False, repr=False)
+
+    @property
+    def layout(self) -> Any:
+        """Its sizes, strides and dtype, by which a token's step is kept (repeats.py); None for int8, which has none."""
+        if self._layout is None and self.scales is None:  # once: every step asks
+            keys, values = self.keys, self.values
+            self._layout = keys.shape, keys.stride(), keys.dtype, values.shape, values.stride()
+        return self._layout
 
     @property
     def dtype(self) -> torch.dtype:

@@ -43,6 +43,11 @@ class KernelState(State):
     def earliest(self) -> int:
         return self.folded
 
+    @property
+    def layout(self) -> Any:
+        recent = None if self.padding is not None else self.recent.layout
+        return None if recent is None else (recent, self.mechanism)
+
     def check(self, k: Tensor, v: Tensor) -> None:
         self.recent.check(k, v)
 

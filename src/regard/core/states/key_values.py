@@ -97,6 +97,21 @@ class KeyValueState(State):
     def earliest(self) -> int:
         return self.forgotten
 
+    @property
+    def layout(self) -> Any:
+        run = self.runs[0]
+        if len(self.runs) > 1 or self.padding is not None or run.begin or run.waiting or run.prefix is not None:
+            return None
+        return run.buffer.layout
+
+    def longer(self) -> "KeyValueState | None":
+        """A state like this one, of one buffer without padding, with room for one more token at its end, claimed and
+        yet to be written; None if there is none."""
+        length, buffer = self.length, self.runs[0].buffer
+        if length - self.forgotten >= self.capacity or not buffer.claim(length, length + 1):
+            return None
+        return KeyValueState(self.runs, self.capacity, length + 1, None, None, self.may_share, self.forgotten)
+
     def check(self, k: Tensor, v: Tensor) -> None:
         buffer, batch = self.buffer, self.batch
         _, groups, _, qk_length = buffer.keys.shape

@@ -92,6 +92,11 @@ class State:
         """The shortest length it can be cropped to."""
         return int(self.length)
 
+    @property
+    def layout(self) -> Any:
+        """By what a token's step is kept for states like this one (repeats.py); None if it is not to be."""
+        return None
+
     def check(self, k: Tensor, v: Tensor) -> None:
         """Raise ValueError unless keys and values fit its batch, heads, head dimensions, dtype and device."""
         raise NotImplementedError
