@@ -172,8 +172,9 @@ def test_a_trace_is_drawn_whole_by_layer_and_by_head():
     assert len(trace.plot().axes) == 4
     figure = trace.plot(layer=1, head=0)
     assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == TOKENS
-    weights = trace.layers[1].weights
-    assert torch.equal(torch.from_numpy(figure.axes[0].images[0].get_array().filled()), weights[0, 0].detach())
+    image = figure.axes[0].images[0].get_array()
+    assert torch.equal(torch.from_numpy(image.filled(0)), trace.layers[1].weights[0, 0].detach())
+    assert torch.equal(torch.from_numpy(~image.mask), rg.causal.draw(3).visible)
     for arguments, message in (
         ({"head": 1}, "layer: expected the layer of head 1, got None"),
         ({"layer": 1, "head": 7}, r"head: expected one of those recorded, \[0, 1\], got 7"),
@@ -182,6 +183,11 @@ def test_a_trace_is_drawn_whole_by_layer_and_by_head():
     ):
         with pytest.raises(ValueError, match=message):
             trace.plot(**arguments)
+
+
+def test_a_figure_is_a_picture_in_a_notebook():
+    with Image.open(io.BytesIO(rg.causal.plot(4)._repr_png_())) as picture:
+        assert picture.width > 100
 
 
 def test_long_sequences_are_drawn_with_some_positions_named():

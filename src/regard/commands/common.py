@@ -6,8 +6,9 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 import torch
 import typer
@@ -94,65 +95,95 @@ def named(**options: str) -> Iterator[None]:
 
 NARROWEST = 24
 """Characters that a column of text needs: longer text is wrapped down to them."""
+Row: TypeAlias = dict[str, str]
 
 
 def print_table(
-    rows: Sequence[dict[str, Any]], *, right: Sequence[str] = (), section: Sequence[str] = (), drop: Sequence[str] = ()
+    rows: Sequence[dict[str, Any]],
+    *,
+    right: Sequence[str] = (),
+    section: Sequence[str] = (),
+    keys: Sequence[str] = (),
+    drop: Sequence[str] = (),
 ) -> None:
     """Rows with the same keys as a table, with a line wherever one of the `section` columns changes.
 
-    Where the window is too narrow for it, every row becomes a few lines of names and values.
+    Where the window is too narrow for it, there is a heading for each section, and below it several tables, each of
+    which begins with the columns `keys` (by default the first), or, for long texts, a few lines for each row.
     """
     console = output()
     names = [name for name in rows[0] if name not in drop]
     cells = [{name: str(row[name]) for name in names} for row in rows]
     sizes = {name: max(cell_len(text) for text in (name, *(row[name] for row in cells))) for name in names}
-    needed = sum(size if name in right else min(size, NARROWEST) for name, size in sizes.items()) + 2 * len(names)
-    if needed > console.width:
-        print("\n".join(_records(cells, section, console.width)))
+    needed = sum(size if name in right else min(size, NARROWEST) for name, size in sizes.items()) + 3 * len(names)
+    if needed <= console.width:
+        console.print(_table(cells, names, right, section))
         return
+    inner = [name for name in names if name not in section]
+    parts = _parts(inner, keys or inner[:1], sizes, console.width)
+    for heading, group in groupby(cells, key=lambda row: ", ".join(f"{name} {row[name]}" for name in section)):
+        below = list(group)
+        if heading:
+            print(heading)
+        if parts:
+            for part in parts:
+                console.print(_table(below, part, right))
+        else:
+            print("\n".join(line for row in below for line in _record(row, inner, console.width)))
+
+
+def _table(rows: Sequence[Row], names: Sequence[str], right: Sequence[str], section: Sequence[str] = ()) -> Table:
     table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     for name in names:
-        table.add_column(Text(name), justify="right" if name in right else "left", no_wrap=name in right)
-    for number, row in enumerate(cells):
-        if number and any(row[name] != cells[number - 1][name] for name in section):
+        number = name in right
+        table.add_column(Text(name), justify="right" if number else "left", no_wrap=number, overflow="fold")
+    for number, row in enumerate(rows):
+        if number and any(row[name] != rows[number - 1][name] for name in section):
             table.add_section()
-        table.add_row(*(Text(text) for text in row.values()))
-    console.print(table)
+        table.add_row(*(Text(row[name]) for name in names))
+    return table
 
 
-def _records(rows: Sequence[dict[str, str]], section: Sequence[str], width: int) -> Iterator[str]:
-    """The lines of rows that do not fit side by side: a heading for each section, then the first column of each row
-    and, indented, the names and values of the others.
+def _parts(names: Sequence[str], keys: Sequence[str], sizes: dict[str, int], width: int) -> list[list[str]]:
+    """The columns of the tables that a wide one is cut into, each with the columns `keys`; none for long texts.
 
-    >>> rows = [{"mode": "decode", "name": "softmax", "FLOPs": "1.5 G", "state": "8 MB", "note": ""}]
-    >>> print("\\n".join(_records(rows, ["mode"], 20)))
-    mode decode
-      softmax
-        FLOPs 1.5 G
-        state 8 MB
+    >>> _parts(["name", "FLOPs", "bytes", "form"], ["name"], {"name": 9, "FLOPs": 6, "bytes": 7, "form": 6}, 32)
+    [['name', 'FLOPs', 'bytes'], ['name', 'form']]
     """
-    heading = None
-    for row in rows:
-        here = ", ".join(f"{name} {row[name]}" for name in section)
-        if section and here != heading:
-            yield here if heading is None else f"\n{here}"
-            heading = here
-        (_, first), *others = ((name, text) for name, text in row.items() if name not in section)
-        margin = "  " if section else ""
-        yield margin + first
-        pairs = [f"{name} {text}".strip() for name, text in others if text]
-        line = ""
-        for pair in pairs:
-            if line and len(margin) + len(line) + len(pair) + 4 > width:
-                yield margin + line
-                line = ""
-            line += f"  {pair}"
-            if len(margin) + len(line) > width:  # a long text: over several lines
-                yield from textwrap.wrap(pair, width, initial_indent=f"{margin}  ", subsequent_indent=f"{margin}    ")
-                line = ""
-        if line:
-            yield margin + line
+    parts: list[list[str]] = []
+    for name in names:
+        if sizes[name] > NARROWEST or sum(sizes[key] + 3 for key in (*keys, name)) > width:
+            return []
+        if name in keys:
+            continue
+        if not parts or sum(sizes[column] + 3 for column in (*parts[-1], name)) > width:
+            parts.append(list(keys))
+        parts[-1].append(name)
+    return parts
+
+
+def _record(row: Row, names: Sequence[str], width: int) -> Iterator[str]:
+    """The lines of a row that does not fit: its first column and, indented, the names and values of the others.
+
+    >>> row = {"name": "softmax", "FLOPs": "1.5 G", "note": "", "peer": "SDPA"}
+    >>> print("\\n".join(_record(row, list(row), 16)))
+    softmax
+      FLOPs 1.5 G
+      peer SDPA
+    """
+    first, *others = names
+    yield row[first]
+    line = ""
+    for pair in (f"{name} {row[name]}".strip() for name in others if row[name]):
+        if line and len(line) + len(pair) + 2 > width:
+            yield line
+            line = ""
+        line += f"  {pair}"
+        if len(line) > width:  # a long text: over several lines
+            yield from textwrap.wrap(pair, width, initial_indent="  ", subsequent_indent="    ")
+            line = ""
+    if line:
+        yield line
 
 
 def print_json(value: Any) -> None:

@@ -315,7 +315,8 @@ def _print_cost(rows: Sequence[dict[str, Any]]) -> None:
         shown.append(cells)
     numbers = ("length", "FLOPs", "bytes", "FLOPs/byte", "state", "activation", "parameters", "layer FLOPs")
     empty = {"note": not notes, "parameters": not any(row["parameters"] for row in rows)}
-    print_table(shown, right=numbers, section=("heads", "mode"), drop=[name for name in empty if empty[name]])
+    unused = [name for name in empty if empty[name]]
+    print_table(shown, right=numbers, section=("heads", "mode"), keys=("mechanism", "length"), drop=unused)
     for number, note in enumerate(notes, start=1):
         print(f"({number}) {note}")
     if notes:

@@ -64,7 +64,7 @@ def _cost_panel(
             at = mode_work(work, mode, 2)
             lines.setdefault(tuple(price(mechanism, with_length(at, length)) for length in lengths), []).append(kv)
         for line, grouped in lines.items():
-            style = _dashes(works[grouped[0]].num_heads, grouped[0])
+            style = "-" if len(works) == 1 else _dashes(works[grouped[0]].num_heads, grouped[0])
             if line in drawn:  # another mechanism costs the same: its line shows on both sides of this one
                 drawn[line].set_linewidth(drawn[line].get_linewidth() + 3)
             (drawn[line],) = axes.plot(lengths, line, color=colour, linewidth=1.9, linestyle=style)

@@ -6,7 +6,9 @@ global state; `files.save_figure` writes it.
 """
 
 import math
+import textwrap
 from collections.abc import Sequence
+from io import BytesIO
 from itertools import cycle, islice
 from statistics import fmean
 
@@ -32,6 +34,15 @@ MASK_MAP = ListedColormap(list(MASK_COLOURS))
 DPI = 120
 
 
+class NotebookFigure(Figure):
+    """A figure that a notebook shows as a picture, also where nobody has imported pyplot."""
+
+    def _repr_png_(self) -> bytes:
+        data = BytesIO()
+        self.savefig(data, format="png")
+        return data.getvalue()
+
+
 def new_figure(width: float, height: float, *, title: str = "", note: str = "") -> Figure:
     """An empty figure of this size in inches; `title` stands above it, `note` (what was drawn, on what) below it.
 
@@ -39,7 +50,8 @@ def new_figure(width: float, height: float, *, title: str = "", note: str = "") 
     'Cost'
     """
     spaced = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.07, wspace=0.03, hspace=0.04)
-    figure = Figure(figsize=(width, height), dpi=DPI, layout=spaced, facecolor="white")
+    figure = NotebookFigure(figsize=(width, height), dpi=DPI, layout=spaced, facecolor="white")
+    title, note = textwrap.fill(title, int(9 * width)), textwrap.fill(note, int(15 * width))
     if title:
         figure.suptitle(title, fontsize=11.5, color=INK, x=0.012, ha="left", fontweight="bold")
     if note:

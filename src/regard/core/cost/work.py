@@ -105,7 +105,8 @@ class Work:
         return cost_figure(names, self, shortest=shortest, longest=longest)
 
     def _repr_html_(self) -> Html:
-        return table([{field.name: getattr(self, field.name) for field in fields(self)}], title="Work")
+        rows = [{"field": field.name, "value": getattr(self, field.name)} for field in fields(self)]
+        return table(rows, title="Work")
 
 
 @dataclass(frozen=True, kw_only=True)

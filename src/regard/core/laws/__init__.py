@@ -5,7 +5,9 @@
 checked in the same way.
 """
 
+import math
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import product
@@ -121,9 +123,17 @@ def _shown(total: int, cells: dict[tuple[str, ...], Cell]) -> Iterator[Progress]
 
     if type(sys.stderr).__module__.startswith("ipykernel."):
         # A notebook understands a carriage return, but cannot move up a line, as the bar does at its end.
-        yield lambda name: print(
-            f"\r{len(cells)}/{total} {outcomes(name):<100.100}", end="", file=sys.stderr, flush=True
-        )
+        shown, known_broken = -math.inf, False
+
+        def show(name: str) -> None:
+            nonlocal shown, known_broken
+            broken = any(cell.outcome == "broken" for cell in cells.values())
+            # Twice a second, and what is broken at once: a notebook that is saved keeps every line.
+            if time.monotonic() - shown > 0.5 or broken != known_broken:
+                print(f"\r{len(cells)}/{total} {outcomes(name):<100.100}", end="", file=sys.stderr, flush=True)
+                shown, known_broken = time.monotonic(), broken
+
+        yield show
         print(f"\r{'':<120}\r", end="", file=sys.stderr, flush=True)
         return
     if not sys.stderr.isatty():

@@ -1,5 +1,6 @@
 """A trace's weights as heat maps."""
 
+import math
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -33,8 +34,8 @@ def overview_figure(trace: Trace, sequence: int = 0) -> Figure:
     """The weights of every recorded layer and head, small."""
     layers = [(layer, _weights(layer, sequence)) for layer in trace.layers]
     columns = max((len(weights) for _, weights in layers), default=1)
-    size = min(14.0, max(3.0, 0.95 * columns + 0.6)), min(18.0, max(1.6, 0.95 * len(layers) + 0.7))
-    note = "layers down, heads across; in a map queries down, keys across, from 0 (white) to 1 (dark)"
+    size = min(14.0, max(3.0, 0.95 * columns + 0.9)), min(18.0, max(1.6, 0.95 * len(layers) + 0.7))
+    note = "In each map queries down, keys across; weights from 0 (white) to 1 (dark), hidden pairs grey."
     figure = new_figure(*size, title=f"Weights of {trace.model or 'a model'}", note=note)
     cells = figure.subplots(max(1, len(layers)), columns, squeeze=False)
     for axes in cells.flat:
@@ -48,17 +49,22 @@ def overview_figure(trace: Trace, sequence: int = 0) -> Figure:
             axes.set_xticks([])
             axes.set_yticks([])
             if across == 0:
-                axes.set_ylabel(str(layer.index), fontsize=8, color=QUIET, rotation=0, ha="right", va="center")
+                axes.set_ylabel(f"layer {layer.index}", fontsize=8, color=QUIET, rotation=0, ha="right", va="center")
             if down == 0:
-                axes.set_title(str(layer.heads[across]), fontsize=8, color=QUIET)
+                axes.set_title(f"head {layer.heads[across]}", fontsize=8, color=QUIET)
     return figure
 
 
 def _weights(layer: TracedLayer, sequence: int) -> Tensor:
+    """The weights (H, T, S) of one sequence, NaN where the mask hides a pair: NaN has a colour of its own."""
     weights = layer.need("weights")
     if type(sequence) is not int or not 0 <= sequence < len(weights):
         raise ValueError(f"sequence: expected 0 to {len(weights) - 1}, got {sequence!r}")
-    return weights[sequence].detach().float().cpu()
+    shown = weights[sequence].detach().float().cpu()
+    if layer.visible is None:
+        return shown
+    visible = layer.visible.cpu().expand(len(weights), *(-1,) * 3)[sequence]
+    return shown.masked_fill(~visible, math.nan)
 
 
 def _names(tokens: Sequence[Sequence[str]] | None, sequence: int, places: Sequence[int]) -> list[str]:

@@ -164,7 +164,7 @@ def _layer_name(layer: tuple[int, str]) -> str:
 
 
 def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}"
+    return "" if value is None else f"{round(value, 2) + 0.0:.2f}"  # no -0.00
 
 
 def _html_cell(head: HeadPatterns | None) -> Html:
