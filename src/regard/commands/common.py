@@ -135,8 +135,8 @@ def print_table(
 def _table(rows: Sequence[Row], names: Sequence[str], right: Sequence[str], section: Sequence[str] = ()) -> Table:
     table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     for name in names:
-        number = name in right
-        table.add_column(Text(name), justify="right" if number else "left", no_wrap=number, overflow="fold")
+        is_number = name in right
+        table.add_column(Text(name), justify="right" if is_number else "left", no_wrap=is_number, overflow="fold")
     for number, row in enumerate(rows):
         if number and any(row[name] != rows[number - 1][name] for name in section):
             table.add_section()

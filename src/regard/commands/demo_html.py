@@ -48,6 +48,7 @@ code { font: .9em ui-monospace, monospace; background: var(--card); border: 1px 
   h1 { font-size: 1.5rem; }
   figure { padding: .4rem; }
   th, td { padding: .3rem .5rem; }
+  th { white-space: normal; }
 }
 """
 NEXT = (

@@ -337,7 +337,7 @@ def check_laws(watch: Watch = unwatched) -> Step:
         words=(
             f"rg.check runs every law on random shapes: here under the masks {' and '.join(CHECKED_MASKS)}, in "
             f"{', '.join(CHECKED_DTYPES)}, for {', '.join(HEADS)}. A broken law would come with its smallest "
-            "counter-example. `regard check` runs all masks and dtypes, for a mechanism of your own as well."
+            "counter-example. regard check runs all masks and dtypes, for a mechanism of your own as well."
         ),
         rows=list(by_law.values()),
         folded=f"The {len(by_law)} laws, and in how many cells each holds",
