@@ -312,7 +312,7 @@ def test_cost_crossover_of_a_mechanism_with_itself_is_none(inside: Inside) -> No
 
 def test_cost_with_a_window_says_why_it_is_quadratic(inside: Inside) -> None:
     done = inside("cost", "--mechanism", "quadratic", "--window", "64", "--length", "512", "--mode", "prefill")
-    assert "(1) quadratic in the length: a window" in done.stdout
+    assert "(1) quadratic in the length: a sliding window" in done.stdout
 
 
 def test_cost_measure_says_what_was_measured(inside: Inside) -> None:
