@@ -13,7 +13,7 @@ import regard.training
 from blocks import python_blocks
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted(page for page in (ROOT / "docs").rglob("*.md") if python_blocks(page))
+PAGES = sorted(page for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")) if python_blocks(page))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -26,10 +26,8 @@ def test_the_code_of_a_page_runs_as_it_stands(page, tmp_path, monkeypatch):
         exec(compile(block, page, "exec"), vars(program))
 
 
-def test_pages_with_code_are_the_home_page_guides_and_tutorials():
-    names = {str(page.relative_to(ROOT / "docs")) for page in PAGES}
-    assert "index.md" in names
-    assert {page.name for page in (ROOT / "docs/tutorials").iterdir()} <= {Path(name).name for name in names}
+def test_the_readme_the_home_page_and_every_tutorial_have_code():
+    assert {ROOT / "README.md", ROOT / "docs/index.md", *(ROOT / "docs/tutorials").iterdir()} <= set(PAGES)
 
 
 def test_a_block_that_fails_is_caught_at_its_line(tmp_path):
