@@ -28,7 +28,15 @@ from regard.training.parallel import Place
 from regard.training.recipes import translate
 from regard.training.recipes.translate import END, PAD, START
 
-OPTIONS = {"vocabulary": 8000, "width": 384, "layers": 4, "heads": 6, "hidden": 1536, "dropout": 0.3, "held_out": 2000}
+OPTIONS = {
+    "vocabulary_size": 8000,
+    "embedding_dim": 384,
+    "num_layers": 4,
+    "num_heads": 6,
+    "hidden_dim": 1536,
+    "dropout": 0.3,
+    "held_out": 2000,
+}
 
 
 class Plain(nn.Module):

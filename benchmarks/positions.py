@@ -1,32 +1,226 @@
 """What a token costs at each position, measured and predicted; a table, and one JSON line at the end.
 
+    python benchmarks/positions.py && make pictures
+
 MHA, GQA and MQA decoders of one size from position 1k to 32k, and a softmax and a quadratic one up to 64k. Takes about
 two minutes. Results go to results/positions.json, of which `make pictures` draws docs/positions.png.
+
+The states are filled with random keys up to a position, and then some tokens are decoded; nothing of it depends on what
+the keys are. Beside what is measured stands what the cost model says: the time at the first position, and for the keys
+since then the slower of two things, reading their bytes at the memory's rate and computing their FLOPs at the rate that
+attention over few keys reaches, which lie in the processor's cache. MHA, GQA and MQA of one size compute the same; the
+fewer key/value heads there are, the fewer bytes are read, until arithmetic is the slower of the two.
 """
 
 import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from regard.commands.suite.harness import environment
-from regard.commands.suite.positions import crossings, measure, to_json
+from regard.core.attention import attend
+from regard.core.cost import Work, cost
 from regard.core.files import write_text
+from regard.core.mechanisms import Quadratic
+from regard.models.decoder import Decoder, DecoderConfig
+from regard.models.layers.streaming import ModelState
 
-HERE = Path(__file__).parent
+RESULTS = Path(__file__).parent / "results/positions.json"
+POSITIONS = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
+SIZE = {"vocabulary_size": 1000, "embedding_dim": 512, "num_layers": 4, "num_heads": 8, "context_length": 1 << 20}
+KINDS: dict[str, tuple[dict[str, Any], int]] = {
+    "MHA": ({"num_kv_heads": 8}, 32768),
+    "GQA": ({"num_kv_heads": 2}, 32768),
+    "MQA": ({"num_kv_heads": 1}, 32768),
+    "softmax": ({"num_kv_heads": 8, "qk_length": 32}, 65536),
+    "quadratic": ({"num_kv_heads": 8, "qk_length": 32, "mechanism": Quadratic()}, 65536),
+}
+"""Each decoder's own fields, and its last position. The last two are alike but for their mechanism."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One decoder at one position."""
+
+    kind: str
+    position: int
+    milliseconds: float
+    """Of a token, measured: the median of some."""
+    predicted_milliseconds: float
+    state_bytes: int
+    """Really held, at this length."""
+    predicted_state_bytes: int
+    read_bytes: int
+    """That a token must read at the least: weights and state."""
+    flops: int
+    """Of the attention of a token, in all layers."""
+
+
+@torch.inference_mode()
+def measure(watch: Callable[[str], None] = lambda words: None, steps: int = 10, rounds: int = 15) -> list[Point]:
+    """Every decoder of `KINDS` at every position up to its last: the median of rounds of `steps` tokens, in turn."""
+    rate, points = _memory_rate(), []
+    models: dict[str, Decoder] = {}
+    states: dict[str, ModelState] = {}
+    first: dict[str, tuple[float, int, int]] = {}
+    flop_rates: dict[str, float] = {}
+    for kind, (own, last) in KINDS.items():
+        torch.manual_seed(0)
+        models[kind] = Decoder(DecoderConfig(**{**SIZE, **own})).eval()
+        states[kind] = models[kind].start(batch=1, capacity=last + steps * rounds)
+        flop_rates[kind] = flop_rate(models[kind])
+    for position in POSITIONS:
+        watch(f"position {position:,}")
+        kinds = [kind for kind, (_, last) in KINDS.items() if position <= last]
+        held: dict[str, int] = {}
+        times: dict[str, list[float]] = {kind: [] for kind in kinds}
+        for kind in kinds:
+            states[kind] = _filled(models[kind], states[kind], position)
+            held[kind] = _held(states[kind])
+        for _ in range(rounds):
+            for kind in kinds:
+                seconds, states[kind] = _step(models[kind], states[kind], steps)
+                times[kind].append(seconds)
+        for kind in kinds:
+            model, seconds = models[kind], statistics.median(times[kind])
+            read, flops = _read_bytes(model, position), _predicted(model, position).flops * model.config.num_layers
+            began, least, fewest = first.setdefault(kind, (seconds, read, flops))
+            more = max((read - least) / rate, (flops - fewest) / flop_rates[kind])
+            points.append(
+                Point(
+                    kind=kind,
+                    position=position,
+                    milliseconds=seconds * 1e3,
+                    predicted_milliseconds=(began + more) * 1e3,
+                    state_bytes=held[kind],
+                    predicted_state_bytes=_predicted(model, position).state_bytes * model.config.num_layers,
+                    read_bytes=read,
+                    flops=flops,
+                )
+            )
+    order = list(KINDS)
+    return sorted(points, key=lambda point: order.index(point.kind))
+
+
+def crossings(points: Sequence[Point]) -> tuple[int | None, int | None]:
+    """The position from which the kernel's token takes less time than softmax's: as predicted, and as measured.
+
+    >>> slow = [Point("softmax", n, n / 1e3, n / 1e3, 0, 0, 0, 0) for n in (1024, 2048)]
+    >>> flat = [Point("quadratic", n, 1.5, 1.2, 0, 0, 0, 0) for n in (1024, 2048)]
+    >>> crossings(slow + flat)
+    (1200, 1500)
+    """
+    return _crossing(points, "predicted_milliseconds"), _crossing(points, "milliseconds")
+
+
+def _crossing(points: Sequence[Point], what: str) -> int | None:
+    """Where the second becomes the smaller for good, read between two positions."""
+    of = {(point.kind, point.position): getattr(point, what) for point in points}
+    places = sorted({at for kind, at in of if kind == "quadratic"} & {at for kind, at in of if kind == "softmax"})
+    gains = [(at, of["softmax", at] - of["quadratic", at]) for at in places]
+    for (low, worse), (high, better) in reversed(list(pairwise(gains))):
+        if worse <= 0 < better:
+            return round(low + (high - low) * -worse / (better - worse))
+    return None
+
+
+def _filled(model: Decoder, state: ModelState, position: int) -> ModelState:
+    """The state with random keys and values up to a position."""
+    layers = []
+    for block, held in zip(model.stack.layers, state.layers, strict=True):
+        one = block.attention
+        while held.length < position:
+            count = min(4096, position - held.length)
+            shape = (1, one.num_kv_heads, count)
+            k, v = torch.randn(*shape, one.qk_length), torch.randn(*shape, one.value_length)
+            if hasattr(held, "append"):
+                held = held.append(k, v)
+            else:
+                q = torch.randn(1, one.num_heads, count, one.qk_length)
+                _, held = one.mechanism.extend(q, k, v, held)
+        layers.append(held)
+    return replace(state, layers=tuple(layers), length=position)
+
+
+def _step(model: Decoder, state: ModelState, steps: int) -> tuple[float, ModelState]:
+    token, times = torch.zeros(1, 1, dtype=torch.long), []
+    for _ in range(steps):
+        begin = time.perf_counter()
+        _, state = model.extend(token, state)
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times), state
+
+
+def _predicted(model: Decoder, position: int) -> Any:
+    one = model.stack.layers[0].attention
+    work = Work(key_length=position, num_heads=one.num_heads, num_kv_heads=one.num_kv_heads, qk_length=one.qk_length,
+                value_length=one.value_length, dtype=torch.float32)  # fmt: skip
+    return cost(one.mechanism, work)
+
+
+def _read_bytes(model: Decoder, position: int) -> int:
+    weights = sum(parameter.numel() * 4 for parameter in model.parameters())
+    return weights + _predicted(model, position).bytes * model.config.num_layers
+
+
+def _held(state: ModelState) -> int:
+    """Bytes held for the tokens met, without the room to spare."""
+    total = 0
+    for one in state.layers:
+        spare = (one.capacity - one.length) / one.capacity if hasattr(one, "capacity") else 0.0
+        total += round(one.nbytes * (1 - spare))
+    return total
+
+
+@torch.inference_mode()
+def flop_rate(model: Decoder, keys: int = 512, rounds: int = 300) -> float:
+    """FLOPs per second that one layer's attention of a new token reaches over keys that lie in the cache."""
+    attention = model.stack.layers[0].attention
+    q = torch.randn(1, attention.num_heads, 1, attention.qk_length)
+    k = torch.randn(1, attention.num_kv_heads, keys, attention.qk_length)
+    v = torch.randn(1, attention.num_kv_heads, keys, attention.value_length)
+    times = []
+    for _ in range(rounds):
+        begin = time.perf_counter()
+        attend(q, k, v, attention.mechanism)
+        times.append(time.perf_counter() - begin)
+    return _predicted(model, keys).flops / min(times)
+
+
+def _memory_rate() -> float:
+    """Bytes per second that this machine reads from memory."""
+    large = torch.ones(1 << 27)
+    times = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        large.sum()
+        times.append(time.perf_counter() - begin)
+    return large.numel() * 4 / min(times)
 
 
 def main() -> None:
     points = measure(watch=lambda words: print(f"… {words}", flush=True))
     print(f"{'decoder':<10} {'position':>8} {'ms':>8} {'predicted':>10} {'state MB':>9} {'predicted':>10}")
-    for one in points:
+    for point in points:
         print(
-            f"{one.kind:<10} {one.position:>8} {one.milliseconds:>8.2f} {one.predicted_milliseconds:>10.2f} "
-            f"{one.state_bytes / 1e6:>9.2f} {one.predicted_state_bytes / 1e6:>10.2f}"
+            f"{point.kind:<10} {point.position:>8} {point.milliseconds:>8.2f} {point.predicted_milliseconds:>10.2f} "
+            f"{point.state_bytes / 1e6:>9.2f} {point.predicted_state_bytes / 1e6:>10.2f}"
         )
     predicted, measured = crossings(points)
     print(f"the quadratic token is cheaper from position {predicted} as predicted, {measured} as measured")
-    found = {"environment": environment(), "points": to_json(points), "crossover": [predicted, measured]}
-    write_text(HERE / "results/positions.json", json.dumps(found, indent=1) + "\n")
-    print(json.dumps(found))
+    content = {
+        "environment": environment(),
+        "points": [asdict(point) for point in points],
+        "crossover": [predicted, measured],
+    }
+    write_text(RESULTS, json.dumps(content, indent=1) + "\n")
+    print(json.dumps(content))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
-"""The README's table of benchmarks, from the committed results: `python benchmarks/table.py` writes it anew.
+"""The README's tables, from the committed results: `python benchmarks/table.py` writes them anew.
 
-A row for each benchmark of `regard bench`, a column for each instruction set. A result that is not committed is "–".
+The table of benchmarks has a row for each benchmark of `regard bench`, and a column for each instruction set; a result
+that is not committed is "–". The table of attentions is that of mechanisms.py.
 """
 
 import json
@@ -8,17 +9,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import mechanisms
 from regard.commands.suite import SUITE
 from regard.core.files import write_text
 
 ROOT = Path(__file__).parents[1]
 COLUMNS = {"AVX-512": ("", "models", "generation", "training"), "AVX2, imitated": ("avx2",)}
 """Folders of results, the first that has a benchmark counts."""
-BEGIN, END = "<!-- benchmark table -->\n", "\n<!-- end of the table -->"
+END = "\n<!-- end of the table -->"
 
 
-def table() -> str:
-    """The table, in Markdown."""
+def benchmarks() -> str:
+    """The table of benchmarks, in Markdown."""
     columns = [_results(folders) for folders in COLUMNS.values()]
     lines = [f"| work | peer | {' | '.join(COLUMNS)} | goal |", f"|---|---|{'---|' * len(COLUMNS)}---|"]
     for name, bench in SUITE.items():
@@ -28,10 +30,22 @@ def table() -> str:
     return "\n".join(lines)
 
 
-def with_table(readme: str) -> str:
-    """The README with the table as it should be."""
-    before, rest = readme.split(BEGIN)
-    return before + BEGIN + table() + END + rest.split(END)[1]
+def attentions() -> str:
+    """The table of attentions, in Markdown."""
+    return mechanisms.table(json.loads(mechanisms.OUT.read_text()))
+
+
+TABLES = {"<!-- benchmark table -->\n": benchmarks, "<!-- attention table -->\n": attentions}
+"""What a table begins with in the README, and what makes it."""
+
+
+def with_tables(readme: str) -> str:
+    """The README with the tables as they should be, wherever it has one."""
+    for begin, table in TABLES.items():
+        if begin in readme:
+            before, rest = readme.split(begin)
+            readme = before + begin + table() + END + rest.split(END, 1)[1]
+    return readme
 
 
 def _results(folders: tuple[str, ...]) -> dict[str, dict[str, Any]]:
@@ -53,4 +67,4 @@ def _cell(result: dict[str, Any] | None) -> str:
 
 if __name__ == "__main__":
     readme = ROOT / "README.md"
-    write_text(readme, with_table(readme.read_text()))
+    write_text(readme, with_tables(readme.read_text()))

@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from regard.core.style import INK, QUIET, Axes, Figure, dress, line_styles, new_
 from regard.core.weights_figure import weights_figure
 from regard.training.curves import curves_figure
 from regard.training.metrics import read_metrics
+from regard.training.recipes.translate import Options
 
 DOCS = Path(__file__).parent
 RESULTS = DOCS.parent / "benchmarks/results"
@@ -108,15 +110,36 @@ def _over_position(
 
 
 def mechanisms() -> Figure:
-    """Trainings by `benchmarks/mechanisms.py`."""
+    """What `benchmarks/mechanisms.py` has trained: means over the seeds, and bands of one standard deviation."""
     measured = json.loads((RESULTS / "mechanisms.json").read_text())
-    sizes = dict(zip(measured["sizes"][::2], measured["sizes"][1::2], strict=True))
+    runs, sizes = measured["runs"], measured["options"]
+    names = dict.fromkeys(run["name"] for run in runs)
+    curves = {name: _mean_curve([run for run in runs if run["name"] == name]) for name in names}
+    seeds = len({run["seed"] for run in runs})
+    spread = f"Means of {seeds} seeds, bands of one standard deviation. " if seeds > 1 else ""
     return curves_figure(
-        json.loads((RESULTS / "mechanisms_curves.json").read_text()),
+        curves,
         title="The phrase-book's translator with other attention",
-        note=f"Encoder-decoder of {sizes['--layers']} + {sizes['--layers']} layers, width {sizes['--width']}, "
-        f"{sizes['--heads']} heads, float32. {machine(measured['environment'])}.",
+        note=f"{translator_of(sizes)}. {spread}{machine(measured['environment'])}.",
+        label_smoothing=Options().label_smoothing,
     )
+
+
+def _mean_curve(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl that the mean of some runs would have."""
+    lines = []
+    for points in zip(*(run["curve"] for run in runs), strict=True):
+        lines.append({"step": points[0][0], "loss": fmean(loss for _, loss in points)})
+    for rows in zip(*(run["evaluations"] for run in runs), strict=True):
+        results = {kind: [row[kind] for row in rows] for kind in rows[0] if kind != "step"}
+        lines.append(
+            {
+                "step": rows[0]["step"],
+                "evaluation": {kind: fmean(values) for kind, values in results.items()},
+                "deviation": {kind: stdev(values) for kind, values in results.items() if len(values) > 1},
+            }
+        )
+    return lines
 
 
 def translator() -> Figure:
@@ -126,17 +149,26 @@ def translator() -> Figure:
     return curves_figure(
         {"translator": read_metrics(DOCS / "translator")},
         title="The training of the translator that ships",
-        note=f"Encoder-decoder of {run['layers']} + {run['layers']} layers, width {run['width']}, {run['heads']} "
-        f"heads, float32. {environment['device'].upper()} ({environment['machine']}), {environment['threads']} thread, "
-        f"torch {environment['packages']['torch']}.",
+        note=f"{translator_of(run)}. {environment['device'].upper()} ({environment['machine']}), "
+        f"{environment['threads']} thread, torch {environment['packages']['torch']}.",
+        label_smoothing=run["label_smoothing"],
     )
+
+
+def translator_of(options: dict[str, Any]) -> str:
+    """A translator's sizes, in words."""
+    layers, width, heads = options["num_layers"], options["embedding_dim"], options["num_heads"]
+    return f"Encoder-decoder of {layers} + {layers} layers, width {width}, {heads} heads, float32"
 
 
 def machine(environment: dict[str, Any]) -> str:
     """The machine of a committed result, in words."""
-    return (
-        f"{environment['cpu']}, {environment['threads']} threads, torch {environment['torch']}, {environment['date']}"
-    )
+    torch_version = environment.get("torch") or environment["packages"]["torch"]
+    if "cpu" in environment:
+        name = f"{environment['cpu']}, {environment['threads']} threads"
+    else:
+        name = f"{environment['device']} ({environment['machine']})"
+    return f"{name}, torch {torch_version}, {environment['date'][:10]}"
 
 
 PICTURES: dict[str, Callable[[], Figure]] = {

@@ -45,8 +45,8 @@ VOLATILE = {"seconds", "tokens_per_second"}
 
 TRAIN = [
     *("--steps", str(STEPS), "--save-every", str(SAVE_EVERY), "--evaluate-every", "10", "--keep", "2"),
-    *("--count", "400", "--held-out", "16", "--vocabulary", "300", "--batch-size", "8", "--dropout", "0.1"),
-    *("--width", "16", "--heads", "2", "--layers", "1", "--hidden", "32"),
+    *("--count", "400", "--held-out", "16", "--vocabulary-size", "300", "--batch-size", "8", "--dropout", "0.1"),
+    *("--embedding-dim", "16", "--num-heads", "2", "--num-layers", "1", "--hidden-dim", "32"),
 ]
 
 

@@ -11,12 +11,20 @@ import torch
 import regard as rg
 from regard.checkpoints.tokenizer import Tokenizer
 from regard.training.data.draws import draws
-from regard.training.data.prose import embedded, is_held_out, prose, sentences, split_sentences
+from regard.training.data.held_out import is_held_out
+from regard.training.data.prose import embedded, prose, sentences, split_sentences
 from regard.training.data.sentence_pairs import IGNORED, Corpus, Pairs, tokenized
 from regard.training.recipes import bert
 
 ANIMALS = ("cat", "dog", "cow", "hen", "fox", "bee", "owl", "ant")
-SIZES = {"vocabulary": 90, "width": 32, "layers": 2, "heads": 4, "length": 48, "dropout": 0.0}
+SIZES = {
+    "vocabulary_size": 90,
+    "embedding_dim": 32,
+    "num_layers": 2,
+    "num_heads": 4,
+    "context_length": 48,
+    "dropout": 0.0,
+}
 
 
 def stories(count: int = 400) -> str:
@@ -39,12 +47,16 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def small(own: Path, tmp_path_factory: pytest.TempPathFactory) -> bert.Bert:
-    return bert.build(bert.Options(data=str(own), inverted=True, **SIZES), tmp_path_factory.mktemp("run"), seed=3)
+    return bert.build(
+        bert.Options(data=str(own), inverted_sentence=True, **SIZES), tmp_path_factory.mktemp("run"), seed=3
+    )
 
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> bert.Bert:
-    options = bert.Options(inverted=True, vocabulary=2000, width=16, heads=2, layers=1, length=64)
+    options = bert.Options(
+        inverted_sentence=True, vocabulary_size=2000, embedding_dim=16, num_heads=2, num_layers=1, context_length=64
+    )
     return bert.build(options, tmp_path_factory.mktemp("python"), seed=0)
 
 
@@ -121,7 +133,7 @@ def test_bad_text_is_one_error_that_names_file_and_line(tmp_path, data, words):
 def test_sentences_that_cannot_be_inverted_are_an_error(tmp_path):
     (tmp_path / "own.txt").write_text("\n\n".join(f"Cats sleep {number}. Dogs bark." for number in range(80)))
     with pytest.raises(ValueError, match=r"own\.txt: expected sentences of three phrases or more to invert, got none"):
-        bert.build(bert.Options(data=str(tmp_path / "own.txt"), inverted=True, **SIZES), tmp_path, seed=0)
+        bert.build(bert.Options(data=str(tmp_path / "own.txt"), inverted_sentence=True, **SIZES), tmp_path, seed=0)
 
 
 def test_no_text_is_an_error(tmp_path):
@@ -359,12 +371,12 @@ def test_a_folder_with_tokens_needs_no_text(own, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"width": 30}, "num_heads: expected a divisor of embedding_dim = 30"),
+        ({"embedding_dim": 30}, "num_heads: expected a divisor of embedding_dim = 30"),
         ({"mechanism": "hope"}, "mechanism: expected one of"),
-        ({"kv_heads": 3}, "num_kv_heads: expected a divisor"),
+        ({"num_kv_heads": 3}, "num_kv_heads: expected a divisor"),
         ({"window": 0}, "window: expected at least 1"),
-        ({"length": 4}, "length: expected at least 16"),
-        ({"vocabulary": 3}, "vocabulary: expected at least 8"),
+        ({"context_length": 4}, "context_length: expected at least 16"),
+        ({"vocabulary_size": 3}, "vocabulary_size: expected at least 8"),
         ({"dropout": 1.0}, "dropout: expected at least 0 and below 1"),
     ],
 )
@@ -373,7 +385,7 @@ def test_options_are_checked_before_any_work(changes, words):
         bert.Options(**changes)
 
 
-@pytest.mark.parametrize("changes", [{"mechanism": "elu"}, {"kv_heads": 1}, {"window": 3}])
+@pytest.mark.parametrize("changes", [{"mechanism": "elu"}, {"num_kv_heads": 1}, {"window": 3}])
 def test_any_attention_takes_a_step(own, tmp_path, changes):
     task = bert.build(bert.Options(data=str(own), **SIZES, **changes), tmp_path, seed=0)
     totals = task.totals(task.model, task.batch([0, 1, 2], 0))

@@ -20,7 +20,7 @@ from regard.training.data.vocabulary import train_wordpiece
 from regard.training.recipes import classify
 from test_cli import Inside, entry_point
 
-SIZES = {"vocabulary": 80, "width": 32, "layers": 1, "heads": 4}
+SIZES = {"vocabulary_size": 80, "embedding_dim": 32, "num_layers": 1, "num_heads": 4}
 WORDS = {"food": ("bread", "soup", "rice"), "sky": ("moon", "cloud", "star"), "work": ("desk", "office", "boss")}
 
 
@@ -59,7 +59,7 @@ def learned(task: classify.Classification, steps: int, rate: float = 3e-3) -> di
 def trained(own: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a model that has learnt the table."""
     folder = tmp_path_factory.mktemp("run")
-    task = classify.build(classify.Options(data=str(own), length=24, dropout=0.0, **SIZES), folder, seed=0)
+    task = classify.build(classify.Options(data=str(own), context_length=24, dropout=0.0, **SIZES), folder, seed=0)
     found = learned(task, 150)
     assert found["accuracy"] > 0.95 > 0.6 > found["baseline"]
     assert found["macro F1"] > 0.95
@@ -79,7 +79,10 @@ def trained(own: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         (b"good\tfine\n\tawful\n", r"own\.tsv, line 2: expected a label, got an empty one"),
         (b"good\tfine\nbad\taw\xfful\n", r"own\.tsv, line 2: expected UTF-8 text, got byte 0xff"),
         (b"good\tfine\ngood\tvery fine\n", r"own\.tsv: expected at least 2 classes, got only 'good'"),
-        (b"good\tfine\nbad\tawful\n", r"data: expected enough examples to hold out every tenth or so"),
+        (
+            b"good\tfine\nbad\tawful\n",
+            r"data: expected examples of at least 2 classes to train on, got 1 of 1 class, and 1 held out",
+        ),
     ],
 )
 def test_bad_tables_are_one_error_that_names_file_and_line(tmp_path, data, words):
@@ -111,7 +114,7 @@ def test_the_embedded_classes():
 
 
 def test_results_are_right(own, tmp_path):
-    task = classify.build(classify.Options(data=str(own), length=24, **SIZES), tmp_path, seed=0)
+    task = classify.build(classify.Options(data=str(own), context_length=24, **SIZES), tmp_path, seed=0)
     with torch.no_grad():
         task.model.classes.weight.zero_()
         task.model.classes.bias.copy_(torch.tensor([0.0, 0.0, 9.0]))
@@ -125,7 +128,7 @@ def test_results_are_right(own, tmp_path):
 
 
 def test_a_batch_is_the_sum_of_its_examples(own, tmp_path):
-    task = classify.build(classify.Options(data=str(own), length=24, **SIZES), tmp_path, seed=0)
+    task = classify.build(classify.Options(data=str(own), context_length=24, **SIZES), tmp_path, seed=0)
     model = task.model.double().eval()
     together = task.totals(model, task.batch([3, 1, 8], 0))["loss"]
     assert abs(together - sum(task.totals(model, task.batch([one], 5))["loss"] for one in (3, 1, 8))) <= 1e-10
@@ -171,7 +174,7 @@ def test_a_pre_trained_encoder_keeps_its_body_and_gets_a_new_head(own, tmp_path,
 
 
 def test_minilm_learns_other_classes(own, tmp_path):
-    task = classify.build(classify.Options(data=str(own), start="minilm", length=16), tmp_path, seed=0)
+    task = classify.build(classify.Options(data=str(own), start="minilm", context_length=16), tmp_path, seed=0)
     found = learned(task, 8, rate=3e-4)
     assert found["accuracy"] > 0.9
 
@@ -179,11 +182,14 @@ def test_minilm_learns_other_classes(own, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"start": "minilm", "width": 64}, "width: expected none, the model that training starts from has its own"),
-        ({"start": "minilm", "kv_heads": 2}, "kv_heads: expected none, the model"),
-        ({"length": 2}, "length: expected at least 8"),
+        (
+            {"start": "minilm", "embedding_dim": 64},
+            "embedding_dim: expected none, the model that training starts from has its own",
+        ),
+        ({"start": "minilm", "num_kv_heads": 2}, "num_kv_heads: expected none, the model"),
+        ({"context_length": 2}, "context_length: expected at least 8"),
         ({"mechanism": "hope"}, "mechanism: expected one of"),
-        ({"width": 30}, "num_heads: expected a divisor of embedding_dim = 30"),
+        ({"embedding_dim": 30}, "num_heads: expected a divisor of embedding_dim = 30"),
     ],
 )
 def test_options_are_checked_before_any_work(changes, words):

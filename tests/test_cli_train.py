@@ -20,8 +20,8 @@ from regard.training.records import write_card
 from regard.training.runs import begin, default_folder
 from test_cli import Inside, entry_point
 
-TINY = ["--count", "300", "--held-out", "20", "--vocabulary", "400", "--width", "16", "--heads", "2", "--layers", "1",
-        "--hidden", "32", "--batch-size", "8", "--device", "cpu"]  # fmt: skip
+TINY = ["--count", "300", "--held-out", "20", "--vocabulary-size", "400", "--embedding-dim", "16", "--num-heads", "2",
+        "--num-layers", "1", "--hidden-dim", "32", "--batch-size", "8", "--device", "cpu"]  # fmt: skip
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 SIGNALLED = """
 import os, runpy, sys
@@ -109,30 +109,34 @@ FAILURES = {
     "an empty folder": (["--data", "empty-folder"], "empty-folder"),
     "bytes that are no text": (["--data", "bytes.tsv"], "bytes.tsv"),
     "a mechanism of no name": (["--mechanism", "softmux"], "softmux"),
-    "a width that heads do not divide": (["--width", "17", "--heads", "2"], ": expected"),
+    "a width that heads do not divide": (["--embedding-dim", "17", "--num-heads", "2"], ": expected"),
     "no steps": (["--steps", "0"], "steps: expected a whole number of at least 1, got 0"),
     "a batch too small": (["--batch-tokens", "1"], "--batch-tokens: expected room for the longest example"),
     "a device that is not here": (["--device", "tpu"], "device"),
     "shards for one process": (["--strategy", "fsdp"], "strategy: expected fsdp under torchrun alone"),
     "a flag of no name": (["--nosuch", "1"], "nosuch"),
 }
+FEW = ["--count", "50", "--held-out", "5"]
 SPECIAL = [
     (["translate", "--data", "columns.tsv"], "columns.tsv, line 2: expected 2 columns"),
     (["translate", "--data", "broken.tsv"], "broken.tsv, line 2"),
-    (
-        ["translate", "--count", "50", "--held-out", "5", "--kv-heads", "3"],
-        "--kv-heads: expected a divisor of --heads 4",
-    ),
+    (["translate", *FEW, "--num-kv-heads", "3"], "--num-kv-heads: expected a divisor of --num-heads 4"),
+    (["translate", *FEW, "--kv-heads", "3"], "--kv-heads: expected a divisor of --num-heads 4"),
+    (["translate", *FEW, "--kv-heads=3"], "--kv-heads: expected a divisor of --num-heads 4"),
+    (["lm", "--data", "words.txt", "--context", "1"], "--context: expected at least 2, got 1"),
+    (["vision", "--num-layers", "2,x"], "--num-layers: expected whole numbers, like 4 or 1,2,1, got '2,x'"),
+    (["vision", "--num-layers", "1,2"], "--num-layers: expected one number for a ViT, got 1,2"),
     (["classify", "--data", "one.tsv"], "expected at least 2 classes"),
     (["classify", "--from", "nowhere"], "nowhere"),
     (["resume", "nowhere"], "nowhere"),
     (["resume", "spoiled"], "run.json"),
+    (["resume", "older"], "older/run.json: expected what `regard train` wrote, got"),
 ]
 SMALL: dict[str, dict[str, object]] = {
     "translate": {"count": 50, "held_out": 5},
-    "lm": {"data": "words.txt", "vocabulary": 300, "context": 32},
-    "bert": {"data": "words.txt", "vocabulary": 80},
-    "classify": {"data": "labels.tsv", "vocabulary": 80},
+    "lm": {"data": "words.txt", "vocabulary_size": 300, "context_length": 32},
+    "bert": {"data": "words.txt", "vocabulary_size": 80},
+    "classify": {"data": "labels.tsv", "vocabulary_size": 80},
     "vision": {"data": "images"},
 }
 """Data that is read in no time, for failures that come after it."""
@@ -151,6 +155,9 @@ def files(tmp_path):
     (tmp_path / "empty-folder").mkdir()
     (tmp_path / "spoiled").mkdir()
     (tmp_path / "spoiled/run.json").write_text("{}")
+    older = {"recipe": "translate", "options": {"width": 16}, "settings": Settings(batch_size=8).to_json(), "data": ""}
+    (tmp_path / "older").mkdir()
+    (tmp_path / "older/run.json").write_text(json.dumps(older))
     for number in range(8):
         folder = tmp_path / "images" / ("train" if number % 4 else "test") / ("odd" if number % 2 else "even")
         folder.mkdir(parents=True, exist_ok=True)
@@ -196,7 +203,7 @@ def test_what_a_user_gets_wrong_is_one_line(wrong, words, said):
 def test_a_card_says_what_the_model_learned_from_and_is_for(files, monkeypatch, recipe):
     monkeypatch.chdir(files)
     module = recipes.recipe(recipe)
-    task = module.build(module.Options(**SMALL[recipe], width=16, heads=2), files, seed=0)
+    task = module.build(module.Options(**SMALL[recipe], embedding_dim=16, num_heads=2), files, seed=0)
     card = task.card()
     assert isinstance(card, Card)
     assert card.data not in ("", Card().data)
@@ -275,7 +282,7 @@ def test_a_run_deletes_nothing_that_it_did_not_write(tmp_path, names):
 def test_other_data_cannot_go_on_with_a_run(regard, tmp_path):
     table = Path(tmp_path / "pairs.tsv")
     table.write_text("".join(f"mot {n}\tword {n}\n" for n in range(60)))
-    words = ["--data", "pairs.tsv", "--held-out", "5", "--width", "16", "--heads", "2", "--batch-size", "8"]
+    words = ["--data", "pairs.tsv", "--held-out", "5", "--embedding-dim", "16", "--num-heads", "2", "--batch-size", "8"]
     done = regard("train", "translate", *words, "--steps", "2", "--out", "run", "--device", "cpu", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     table.write_text("".join(f"mot {n}\tanother {n}\n" for n in range(60)))

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from regard.checkpoints.tokenizer import Tokenizer
 from regard.training.data import grammar, lexicon
 from regard.training.data.grammar import Writer
-from regard.training.data.pairs import read_pairs, split_pairs
+from regard.training.data.pairs import read_pairs
 from regard.training.data.phrasebook import _is_held_out, _sentences, phrasebook, swaps, words
 from regard.training.data.vocabulary import train_bpe, train_wordpiece
 
@@ -513,33 +513,6 @@ def test_damaged_catalogues_give_pairs_or_one_error(tmp_path):
         assert read + refused == 300
         assert read > 30
         assert refused > 30
-
-
-# --- splitting
-
-
-def test_split_pairs_parts_by_source():
-    pairs = [(f"source {i % 700}", f"target {i}") for i in range(1_000)]
-    train, test = split_pairs(pairs, 100)
-    assert len(test) == 100
-    assert sorted(train + test) == sorted(pairs)
-    assert not {source for source, _ in train} & {source for source, _ in test}
-
-
-def test_split_pairs_does_not_depend_on_the_order_and_does_on_the_seed():
-    pairs = [(f"source {i}", f"target {i}") for i in range(500)]
-    shuffled = random.Random(0).sample(pairs, 500)
-    assert set(split_pairs(pairs, 50)[1]) == set(split_pairs(shuffled, 50)[1])
-    assert set(split_pairs(pairs, 50, 1)[1]) != set(split_pairs(pairs, 50, 2)[1])
-    # Sentences that are held out stay so when others come.
-    assert set(split_pairs(pairs, 50)[1]) <= set(split_pairs(pairs, 60)[1])
-
-
-def test_split_pairs_refuses_to_hold_out_everything():
-    assert split_pairs([("a", "b")], 0) == ([("a", "b")], [])
-    for held_out in (1, -1, 0.5):
-        with pytest.raises(ValueError, match="held_out: expected 0 to 0 of 1 pairs, got"):
-            split_pairs([("a", "b")], held_out)
 
 
 # --- vocabularies

@@ -224,7 +224,7 @@ def test_every_recipe_trains_it_and_goes_on_with_it(here, regard, monkeypatch, r
     values = {name: str(here / value) if name == "data" else value for name, value in SMALL[recipe].items()}
     if recipe == "translate":
         values["vocabulary"] = 300
-    options = module.Options(**values, width=16, heads=2, mechanism="mine.py:Mine")
+    options = module.Options(**values, embedding_dim=16, num_heads=2, mechanism="mine.py:Mine")
     task = begin(recipe, options, Settings(steps=2, batch_size=4), here / "run", place)
     learned = [one for name, one in task.model.named_parameters() if name.endswith("attend.scale")]
     assert learned
@@ -242,8 +242,8 @@ def test_every_recipe_trains_it_and_goes_on_with_it(here, regard, monkeypatch, r
     assert f'model = rg.load("{here}", mechanisms=[Mine])' in (here / "README.md").read_text()
 
 
-TINY = ["--data", "words.txt", "--vocabulary", "300", "--context", "32", "--width", "16", "--heads", "2",
-        "--layers", "2", "--batch-size", "4", "--evaluate-every", "9", "--schedule", "constant",
+TINY = ["--data", "words.txt", "--vocabulary-size", "300", "--context-length", "32", "--embedding-dim", "16",
+        "--num-heads", "2", "--num-layers", "2", "--batch-size", "4", "--evaluate-every", "9", "--schedule", "constant",
         "--device", "cpu", "--mechanism", "mine.py:wide"]  # fmt: skip
 
 
@@ -303,12 +303,12 @@ def test_fine_tuning_starts_from_what_it_has_learned(here, recipe):
     mechanism = kind(width=3.0, scale=nn.Parameter(torch.tensor([0.25])))
     if recipe == "classify":
         first = recipes.recipe("bert")
-        task = first.build(first.Options(**SMALL["bert"], width=16, heads=2), here, seed=0)
+        task = first.build(first.Options(**SMALL["bert"], embedding_dim=16, num_heads=2), here, seed=0)
         model = rg.Encoder(task.model.config.with_mechanism(mechanism))
         model.tokenizer = task.model.tokenizer
     else:
         task = module.build(
-            module.Options(**SMALL["vision"], width=16, heads=2, mechanism="mine.py:Mine"), here, seed=0
+            module.Options(**SMALL["vision"], embedding_dim=16, num_heads=2, mechanism="mine.py:Mine"), here, seed=0
         )
         model = rg.VisionTransformer(task.model.config.with_mechanism(mechanism))
     rg.save(model, here / "start")

@@ -292,8 +292,9 @@ def test_a_language_model_trains_by_name(name: str, tmp_path: Path, monkeypatch:
     for number in range(30):
         words = " ".join(f"word{(number * at) % 17} and{at % 5}" for at in range(60))
         (tmp_path / "text" / f"{number}.txt").write_text(words)
-    command = ["train", "lm", "--data", "text", "--mechanism", name, "--steps", "3", "--vocabulary", "300",
-               "--context", "16", "--width", "16", "--heads", "2", "--layers", "1", "--device", "cpu"]  # fmt: skip
+    command = ["train", "lm", "--data", "text", "--mechanism", name, "--steps", "3", "--vocabulary-size", "300",
+               "--context-length", "16", "--embedding-dim", "16", "--num-heads", "2", "--num-layers", "1",
+               "--device", "cpu"]  # fmt: skip
     done = entry_point(monkeypatch, capsys)(*command, "--out", "run", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     model = rg.load(tmp_path / "run")

@@ -24,7 +24,15 @@ from regard.training.recipes.translate import END, PAD, SHIPPED, START, Options,
 from test_cli import Inside, entry_point, regard
 
 RED_CAR = "La voiture rouge est rapide."
-TINY = {"count": 300, "held_out": 20, "vocabulary": 600, "width": 16, "heads": 2, "layers": 1, "hidden": 32}
+TINY = {
+    "count": 300,
+    "held_out": 20,
+    "vocabulary_size": 600,
+    "embedding_dim": 16,
+    "num_heads": 2,
+    "num_layers": 1,
+    "hidden_dim": 32,
+}
 CAUSAL = [name for name, one in REGISTRY.items() if weighs_tokens(one, 8) and not one.ordered]
 
 
@@ -85,11 +93,11 @@ class TestTask:
         monkeypatch.setattr(rg.Transformer, "predict", spy)
         batch = task.batch(range(9), epoch=0)
         task.totals(task.model, batch)
-        assert seen == [(task.counts(batch)["loss"], TINY["width"])]
+        assert seen == [(task.counts(batch)["loss"], TINY["embedding_dim"])]
 
     def test_the_tokenizer_of_the_folder_is_used_again(self, tmp_path: Path) -> None:
         first = made(tmp_path)
-        again = made(tmp_path, vocabulary=300)
+        again = made(tmp_path, vocabulary_size=300)
         assert again.model.config.vocabulary_size == first.model.config.vocabulary_size > 300
         assert all(map(torch.equal, first.model.state_dict().values(), again.model.state_dict().values()))
 
@@ -134,7 +142,7 @@ class TestTask:
 
     @pytest.mark.parametrize("name", CAUSAL)
     def test_every_causal_mechanism_learns_and_translates(self, name: str, tmp_path: Path) -> None:
-        task = made(tmp_path, mechanism=name, kv_heads=1, pre_norm=name != "elu")
+        task = made(tmp_path, mechanism=name, num_kv_heads=1, pre_norm=name != "elu")
         losses = []
         optimizer = torch.optim.Adam(task.model.parameters(), 0.01)
         for _ in range(12):
@@ -159,15 +167,15 @@ class TestTask:
         ("changes", "message"),
         [
             ({"count": 0}, "count: expected at least 1, got 0"),
-            ({"vocabulary": 3}, "vocabulary: expected at least 8, got 3"),
+            ({"vocabulary_size": 3}, "vocabulary_size: expected at least 8, got 3"),
             ({"label_smoothing": 1.0}, "label_smoothing: expected at least 0 and below 1, got 1.0"),
             ({"mechanism": "channel"}, "mechanism: expected one that can be causal, got channel"),
             ({"mechanism": "none"}, "mechanism: expected one of"),
             ({"mechanism": "elu", "window": 8}, "window: expected none with elu"),
             ({"window": 0}, "window: expected at least 1 token, got 0"),
             ({"dropout": 1.0}, "dropout: expected at least 0 and below 1"),
-            ({"kv_heads": 3}, "num_kv_heads: expected a divisor of num_heads"),
-            ({"heads": 3}, "num_heads: expected a divisor of embedding_dim"),
+            ({"num_kv_heads": 3}, "num_kv_heads: expected a divisor of num_heads"),
+            ({"num_heads": 3}, "num_heads: expected a divisor of embedding_dim"),
         ],
     )
     def test_options_that_cannot_be(self, changes: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -205,7 +213,7 @@ class TestTranslator:
         assert torch.allclose(weights.sum(-1), torch.ones(()), atol=1e-5)
 
     def test_words_of_several_tokens_are_words(self, tmp_path: Path) -> None:
-        task = made(tmp_path, vocabulary=270)  # hardly more than the bytes
+        task = made(tmp_path, vocabulary_size=270)  # hardly more than the bytes
         rows, columns, weights = translate.looks(task.model.eval(), RED_CAR, "The red car is fast.")
         assert rows == ["The", "red", "car", "is", "fast", ".", "[END]"]
         assert columns == ["La", "voiture", "rouge", "est", "rapide", ".", "[END]"]

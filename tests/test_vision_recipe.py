@@ -19,11 +19,12 @@ from regard.models.vision import local
 from regard.training.data import glyphs as glyphs_module
 from regard.training.data.draws import draws as drawn
 from regard.training.data.glyphs import CHARACTERS, FACES, glyphs
+from regard.training.data.held_out import chance
 from regard.training.data.images import CIFAR10, CIFAR_TRAIN, FASHION, IDX, Images, Split, pixels, read_images
 from regard.training.recipes import vision
 from regard.training.recipes.vision import Options, Vision, build, erased, shifted
 
-SMALL = {"patch": 7, "width": 16, "heads": 2, "layers": "1"}
+SMALL = {"patch_size": 7, "embedding_dim": 16, "num_heads": 2, "num_layers": (1,)}
 
 
 def draws(seed, epoch, indices, count):
@@ -218,14 +219,14 @@ def write_pictures(folder: Path, counts: dict[str, int], mode: str = "L", suffix
     return folder
 
 
-def test_one_of_ten_pictures_is_held_out(tmp_path):
+def test_pictures_are_held_out_by_their_names_in_every_class_that_has_two(tmp_path):
     (write_pictures(tmp_path, {"cat": 12, "dog": 2, "owl": 1}) / "cat" / "notes.txt").write_text("not a picture")
     images = read_images(tmp_path)
     assert images.class_names == ("cat", "dog", "owl")
-    assert images.test.labels.tolist() == [0, 0, 1]
-    assert images.test.images[:, 0, 0, 0].tolist() == [1, 11, 41]
-    assert images.train.labels.tolist() == [0] * 10 + [1, 2]
-    assert images.train.images.shape == (12, 1, 4, 6)
+    assert images.test.labels.tolist() == [0, 1]
+    assert images.test.images[0, 0, 0, 0] == min(range(12), key=lambda number: chance(f"cat/{number:02}.png"))
+    assert images.train.labels.tolist() == [0] * 11 + [1, 2]
+    assert images.train.images.shape == (13, 1, 4, 6)
 
 
 def test_train_and_test_folders_are_taken_as_they_are(tmp_path):
@@ -385,7 +386,10 @@ def tiny(count: int = 24, mirrored: bool = False) -> Images:
 
 
 def make(images: Images | None = None, seed: int = 1, **options) -> Vision:
-    given, found = Options(**{"patch": 4, "width": 16, "heads": 2, "layers": "1", **options}), images or tiny()
+    given, found = (
+        Options(**{"patch_size": 4, "embedding_dim": 16, "num_heads": 2, "num_layers": (1,), **options}),
+        images or tiny(),
+    )
     torch.manual_seed(seed)
     return Vision(vision._model(given, found), found, given, seed)
 
@@ -455,7 +459,7 @@ def test_evaluation_is_over_all_test_images(monkeypatch):
 @pytest.mark.parametrize("model", ["vit", "davit"])
 def test_a_task_is_the_same_again(model, monkeypatch):
     monkeypatch.setattr(vision, "TRAIN_GLYPHS", 300)
-    shape = {"patch": 7, "width": 8, "heads": 1, "layers": "1", "model": model}
+    shape = {"patch_size": 7, "embedding_dim": 8, "num_heads": 1, "num_layers": (1,), "model": model}
     one, two = (build(Options(**shape), Path("unused"), seed=4) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(one.model.parameters(), two.model.parameters(), strict=True))
     assert all(torch.equal(a, b) for a, b in zip(one.images.train, two.images.train, strict=True))
@@ -475,7 +479,13 @@ def test_both_models_learn(model, tmp_path):
     (folder / IDX[0]).write_bytes(idx(images))
     (folder / IDX[2]).write_bytes(idx(images[:12]))
     options = Options(
-        data=str(folder), model=model, patch=4, width=16, heads=2, layers="1,1" if model == "davit" else "2", shift=0
+        data=str(folder),
+        model=model,
+        patch_size=4,
+        embedding_dim=16,
+        num_heads=2,
+        num_layers=(1, 1) if model == "davit" else (2,),
+        shift=0,
     )
     task = build(options, tmp_path, seed=0)
     optimizer = torch.optim.AdamW(task.model.parameters(), lr=3e-3)
@@ -493,14 +503,25 @@ def test_both_models_learn(model, tmp_path):
 
 def test_options_become_the_models_config():
     images = replace(tiny(), train=Split(torch.zeros(4, 3, 28, 28, dtype=torch.uint8), torch.arange(4) % 3))
-    given = Options(patch=7, width=24, heads=4, kv_heads=2, layers="3", window=1, mechanism="quadratic", head="mlp")
+    given = Options(
+        patch_size=7,
+        embedding_dim=24,
+        num_heads=4,
+        num_kv_heads=2,
+        num_layers=(3,),
+        window=1,
+        mechanism="quadratic",
+        head="mlp",
+    )
     config = given.config(images)
     assert config == rg.VisionConfig(
         image_size=(28, 28), patch_size=7, num_channels=3, embedding_dim=24, num_layers=3, num_heads=4, num_kv_heads=2,
         window=1, mechanism="quadratic", head="mlp", num_classes=3, class_names=("a", "b", "c"),
     )  # fmt: skip
     assert rg.VisionTransformer(config)(torch.zeros(2, 3, 28, 28)).shape == (2, 3)
-    config = Options(model="davit", patch=2, width=8, heads=2, layers="1,2,1", window=5, dropout=0.1).config(images)
+    config = Options(
+        model="davit", patch_size=2, embedding_dim=8, num_heads=2, num_layers=(1, 2, 1), window=5, dropout=0.1
+    ).config(images)
     assert (config.embedding_dim, config.num_heads, config.num_layers) == ((8, 16, 32), (2, 4, 8), (1, 2, 1))
     assert (config.window_size, config.dropout) == (5, 0.1)
     assert [one.shape[-1] for one in rg.DaViT(config).features(torch.zeros(1, 3, 28, 28))] == [14, 7, 4]
@@ -509,11 +530,11 @@ def test_options_become_the_models_config():
 BAD = {
     "model": ({"model": "resnet"}, "model: expected vit or davit, got 'resnet'"),
     "head": ({"head": "deep"}, "head: expected linear or mlp, got 'deep'"),
-    "patch": ({"patch": 0}, "patch: expected at least 1, got 0"),
+    "patch_size": ({"patch_size": 0}, "patch_size: expected at least 1, got 0"),
     "window": ({"window": 0}, "window: expected at least 1, got 0"),
-    "layers": ({"layers": "2,x"}, "layers: expected numbers of at least 1, like 4 or 1,2,1, got '2,x'"),
-    "no layers": ({"layers": "0"}, "layers: expected numbers of at least 1"),
-    "stages": ({"layers": "1,2"}, "layers: expected one number for a ViT, got '1,2'"),
+    "num_layers": ({"num_layers": (2, 0)}, "num_layers: expected numbers of at least 1, like 4 or 1,2,1, got 2,0"),
+    "no layers": ({"num_layers": (0,)}, "num_layers: expected numbers of at least 1"),
+    "stages": ({"num_layers": (1, 2)}, "num_layers: expected one number for a ViT, got 1,2"),
     "dropout": ({"dropout": 1.0}, "dropout: expected at least 0 and below 1, got 1.0"),
     "smoothing": ({"label_smoothing": -0.1}, "label_smoothing: expected at least 0 and below 1"),
     "erase": ({"erase": 1.5}, "erase: expected 0 to 1.0, got 1.5"),
@@ -523,9 +544,9 @@ BAD = {
     "size": ({"size": 32, "data": "somewhere"}, "size: expected none with data"),
     "small": ({"size": 4}, "size: expected at least 8, got 4"),
     "davit's head": ({"model": "davit", "head": "mlp"}, "head: expected linear for a DaViT, got mlp"),
-    "davit's kv": ({"model": "davit", "kv_heads": 1}, "kv_heads: expected none for a DaViT, got 1"),
+    "davit's kv": ({"model": "davit", "num_kv_heads": 1}, "num_kv_heads: expected none for a DaViT, got 1"),
     "tuned head": ({"start": "run", "head": "mlp"}, "head: expected linear for fine-tuning, got mlp"),
-    "tuned width": ({"start": "run", "width": 8}, "width: expected none with a model to start from"),
+    "tuned width": ({"start": "run", "embedding_dim": 8}, "embedding_dim: expected none with a model to start from"),
 }
 
 
@@ -543,14 +564,14 @@ def test_every_option_has_a_sentence():
 def test_options_that_do_not_fit_the_images_say_so(tmp_path):
     write_idx(tmp_path)
     with pytest.raises(ValueError, match=r"image_size: expected multiples of patch_size = \(3, 3\), got \(8, 8\)"):
-        build(Options(data=str(tmp_path), patch=3), tmp_path, 0)
+        build(Options(data=str(tmp_path), patch_size=3), tmp_path, 0)
     with pytest.raises(ValueError, match=r"window: expected none with Channel"):
-        build(Options(data=str(tmp_path), patch=4, window=1, mechanism="channel"), tmp_path, 0)
+        build(Options(data=str(tmp_path), patch_size=4, window=1, mechanism="channel"), tmp_path, 0)
 
 
 @pytest.mark.parametrize("model", ["vit", "davit"])
 def test_fine_tuning_starts_from_what_was_learned(model, tmp_path):
-    shape = {"patch": 4, "width": 16, "heads": 2, "layers": "1", "model": model}
+    shape = {"patch_size": 4, "embedding_dim": 16, "num_heads": 2, "num_layers": (1,), "model": model}
     first = make(head="mlp" if model == "vit" else "linear", **shape)
     start = str(rg.save(first.model, tmp_path / "first"))
     data = write_idx(tmp_path / "data", side=8 if model == "davit" else 12, classes=5)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from regard.checkpoints import CheckpointError as CheckpointError
     from regard.checkpoints import load as load
     from regard.checkpoints import save as save
+    from regard.checkpoints.tokenizer import Tokenizer as Tokenizer
     from regard.core.attention import attend as attend
     from regard.core.attention import explain as explain
     from regard.core.attention import weights as weights
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from regard.core.mechanisms import Uniform as Uniform
     from regard.inference.generation import Generated as Generated
     from regard.inference.generation import Prompt as Prompt
+    from regard.inference.generation import Stream as Stream
     from regard.inference.generation import generate as generate
     from regard.inference.generation import prefill as prefill
     from regard.inference.generation import stream as stream
@@ -66,7 +68,9 @@ if TYPE_CHECKING:
     from regard.models.encoder import EncoderConfig as EncoderConfig
     from regard.models.layers.attention import MultiHeadAttention as MultiHeadAttention
     from regard.models.layers.positions import RotaryScaling as RotaryScaling
+    from regard.models.layers.streaming import ModelState as ModelState
     from regard.models.quantized import quantized as quantized
+    from regard.models.summary import Summary as Summary
     from regard.models.transformer import Transformer as Transformer
     from regard.models.transformer import TransformerConfig as TransformerConfig
     from regard.models.vision import VisionConfig as VisionConfig
@@ -76,11 +80,13 @@ _HOMES = {
     "regard.core.attention": "attend explain weights",
     "regard.core.calls.choice": "Plan",
     "regard.checkpoints": "CheckpointError load save",
+    "regard.checkpoints.tokenizer": "Tokenizer",
     "regard.core.cost": "Cost LayerCost Work cost crossover layer_cost",
-    "regard.inference.generation": "Generated Prompt generate prefill stream",
+    "regard.inference.generation": "Generated Prompt Stream generate prefill stream",
     "regard.core.laws": "Report check",
     "regard.models.layers.attention": "MultiHeadAttention",
     "regard.models.layers.positions": "RotaryScaling",
+    "regard.models.layers.streaming": "ModelState",
     "regard.core.masks": "Mask causal dense global_tokens padding segments window window2d",
     "regard.core.families.features": "FeatureMechanism",
     "regard.core.families.scores": "ScoreMechanism",
@@ -92,6 +98,7 @@ _HOMES = {
     "regard.models.decoder": "Decoder DecoderConfig",
     "regard.models.encoder": "Encoder EncoderConfig",
     "regard.models.quantized": "quantized",
+    "regard.models.summary": "Summary",
     "regard.models.transformer": "Transformer TransformerConfig",
     "regard.models.vision": "VisionConfig VisionTransformer",
     "regard.inference.trace": "Trace trace",

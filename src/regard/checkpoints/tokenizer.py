@@ -82,6 +82,9 @@ class Tokenizer:
 
     `bos`, `eos`, `pad`, `unk`, `mask`, `separator` and `classification` are ids, or None where there is no such token.
 
+    A loaded model has its own, as `model.tokenizer`.
+
+    >>> from regard import Tokenizer
     >>> tokenizer = Tokenizer.from_vocabulary(["[UNK]", "a", "b"])
     >>> tokenizer.encode("a bee"), tokenizer.decode([1, 2]), tokenizer.unk
     ([1, 2, 0, 0], 'ab', 0)

@@ -6,6 +6,7 @@ them: it reads their docstrings from their source.
 
 import ast
 import re
+import sys
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -117,14 +118,14 @@ def command(function: Callable[..., None], name: str, lines: tuple[str, ...]) ->
     return built
 
 
-OPTIONS = {"storage": "state", "embedding_dim": "width", "hidden_dim": "hidden", "vocabulary_size": "vocabulary"}
+OPTIONS = {"storage": "state"}
 """Options by the argument of the library that they set and that its errors name, where the two names differ by more
 than `num_` or a plural s."""
 
 
 def _with_flags(run: Callable[..., Any], parameters: Any) -> Callable[..., Any]:
     """A command whose errors name the flag that was typed, where the library's error names a Python argument."""
-    options = [(option.name, option.opts[0]) for option in parameters if option.opts[0].startswith("-")]
+    options = [(option.name, _typed(option.opts)) for option in parameters if option.opts[0].startswith("-")]
     flags = {spelling: flag for name, flag in options for spelling in (name, flag.strip("-").replace("-", "_"))}
 
     def flag(name: str) -> str | None:
@@ -142,6 +143,12 @@ def _with_flags(run: Callable[..., Any], parameters: Any) -> Callable[..., Any]:
             raise ValueError(f"{flag(name)}{colon}{rest}") from error
 
     return run_with_flags
+
+
+def _typed(spellings: list[str]) -> str:
+    """The spelling of a flag that the command line has, or else the first."""
+    words = {word.partition("=")[0] for word in sys.argv}
+    return next((spelling for spelling in spellings if spelling in words), spellings[0])
 
 
 def examples(*commands: str) -> str:

@@ -31,13 +31,14 @@ from regard.core.weights_figure import weights_figure
 from regard.training.curves import curves_figure
 from regard.training.data.phrasebook import phrasebook, swaps
 from regard.training.metrics import read_metrics
-from regard.training.recipes.translate import alignment, looks, quality, translate
+from regard.training.recipes.translate import Options, alignment, looks, quality, translate
 
 SOFTMAX, QUADRATIC = rg.Softmax(), rg.Quadratic()
 MECHANISMS: dict[str, rg.Mechanism] = {"softmax": SOFTMAX, "quadratic": QUADRATIC}
 STEPS = 900
 SIZES = {
-    "count": 40000, "held-out": 300, "vocabulary": 3072, "width": 96, "hidden": 192, "layers": 1, "heads": 2,
+    "count": 40000, "held-out": 300, "vocabulary-size": 3072, "embedding-dim": 96, "hidden-dim": 192, "num-layers": 1,
+    "num-heads": 2,
     "batch-tokens": 1024, "learning-rate": 5e-3, "warmup": 100, "keep": 1,
 }  # fmt: skip
 """A translator of 0.5 million parameters, and how it learns in less than a minute."""
@@ -126,7 +127,12 @@ def learn(folder: Path, *, steps: int = STEPS, seed: int = 0, watch: Watch = unw
         pictures=(
             Picture(
                 "curves.png",
-                curves_figure(runs, title="Training of both translators", note=note),
+                curves_figure(
+                    runs,
+                    title="Training of both translators",
+                    note=note,
+                    label_smoothing=Options().label_smoothing,
+                ),
                 "Loss over the steps, and results on held-out sentences.",
             ),
         ),

@@ -1,17 +1,16 @@
 """`regard train`: recipes. Their flags are the fields of their options and of the settings."""
 
 import inspect
+import math
 import sys
 import types
 from collections.abc import Callable
 from dataclasses import MISSING, Field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 import typer
-from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from regard.commands import leaving_at_once
 from regard.commands.commands import COMMANDS, command, documentation, examples, group
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from regard.training.parallel import Place
 
 FLAGS = {"start": "--from"}
-"""Fields whose flag is not their own name: `from` is a word of Python's."""
+"""Fields whose flag has another name: `from` is a keyword in Python."""
 
 Out = Annotated[Path | None, typer.Option("--out", metavar="FOLDER", help="Folder of the run; runs/NAME if not given.")]
 Device = Annotated[
@@ -41,30 +40,32 @@ def _command(name: str) -> Callable[..., None]:
     options, settings = fields(module.Options), fields(Settings)
     defaults = module.settings()
 
-    def run(**given: Any) -> None:
-        chosen = {one.name: _plain(given[one.name]) for one in options if given[one.name] is not None}
-        changed = {one.name: given[one.name] for one in settings if given[one.name] is not None}
-        for one, other in (("batch_tokens", "batch_size"), ("batch_size", "batch_tokens")):
-            if one in changed and other not in changed:
+    hints = {**get_type_hints(Settings), **get_type_hints(module.Options)}
+
+    def run(**values: Any) -> None:
+        typed = {field: value for field, value in values.items() if value is not None}
+        chosen = {field.name: _value(field, hints, typed) for field in options if field.name in typed}
+        changed = {field.name: typed[field.name] for field in settings if field.name in typed}
+        for size, other in (("batch_tokens", "batch_size"), ("batch_size", "batch_tokens")):
+            if size in changed and other not in changed:
                 changed[other] = None
-        wanted = replace(defaults, **changed)
-        made = module.Options(**chosen)
-        with _placed(given["device"], given["strategy"]) as place:
+        run_settings = replace(defaults, **changed)
+        run_options = module.Options(**chosen)
+        with _placed(values["device"], values["strategy"]) as place:
             from regard.training.runs import begin, default_folder
 
-            folder = given["out"] or default_folder(name)
-            task = begin(name, made, wanted, folder, place)
-            _run(task, wanted, folder, place, given["as_json"])
+            folder = values["out"] or default_folder(name)
+            task = begin(name, run_options, run_settings, folder, place)
+            _run(task, run_settings, folder, place, values["as_json"])
 
-    hints = {**get_type_hints(Settings), **get_type_hints(module.Options)}
     parameters = [
-        *(_parameter(one, hints[one.name], None, "What to train") for one in options),
-        *(_parameter(one, hints[one.name], getattr(defaults, one.name), "How to train") for one in settings),
+        *(_parameter(field, hints[field.name], None, "What to train") for field in options),
+        *(_parameter(field, hints[field.name], getattr(defaults, field.name), "How to train") for field in settings),
         *(_fixed("out", Out, None), _fixed("device", Device, None)),
         *(_fixed("strategy", Strategy, "ddp"), _fixed("as_json", AsJson, False)),
     ]
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    run.__annotations__ = {one.name: one.annotation for one in parameters}
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     run.__doc__ = _summary(module.__doc__ or "")
     return run
 
@@ -73,28 +74,39 @@ def _fixed(name: str, annotation: Any, default: Any) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
-def _parameter(one: "Field[Any]", hint: Any, default: Any, panel: str) -> inspect.Parameter:
-    """A field as an option that is None unless it is given, its default told in words."""
-    shown = one.default if default is None and one.default is not MISSING else default
-    words = str(one.metadata.get("help", ""))
+def _parameter(field: "Field[Any]", hint: Any, default: Any, panel: str) -> inspect.Parameter:
+    """A field as an option whose value is None unless it is typed; the help says the default."""
+    shown = field.default if default is None and field.default is not MISSING else default
+    words = str(field.metadata["help"])
     if shown not in (None, (), ""):
         words += escape(f" [default: {shown}]")
-    flag = FLAGS.get(one.name, "--" + one.name.replace("_", "-"))
-    kind = _kind(hint)
-    flags = (f"{flag}/--no-{flag[2:]}",) if kind is bool else (flag,)
-    option = typer.Option(*flags, help=words, show_default=False, rich_help_panel=panel)
-    return _fixed(one.name, Annotated[kind | None, option], None)
+    kind = {NAMES: list[str], NUMBERS: str}.get(_plain(hint), _plain(hint))
+    flags = [FLAGS.get(field.name, "--" + field.name.replace("_", "-")), field.metadata["also"]]
+    if kind is bool:
+        flags = [f"{flag}/--no-{flag[2:]}" for flag in flags if flag]
+    option = typer.Option(*filter(None, flags), help=words, show_default=False, rich_help_panel=panel)
+    return _fixed(field.name, Annotated[kind | None, option], None)
 
 
-def _kind(hint: Any) -> Any:
-    """The type of a flag, whether or not it may be left out."""
-    if isinstance(hint, types.UnionType):
-        hint = next(part for part in get_args(hint) if part is not types.NoneType)
-    return list[str] if get_origin(hint) is tuple else hint
+NAMES, NUMBERS = tuple[str, ...], tuple[int, ...]
+"""Fields of several values: names are typed one flag after another, numbers with commas between them."""
 
 
-def _plain(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+def _plain(hint: Any) -> Any:
+    """The type of a field, whether or not it may be None."""
+    if get_origin(hint) in (Union, types.UnionType):
+        return next(part for part in get_args(hint) if part is not types.NoneType)
+    return hint
+
+
+def _value(field: "Field[Any]", hints: dict[str, Any], typed: dict[str, Any]) -> Any:
+    """What was typed for a field, as the field has it."""
+    value, kind = typed[field.name], _plain(hints[field.name])
+    if kind == NUMBERS:
+        if not all(part.isascii() and part.isdigit() for part in value.split(",")):
+            raise ValueError(f"{field.name}: expected whole numbers, like 4 or 1,2,1, got {value!r}")
+        return tuple(int(part) for part in value.split(","))
+    return tuple(value) if kind == NAMES else value
 
 
 def resume(
@@ -120,33 +132,12 @@ def _placed(device: str | None, strategy: str) -> Any:
 
 def _run(task: "Task", settings: Settings, folder: Path, place: "Place", as_json: bool) -> None:
     from regard.training import loop
+    from regard.training.progress import progress
 
     if not place.first:
         loop.train(task, settings, folder, place=place)
         return
-    console = Console(stderr=True)
-    columns = (
-        TextColumn(task.name),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]:.3f}  {task.fields[speed]:,.0f} tokens/s"),
-        TimeRemainingColumn(),
-    )
-    with Progress(
-        *columns, console=console, transient=True, redirect_stdout=False, disable=not console.is_terminal
-    ) as bar:
-        line = bar.add_task(task.name, total=settings.steps, loss=float("nan"), speed=0.0)
-
-        def watch(report: "Report") -> None:
-            bar.update(line, completed=report.step, loss=report.loss, speed=report.tokens_per_second)
-            lines = [report.message] if report.message else []
-            if report.kind == "evaluated":
-                told = ", ".join(f"{name} {value:.4g}" for name, value in report.results.items())
-                lines.append(f"step {report.step:,}: {told}; {report.tokens_per_second:,.0f} tokens/s")
-                lines += [f"    {sample}" for sample in report.samples]
-            for words in lines:
-                console.print(words, highlight=False, markup=False, soft_wrap=True)
-
+    with progress(task.name, settings.steps, log=True) as watch:
         report = loop.train(task, settings, folder, place=place, watch=watch)
     _show(report, folder, as_json)
 
@@ -160,7 +151,7 @@ def _show(report: "Report", folder: Path, as_json: bool) -> None:
             "finished": report.finished,
             "early": report.early,
             "interrupted": report.interrupted,
-            "loss": report.loss,
+            "loss": None if math.isnan(report.loss) else report.loss,
             "tokens_per_second": report.tokens_per_second,
             "results": report.results,
         }

@@ -13,19 +13,25 @@ UNITS = {
 """What the vertical axis of a result says; other results are named as they are."""
 
 
-def curves_figure(runs: dict[str, list[dict[str, Any]]], *, title: str = "", note: str = "") -> Figure:
+def curves_figure(
+    runs: dict[str, list[dict[str, Any]]], *, title: str = "", note: str = "", label_smoothing: float = 0.0
+) -> Figure:
     """Loss over steps, and every held-out result in a panel of its own, for one run or several.
+
+    Training losses with `label_smoothing` cannot be compared with held-out losses, which have none: the title says so.
+    An evaluation may have a `deviation` beside it, over several seeds, which is drawn as a band.
 
     >>> from regard.training.curves import curves_figure
     >>> lines = [{"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.0}, {"step": 2, "evaluation": {"loss": 2.1}}]
     >>> len(curves_figure({"softmax": lines}).axes)
     1
     """
-    results: dict[str, dict[str, list[tuple[int, float]]]] = {}
+    results: dict[str, dict[str, list[tuple[int, float, float]]]] = {}
     for name, lines in runs.items():
         for line in lines:
             for kind, value in line.get("evaluation", {}).items():
-                results.setdefault(kind, {}).setdefault(name, []).append((line["step"], value))
+                point = (line["step"], value, line.get("deviation", {}).get(kind, 0.0))
+                results.setdefault(kind, {}).setdefault(name, []).append(point)
     panels = ["loss", *(kind for kind in results if kind != "loss")]
     rows, columns = grid_shape(len(panels), most=2 if len(panels) == 4 else 3)
     figure = new_figure(4.6 * columns, 3.3 * rows + 0.4 * bool(title), title=title, note=note)
@@ -38,8 +44,13 @@ def curves_figure(runs: dict[str, list[dict[str, Any]]], *, title: str = "", not
             points = results.get(panel, {}).get(name, [])
             label = name if panel != "loss" or len(runs) > 1 else "held out"
             if points:
-                axes.plot(*zip(*points, strict=True), color=colour, marker=marker, markersize=3.5, label=label)
-        heading = "loss: training (pale), held out (marked)" if panel == "loss" else f"{panel}, held out"
+                places, means, deviations = zip(*points, strict=True)
+                axes.plot(places, means, color=colour, marker=marker, markersize=3.5, label=label)
+                if any(deviations):
+                    low, high = ([mean + sign * spread for _, mean, spread in points] for sign in (-1, 1))
+                    axes.fill_between(places, low, high, color=colour, alpha=0.15, linewidth=0)
+        smoothed = f"\n(training with label smoothing {label_smoothing:g}, held out without)" if label_smoothing else ""
+        heading = f"loss: training (pale), held out (marked){smoothed}" if panel == "loss" else f"{panel}, held out"
         dress(axes, title=heading, x="training step", y=UNITS.get(panel, panel))
         if panel == "loss":
             axes.set_yscale("log")

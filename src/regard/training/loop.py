@@ -8,7 +8,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +25,7 @@ from regard.training.batches import plan, waste
 from regard.training.metrics import Metrics
 from regard.training.optimizer import adamw, clip, memory, rate
 from regard.training.parallel import Objective, Place, spread, unsynchronised
+from regard.training.progress import progress
 from regard.training.records import write_card, write_curves, write_model
 from regard.training.settings import Settings
 from regard.training.signals import listening
@@ -89,17 +90,24 @@ def train(
     """Train a task in a folder, from the newest good checkpoint there if there is one. Gives how the run ended.
 
     The folder gets metrics.jsonl, tensorboard/, checkpoints/, model/ (the best so far; `rg.load(folder)` opens it),
-    curves.png and README.md. `watch` is called after each step and each evaluation.
+    curves.png and README.md. `watch` is called after each step and each evaluation; without it there is a progress bar
+    in a terminal, and a line that counts in a notebook.
 
     >>> import tempfile, regard as rg
     >>> from regard.training import Settings, train
     >>> from regard.training.recipes import translate
+    >>> options = translate.Options(count=200, embedding_dim=16, num_heads=2, num_layers=1)
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     task = translate.build(translate.Options(count=200, width=16, heads=2, layers=1), Path(folder), seed=0)
+    ...     task = translate.build(options, Path(folder), seed=0)
     ...     train(task, Settings(steps=2, batch_size=8), folder).finished
     True
     """
-    return _Run(task, settings, Path(folder), place or Place(0, 1, task.model.device), watch or (lambda _: None)).go()
+    place = place or Place(0, 1, task.model.device)
+    shown: AbstractContextManager[Watch] = nullcontext(watch or (lambda _: None))
+    if watch is None and place.first:
+        shown = progress(task.name, settings.steps)
+    with shown as watching:
+        return _Run(task, settings, Path(folder), place, watching).go()
 
 
 class _Course:
@@ -157,7 +165,7 @@ class _Run:
             if self.metrics is not None:
                 self.metrics.close()
         if self.place.first:
-            write_curves(self.folder)
+            write_curves(self.task, self.folder)
             write_card(self.task, self.settings, self.folder, self._report())
         return self._report(kind="end", interrupted=interrupted)
 

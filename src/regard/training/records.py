@@ -8,6 +8,7 @@ import subprocess
 import sys
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,13 +84,15 @@ def commit() -> str | None:
     return done.stdout.strip() or None
 
 
-def write_curves(folder: Path) -> None:
-    """curves.png of a run."""
+def write_curves(task: Task, folder: Path) -> None:
+    """Draw curves.png of a run, where matplotlib is installed."""
+    lines = read_metrics(folder)
+    if not lines or find_spec("matplotlib") is None:
+        return
     from regard.training.curves import curves_figure
 
-    lines = read_metrics(folder)
-    if lines:
-        save_figure(curves_figure({folder.resolve().name: lines}), folder / "curves.png")
+    figure = curves_figure({folder.resolve().name: lines}, label_smoothing=task.label_smoothing)
+    save_figure(figure, folder / "curves.png")
 
 
 def write_card(task: Task, settings: Settings, folder: Path, report: "Report") -> None:
@@ -107,7 +110,7 @@ def write_card(task: Task, settings: Settings, folder: Path, report: "Report") -
         + (", stopped early." if report.early else "."),
         "## Data\n" + card.data,
         "## Results on held-out examples, of the best evaluation\n| | |\n|---|---|\n" + rows,
-        "![curves](curves.png)",
+        *(["![curves](curves.png)"] if (folder / "curves.png").exists() else []),
         f"## Use\n{card.use}\n\n```python\n{code}\n```",
         "## Settings\n```json\n" + json.dumps(settings.to_json(), indent=1) + "\n```",
         "Options are in run.json, the machine and the versions in environment.json, every step in metrics.jsonl.",

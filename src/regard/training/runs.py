@@ -13,7 +13,7 @@ import json
 import shutil
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ def begin(name: str, options: Any, settings: Settings, folder: str | Path, place
     >>> from regard.training.parallel import Place
     >>> from regard.training.recipes import translate
     >>> from regard.training.runs import begin, reopen
-    >>> options = translate.Options(count=100, width=16, heads=2, layers=1)
+    >>> options = translate.Options(count=100, embedding_dim=16, num_heads=2, num_layers=1)
     >>> place = Place(0, 1, torch.device("cpu"))
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     task = begin("translate", options, Settings(steps=2, batch_size=8), Path(folder) / "run", place)
@@ -120,17 +120,17 @@ def reopen(folder: str | Path, place: Place, steps: int | None = None) -> tuple[
         raise ValueError(f"run: expected a folder that a run began in, got {target}, which has no run.json")
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-        name, given, found = values["recipe"], values["options"], values["data"]
+        name, written, data = values["recipe"], values["options"], values["data"]
         settings = Settings(**values["settings"])
-        known = {one.name for one in fields(recipe(name).Options)}
-        lists = {key: tuple(one) if isinstance(one, list) else one for key, one in given.items() if key in known}
-        options = recipe(name).Options(**lists)
+        options = recipe(name).Options(
+            **{key: tuple(one) if isinstance(one, list) else one for key, one in written.items()}
+        )
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path}: expected what `regard train` wrote, got {error!s:.400}") from None
     if steps is not None:
         settings = replace(settings, steps=steps)
     task = _built(name, options, settings, target, place)
-    if fingerprint(task) != found:
+    if fingerprint(task) != data:
         raise ValueError(f"data: expected what the run began with, got other examples; {target} cannot go on with them")
     if place.first and steps is not None:
         write_text(path, json.dumps({**values, "settings": settings.to_json()}, indent=1, ensure_ascii=False) + "\n")

@@ -7,8 +7,8 @@ PRECISIONS = ("float32", "float64", "bfloat16")
 SCHEDULES = ("cosine", "inverse_root", "constant")
 
 
-def option(default: Any, help: str) -> Any:
-    """A field with the sentence that the command's `--help` says about it.
+def option(default: Any, help: str, *, also: str | None = None) -> Any:
+    """A field with the sentence that the command's `--help` says about it, and a second spelling of its flag.
 
     >>> from dataclasses import dataclass, fields
     >>> from regard.training.settings import option
@@ -18,12 +18,12 @@ def option(default: Any, help: str) -> Any:
     >>> Options().window, fields(Options)[0].metadata["help"]
     (None, 'How many tokens each sees.')
     """
-    return field(default=default, metadata={"help": help})
+    return field(default=default, metadata={"help": help, "also": also})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The numbers of a run.
+    """How a run is trained: how long, how fast, in batches of which size. Checked when made.
 
     >>> from regard.training import Settings
     >>> settings = Settings(steps=1000, learning_rate=3e-4, batch_tokens=4096)

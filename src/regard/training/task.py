@@ -39,13 +39,48 @@ class Card:
 
 
 class Task(ABC):
-    """A model, its examples and what it is to learn. Everything is a pure function of the arguments: a run that goes on
-    after an interruption makes the same batches again."""
+    """A model, its examples and what it is to learn.
+
+    Methods depend on their arguments alone: a run that is resumed makes the same batches again.
+
+    >>> import tempfile, regard as rg, torch
+    >>> from torch.nn.functional import cross_entropy
+    >>> from regard.training import Settings, Task, train
+    >>> class Counting(Task):
+    ...     name = "counting"
+    ...
+    ...     def __init__(self):
+    ...         sizes = {"vocabulary_size": 9, "embedding_dim": 16, "num_layers": 1, "num_heads": 2}
+    ...         self.model = rg.Decoder(rg.DecoderConfig(**sizes))
+    ...         self.tokens = (torch.arange(40)[:, None] + torch.arange(6)) % 9  # (40, 6)
+    ...
+    ...     def sizes(self):
+    ...         return [5] * 40
+    ...
+    ...     def batch(self, indices, epoch):
+    ...         return {"tokens": self.tokens[list(indices)]}  # (B, 6)
+    ...
+    ...     def counts(self, batch):
+    ...         return {"loss": batch["tokens"][:, 1:].numel()}
+    ...
+    ...     def totals(self, model, batch):
+    ...         logits = model(batch["tokens"][:, :-1])  # (B, 5, 9)
+    ...         return {"loss": cross_entropy(logits.flatten(0, 1), batch["tokens"][:, 1:].flatten(), reduction="sum")}
+    ...
+    ...     def evaluate(self, model):
+    ...         return {"loss": float(self.totals(model, self.batch(range(9), 0))["loss"]) / 45}
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     report = train(Counting(), Settings(steps=30, batch_size=8, warmup=5, learning_rate=1e-2), folder)
+    ...     type(rg.load(folder)).__name__, report.results["loss"] < 1
+    ('Decoder', True)
+    """
 
     name: ClassVar[str]
     model: Model
     watched: ClassVar[tuple[str, Literal["least", "most"]]] = ("loss", "least")
     """Which result of `evaluate` is the one to stop by, and which way is better."""
+    label_smoothing: float = 0.0
+    """Of the training loss; held-out losses have none. Curves say so."""
 
     @abstractmethod
     def sizes(self) -> Sequence[int]:

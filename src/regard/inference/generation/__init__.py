@@ -25,7 +25,7 @@ from regard.inference.generation.request import (
 from regard.inference.generation.sampling import Sampling
 from regard.models.base import Model
 
-__all__ = ["Generated", "Prompt", "generate", "prefill", "stream"]
+__all__ = ["Generated", "Prompt", "Stream", "generate", "prefill", "stream"]
 
 TOGETHER = 256
 """Beams that grow as one batch."""

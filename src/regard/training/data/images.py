@@ -24,6 +24,8 @@ import torch
 from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 
+from regard.training.data.held_out import split
+
 CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 FASHION = (
     "T-shirt/top",
@@ -44,8 +46,6 @@ CIFAR_TRAIN = tuple(f"data_batch_{number}" for number in range(1, 6))
 CIFAR_TEST = "test_batch"
 CIFAR_SIDE = 32
 PICTURES = (".png", ".jpg", ".jpeg")
-HELD_OUT = 10
-"""One of so many pictures of each class is held out where a folder has no test pictures of its own."""
 BLOCK = 1 << 20
 
 
@@ -70,7 +70,7 @@ class Images:
 
 def read_images(path: Path) -> Images:
     """The images of a folder: MNIST's four IDX files (plain or .gz), CIFAR-10's binary files, or a folder of pictures
-    for each class, in `train` and `test` or together; then every tenth picture of a class is held out.
+    for each class, in `train` and `test` or together; then about a tenth of a class's pictures is held out.
 
     >>> import tempfile, torch
     >>> from pathlib import Path
@@ -235,8 +235,8 @@ def _read_pictures(folder: Path) -> Images:
     if apart:
         train, test = list(chain(*known)), _tests(folder / "test", names)
     else:
-        train = [one for each in known for at, one in enumerate(each) if at % HELD_OUT != 1]
-        test = [one for each in known for one in each[1::HELD_OUT]]
+        parts = [split(one, key=_key) if len(one) > 1 else (one, []) for one in known]
+        train, test = (list(chain(*side)) for side in zip(*parts, strict=True))
     if not test:
         raise ValueError(f"{folder}: expected pictures to hold out, got no class with two")
     images = _stacked([path for path, _ in chain(train, test)])
@@ -247,6 +247,11 @@ def _read_pictures(folder: Path) -> Images:
         test=Split(images[len(train) :], labels[len(train) :]),
         class_names=names,
     )
+
+
+def _key(picture: tuple[Path, int]) -> str:
+    path, _ = picture
+    return f"{path.parent.name}/{path.name}"
 
 
 def _tests(folder: Path, names: tuple[str, ...]) -> list[tuple[Path, int]]:

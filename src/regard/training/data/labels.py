@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 
 from regard.checkpoints.tokenizer import Tokenizer
 from regard.core.files import write
+from regard.training.data.held_out import split
 from regard.training.data.lines import read_lines
-from regard.training.data.prose import embedded, is_held_out
+from regard.training.data.prose import embedded
 
 Integers = NDArray[np.int64]
 Labelled = tuple[str, str]
@@ -94,20 +95,21 @@ def _read(path: Path) -> list[Labelled]:
 
 
 def split_labelled(examples: Sequence[Labelled]) -> tuple[list[Labelled], list[Labelled]]:
-    """Examples to train on and held-out ones, every tenth or so, by their text.
+    """Examples to train on, of two classes at least, and held-out examples, by their text.
 
     >>> from regard.training.data.labels import split_labelled
     >>> train, held_out = split_labelled([("even" if n % 2 == 0 else "odd", str(n)) for n in range(100)])
     >>> len(train), len(held_out)
     (91, 9)
     """
-    parts = tuple([one for one in examples if is_held_out(one[1]) == held] for held in (False, True))
-    if len({label for label, _ in parts[0]}) < 2 or not parts[1]:
+    train, held_out = split(examples, key=lambda example: example[1])
+    labels = {label for label, _ in train}
+    if len(labels) < 2:
         raise ValueError(
-            f"data: expected enough examples to hold out every tenth or so, got {len(parts[0])} with "
-            f"{len({label for label, _ in parts[0]})} classes to train on and {len(parts[1])} held out"
+            f"data: expected examples of at least 2 classes to train on, got {len(train)} of {len(labels)} class, and "
+            f"{len(held_out)} held out"
         )
-    return parts[0], parts[1]
+    return train, held_out
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,10 +7,8 @@ What is wrong with a file is one ValueError that names the file and the line: "p
 got 3".
 """
 
-import hashlib
 import re
 import struct
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NoReturn
@@ -43,31 +41,6 @@ def read_pairs(path: str | Path | Iterable[str | Path]) -> list[Pair]:
     if not given:
         raise ValueError("path: expected one or more files, got none")
     return list(dict.fromkeys(pair for one in given for file in _files(Path(one)) for pair in _read(file)))
-
-
-def split_pairs(pairs: Iterable[Pair], held_out: int, seed: int = 0) -> tuple[list[Pair], list[Pair]]:
-    """Pairs to train on and `held_out` pairs to test with, such that no source sentence is among both.
-
-    Which are held out follows from the seed and the sentences, not from their order. Pairs that share a source stay
-    together, so there can be fewer than asked for.
-
-    >>> train, test = split_pairs([("un", "one"), ("deux", "two"), ("un", "a"), ("trois", "three")], held_out=1)
-    >>> len(train), len(test)
-    (3, 1)
-    """
-    pairs = list(pairs)
-    if type(held_out) is not int or not 0 <= held_out < len(pairs):
-        raise ValueError(f"held_out: expected 0 to {len(pairs) - 1} of {len(pairs)} pairs, got {held_out!r}")
-    chosen: set[str] = set()
-    missing = held_out
-    sizes = Counter(source for source, _ in pairs)
-    for source in sorted(sizes, key=lambda source: hashlib.blake2b(f"{seed} {source}".encode()).digest()):
-        if sizes[source] <= missing:
-            chosen.add(source)
-            missing -= sizes[source]
-        if not missing:
-            break
-    return [pair for pair in pairs if pair[0] not in chosen], [pair for pair in pairs if pair[0] in chosen]
 
 
 def _files(path: Path) -> list[Path]:

@@ -10,7 +10,6 @@ import sysconfig
 import warnings
 from collections.abc import Iterator
 from functools import cache
-from hashlib import blake2b
 from pathlib import Path
 
 from regard.training.data.lines import read_lines
@@ -126,16 +125,6 @@ def plain(text: str) -> str:
     for pattern, instead in _MARKUP:
         text = pattern.sub(instead, text)
     return " ".join(text.split())
-
-
-def is_held_out(text: str, one_of: int = 10) -> bool:
-    """Whether a text belongs to those that no training sees: one of so many, whatever else there is beside it.
-
-    >>> from regard.training.data.prose import is_held_out
-    >>> sum(is_held_out(str(number)) for number in range(1000))
-    89
-    """
-    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") % one_of == 0
 
 
 def _files(path: Path) -> list[Path]:

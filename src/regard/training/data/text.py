@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,8 +30,6 @@ from regard.checkpoints.tokenizer import Tokenizer
 from regard.core.files import write
 
 SUFFIXES = (".txt", ".md", ".rst", ".py")
-HELD_OUT = 0.05
-"""The share of documents that is kept from training."""
 PART = 32 * 2**10
 """Bytes of the parts that a file by itself is cut into; a twentieth of the file if that is less."""
 ASIDE = {
@@ -107,36 +105,6 @@ def documents(path: Path | None = None, suffixes: Sequence[str] = SUFFIXES) -> l
     if not found:
         raise ValueError(f"{path}: expected files that end in {', '.join(endings)} and are not empty, got none")
     return _parts(found[0].path) if len(found) == 1 else found
-
-
-def split(documents: Sequence[Document], part: Literal["train", "held_out"]) -> list[Document]:
-    """One side of the documents: those to train on, or the one in twenty that is held out.
-
-    A document's side follows from its name alone, so that it stays where it is when others come and go. Where chance
-    holds nothing out, the one nearest to it is.
-
-    >>> from regard.training.data.text import documents, split
-    >>> every = documents()
-    >>> train, held_out = split(every, "train"), split(every, "held_out")
-    >>> len(train) + len(held_out) == len(every), 0.02 < len(held_out) / len(every) < 0.08
-    (True, True)
-    """
-    if part not in ("train", "held_out"):
-        raise ValueError(f"part: expected train or held_out, got {part!r}")
-    if len(documents) < 2:
-        raise ValueError(f"documents: expected at least 2, to hold one out, got {len(documents)}")
-    limit = max(HELD_OUT, min(chance(one.name) for one in documents))
-    return [one for one in documents if (chance(one.name) <= limit) == (part == "held_out")]
-
-
-def chance(name: str) -> float:
-    """A number from 0 to 1 that follows from a name.
-
-    >>> from regard.training.data.text import chance
-    >>> round(chance("json/decoder.py"), 3)
-    0.231
-    """
-    return int.from_bytes(hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()[:8], "big") / 2**64
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,7 +22,8 @@ from regard.core.masks import padding
 from regard.core.mechanisms.text import CHOICES, from_text
 from regard.models.base import Model
 from regard.models.encoder import Encoder, EncoderConfig
-from regard.training.data.prose import is_held_out, prose
+from regard.training.data.held_out import split
+from regard.training.data.prose import prose
 from regard.training.data.sentence_pairs import Corpus, Integers, Pairs, Rows, tokenized
 from regard.training.data.vocabulary import train_wordpiece
 from regard.training.settings import Settings, option
@@ -43,40 +44,42 @@ class Options:
     """What to learn from, and the encoder.
 
     >>> from regard.training.recipes.bert import Options
-    >>> Options(mechanism="quadratic", kv_heads=1, inverted=True).width
+    >>> Options(mechanism="quadratic", num_kv_heads=1, inverted_sentence=True).embedding_dim
     128
     """
 
     data: str | None = option(None, "A text file, or a folder of them; a blank line ends a document.")
-    vocabulary: int = option(4096, "Word pieces of the vocabulary, at most.")
-    width: int = option(128, "Numbers of a token.")
-    layers: int = option(2, "Layers of the encoder.")
-    heads: int = option(4, "Heads of an attention.")
-    length: int = option(64, "Tokens of a pair of passages, at most.")
+    vocabulary_size: int = option(4096, "Word pieces of the vocabulary, at most.")
+    embedding_dim: int = option(128, "Numbers of a token.")
+    num_layers: int = option(2, "Layers of the encoder.")
+    num_heads: int = option(4, "Heads of an attention.")
+    context_length: int = option(64, "Tokens of a pair of passages, at most.")
     dropout: float = option(0.1, "Share of what each sub-layer adds that is dropped in training.")
-    inverted: bool = option(False, "Learn to tell inverted sentences, too.")
+    inverted_sentence: bool = option(False, "Learn to tell inverted sentences, too.", also="--inverted")
     mechanism: str = option("softmax", f"Attention, one of {CHOICES}.")
-    kv_heads: int | None = option(None, "Key/value heads; as many as heads if not given, 1 is MQA.")
+    num_kv_heads: int | None = option(
+        None, "Key/value heads; as many as heads if not given, 1 is MQA.", also="--kv-heads"
+    )
     window: int | None = option(None, "Tokens that each sees before it and after it; all if not given.")
 
     def __post_init__(self) -> None:
-        for name, least in (("vocabulary", 8), ("length", 16)):
+        for name, least in (("vocabulary_size", 8), ("context_length", 16)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name}: expected at least {least}, got {getattr(self, name)}")
-        self.config(self.vocabulary)
+        self.config(self.vocabulary_size)
 
     def config(self, vocabulary_size: int) -> EncoderConfig:
         """The model's config."""
         return EncoderConfig.bert(
             vocabulary_size=vocabulary_size,
-            embedding_dim=self.width,
-            num_layers=self.layers,
-            num_heads=self.heads,
-            num_kv_heads=self.kv_heads,
+            embedding_dim=self.embedding_dim,
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
             window=self.window,
-            context_length=self.length,
+            context_length=self.context_length,
             dropout=self.dropout,
-            inverted_sentence=self.inverted,
+            inverted_sentence=self.inverted_sentence,
             mechanism=from_text(self.mechanism),
             padding_token=0,
         )
@@ -92,9 +95,10 @@ def build(options: Options, folder: Path, seed: int) -> "Bert":
 
     >>> import tempfile
     >>> from regard.training.recipes import bert
+    >>> sizes = {"vocabulary_size": 80, "embedding_dim": 16, "num_heads": 2, "num_layers": 1, "context_length": 32}
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     _ = Path(folder, "own.txt").write_text("".join(f"It is {n}. So it was {n}.\\n\\n" for n in range(99)))
-    ...     small = bert.Options(data=folder, vocabulary=80, width=16, heads=2, layers=1, length=32)
+    ...     small = bert.Options(data=folder, **sizes)
     ...     task = bert.build(small, Path(folder), seed=0)
     >>> sorted(task.batch([0, 1], epoch=0))
     ['lengths', 'next', 'places', 'segments', 'tokens', 'words']
@@ -103,20 +107,21 @@ def build(options: Options, folder: Path, seed: int) -> "Bert":
     paths = [folder / "train.npz", folder / "held-out.npz"]
     if tokenizer is None or not all(path.is_file() for path in paths):
         documents = prose(None if options.data is None else Path(options.data))
-        kept = [is_held_out("\n".join(document)) for document in documents]
-        parts = [[one for one, held in zip(documents, kept, strict=True) if held == wanted] for wanted in (False, True)]
+        parts = split(documents, key="\n".join) if len(documents) > 1 else (documents, [])
         counts = [sum(len(document) > 1 for document in part) for part in parts]
         if min(counts) < 2:
             raise ValueError(
                 f"{options.data}: expected documents of two sentences or more, several to train on and several held "
                 f"out, which is every tenth or so, got {counts[0]} and {counts[1]}; blank lines end documents"
             )
-        tokenizer = train_wordpiece((text for document in parts[0] for text in document), options.vocabulary)
+        tokenizer = train_wordpiece((text for document in parts[0] for text in document), options.vocabulary_size)
         tokenizer.save(folder)
         for part, path in zip(parts, paths, strict=True):
             tokenized(part, tokenizer).save(path)
-    train, held_out = (Pairs(Corpus.load(path), tokenizer, options.length, options.inverted) for path in paths)
-    if options.inverted and not all(len(one.sizes) > one.num_passages for one in (train, held_out)):
+    train, held_out = (
+        Pairs(Corpus.load(path), tokenizer, options.context_length, options.inverted_sentence) for path in paths
+    )
+    if options.inverted_sentence and not all(len(one.sizes) > one.num_passages for one in (train, held_out)):
         raise ValueError(f"{options.data}: expected sentences of three phrases or more to invert, got none")
     torch.manual_seed(seed)
     model = Encoder(options.config(tokenizer.vocabulary_size))
@@ -135,7 +140,7 @@ class Bert(Task):
 
     def __init__(self, model: Encoder, train: Pairs, held_out: Pairs, options: Options, seed: int) -> None:
         self.model, self.train, self.held_out, self.options, self.seed = model, train, held_out, options, seed
-        self.kinds = [name for name in TERMS if name != "inverted sentence" or options.inverted]
+        self.kinds = [name for name in TERMS if name != "inverted sentence" or options.inverted_sentence]
         self.judged = [held_out.batch(part, 0, 0, all_covered=True) for part in _judged(held_out)]
         self.baselines = _baselines(train, self.judged, self.kinds)
 

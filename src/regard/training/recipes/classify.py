@@ -6,7 +6,7 @@ The embedded texts are sentences of Python's documentation, by the area of the s
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -31,8 +31,16 @@ JUDGED = 2048
 TOGETHER = 64
 """Of them in one batch."""
 SHOWN = 4
-SIZES = {"vocabulary": 4096, "width": 128, "layers": 2, "heads": 4}
-"""Of a model from scratch, unless they are given."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a model from scratch, unless they are given."""
+
+    vocabulary_size: int = 4096
+    embedding_dim: int = 128
+    num_layers: int = 2
+    num_heads: int = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,45 +54,50 @@ class Options:
 
     data: str | None = option(None, "A table, `label TAB text` a line; areas of Python's documentation if not given.")
     start: str | None = option(None, "A run, a checkpoint or a name of `regard models` to begin with; scratch if none.")
-    length: int = option(128, "Tokens of a text; of longer ones the beginning counts.")
+    context_length: int = option(128, "Tokens of a text; of longer ones the beginning counts.")
     dropout: float = option(0.1, "Share of what each sub-layer adds that is dropped in training.")
     mechanism: str | None = option(None, f"Attention, one of {CHOICES}. Softmax, or the start's, if not given.")
     window: int | None = option(None, "Tokens that each sees before it and after it; all, or the start's.")
-    vocabulary: int | None = option(None, f"From scratch: word pieces, at most; {SIZES['vocabulary']} if not given.")
-    width: int | None = option(None, f"From scratch: numbers of a token; {SIZES['width']} if not given.")
-    layers: int | None = option(None, f"From scratch: layers; {SIZES['layers']} if not given.")
-    heads: int | None = option(None, f"From scratch: heads of an attention; {SIZES['heads']} if not given.")
-    kv_heads: int | None = option(None, "From scratch: key/value heads; as many as heads if not given, 1 is MQA.")
+    vocabulary_size: int | None = option(
+        None, f"From scratch: word pieces, at most; {Sizes.vocabulary_size} if not given."
+    )
+    embedding_dim: int | None = option(None, f"From scratch: numbers of a token; {Sizes.embedding_dim} if not given.")
+    num_layers: int | None = option(None, f"From scratch: layers; {Sizes.num_layers} if not given.")
+    num_heads: int | None = option(None, f"From scratch: heads of an attention; {Sizes.num_heads} if not given.")
+    num_kv_heads: int | None = option(
+        None, "From scratch: key/value heads; as many as heads if not given, 1 is MQA.", also="--kv-heads"
+    )
 
     def __post_init__(self) -> None:
-        for name in (*SIZES, "kv_heads"):
-            given = getattr(self, name)
-            if given is not None and self.start is not None:
-                raise ValueError(f"{name}: expected none, the model that training starts from has its own, got {given}")
-        if self.length < 8:
-            raise ValueError(f"length: expected at least 8, got {self.length}")
+        for name in ("vocabulary_size", "embedding_dim", "num_layers", "num_heads", "num_kv_heads"):
+            value = getattr(self, name)
+            if value is not None and self.start is not None:
+                raise ValueError(f"{name}: expected none, the model that training starts from has its own, got {value}")
+        if self.context_length < 8:
+            raise ValueError(f"context_length: expected at least 8, got {self.context_length}")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout: expected at least 0 and below 1, got {self.dropout}")
         if self.mechanism is not None:
             lookup(self.mechanism)
         if self.start is None:
-            self.config(self.size("vocabulary"))
+            self.config(self.sizes.vocabulary_size)
 
-    def size(self, name: str) -> int:
-        """A size of a model from scratch."""
-        given = getattr(self, name)
-        return SIZES[name] if given is None else int(given)
+    @property
+    def sizes(self) -> Sizes:
+        """The sizes of a model from scratch."""
+        values = {field.name: getattr(self, field.name) for field in fields(Sizes)}
+        return Sizes(**{name: value for name, value in values.items() if value is not None})
 
     def config(self, vocabulary_size: int) -> EncoderConfig:
         """The config of a model from scratch, as yet without classes."""
         return EncoderConfig(
             vocabulary_size=vocabulary_size,
-            embedding_dim=self.size("width"),
-            num_layers=self.size("layers"),
-            num_heads=self.size("heads"),
-            num_kv_heads=self.kv_heads,
+            embedding_dim=self.sizes.embedding_dim,
+            num_layers=self.sizes.num_layers,
+            num_heads=self.sizes.num_heads,
+            num_kv_heads=self.num_kv_heads,
             window=self.window,
-            context_length=self.length,
+            context_length=self.context_length,
             mechanism=from_text(self.mechanism or "softmax"),
             padding_token=0,
         )
@@ -103,7 +116,7 @@ def build(options: Options, folder: Path, seed: int) -> "Classification":
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     table = Path(folder, "own.tsv")
     ...     _ = table.write_text("".join(f"{'odd' if n % 2 else 'even'}\\tThe number {n}.\\n" for n in range(99)))
-    ...     small = classify.Options(data=str(table), vocabulary=80, width=16, heads=2, layers=1)
+    ...     small = classify.Options(data=str(table), vocabulary_size=80, embedding_dim=16, num_heads=2, num_layers=1)
     ...     task = classify.build(small, Path(folder), seed=0)
     >>> task.model.config.class_names
     ('even', 'odd')
@@ -118,8 +131,10 @@ def build(options: Options, folder: Path, seed: int) -> "Classification":
         names = sorted({label for label, _ in examples})
         tokenizer = source.tokenizer if source is not None else None
         if tokenizer is None:
-            tokenizer = train_wordpiece((text for _, text in parts[0]), options.size("vocabulary"))
-        length = options.length if source is None else min(options.length, source.config.context_length)
+            tokenizer = train_wordpiece((text for _, text in parts[0]), options.sizes.vocabulary_size)
+        length = options.context_length
+        if source is not None:
+            length = min(length, source.config.context_length)
         tokenizer.save(folder)
         for part, path in zip(parts, paths, strict=True):
             LabelledTokens.of(part, names, tokenizer, length).save(path)

@@ -4,7 +4,7 @@
     bits per byte = Σ over tokens of -log₂ p / bytes of UTF-8 text
 
 The embedded text is the Python standard library's own source; whole modules are held out. Bits per byte compare models
-of any vocabulary with each other and with compressors (`regard.training.data.baselines`).
+of any vocabulary with each other and with compressors.
 
 A row of a batch is `context` tokens, cut at other places in each epoch. Packed rows are cut from all documents in a
 circle, and the documents in a row are kept apart by `rg.segments`: none sees another. A kernel then computes its
@@ -22,9 +22,10 @@ import math
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
@@ -40,13 +41,16 @@ from regard.core.mechanisms.text import CHOICES, from_text
 from regard.inference.generation import generate
 from regard.models.base import Model
 from regard.models.decoder import Decoder, DecoderConfig
-from regard.training.data.text import SUFFIXES, Document, Tokens, chance, documents, plain_ids, split, write_tokens
+from regard.training.data.held_out import chance, split
+from regard.training.data.text import SUFFIXES, Document, Tokens, documents, plain_ids, write_tokens
 from regard.training.data.vocabulary import train_bpe
 from regard.training.recipes import check_causal
 from regard.training.settings import Settings, option
 from regard.training.task import IGNORED, Batch, Card, Task, Totals
 
 PAD, START, END = 0, 1, 2
+HELD_OUT = 0.05
+"""The share of the documents that is held out."""
 SAMPLE = 16 * 2**20
 """Bytes of text that the vocabulary is learnt from."""
 EXCERPT, EXCERPTS = 8_000, 80_000
@@ -62,21 +66,25 @@ class Options:
     """What to read, and with what.
 
     >>> from regard.training.recipes.lm import Options
-    >>> Options(mechanism="quadratic", kv_heads=1).context
+    >>> Options(mechanism="quadratic", num_kv_heads=1).context_length
     256
     """
 
     data: str | None = option(None, "A folder or a file of text; the Python standard library's source if not given.")
     suffix: tuple[str, ...] = option(SUFFIXES, "How the names of a folder's files end.")
-    vocabulary: int = option(4096, "Tokens of the vocabulary, at most.")
-    context: int = option(256, "Tokens of a row, the most that a prediction sees.")
-    width: int = option(192, "Numbers of a token.")
-    layers: int = option(4, "Layers.")
-    heads: int = option(6, "Heads of an attention.")
-    form: str = option("llama", "llama (rotary positions, RMSNorm, SwiGLU) or gpt2 (learned ones, LayerNorm, GELU).")
+    vocabulary_size: int = option(4096, "Tokens of the vocabulary, at most.")
+    context_length: int = option(256, "Tokens of a row, the most that a prediction sees.", also="--context")
+    embedding_dim: int = option(192, "Numbers of a token.")
+    num_layers: int = option(4, "Layers.")
+    num_heads: int = option(6, "Heads of an attention.")
+    form: Literal["llama", "gpt2"] = option(
+        "llama", "llama (rotary positions, RMSNorm, SwiGLU) or gpt2 (learned ones, LayerNorm, GELU)."
+    )
     dropout: float = option(0.0, "Share of what each sub-layer adds that is dropped in training.")
     mechanism: str = option("softmax", f"Attention, one of {CHOICES}.")
-    kv_heads: int | None = option(None, "Key/value heads; as many as heads if not given, 1 is MQA.")
+    num_kv_heads: int | None = option(
+        None, "Key/value heads; as many as heads if not given, 1 is MQA.", also="--kv-heads"
+    )
     window: int | None = option(None, "Tokens that each one sees, itself among them; all before it if not given.")
     packed: bool | None = option(
         None,
@@ -85,7 +93,7 @@ class Options:
     )
 
     def __post_init__(self) -> None:
-        for name, least in (("vocabulary", 300), ("context", 2)):
+        for name, least in (("vocabulary_size", 300), ("context_length", 2)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name}: expected at least {least}, got {getattr(self, name)}")
         if self.form not in ("llama", "gpt2"):
@@ -99,28 +107,27 @@ class Options:
                 f"packed: expected --no-packed with {self.mechanism}, whose documents would mix, got --packed"
             )
         object.__setattr__(self, "packed", apart if self.packed is None else self.packed)
-        self.config(self.vocabulary)
+        self.config(self.vocabulary_size)
 
     def config(self, vocabulary_size: int) -> DecoderConfig:
         """The model's config."""
-        own: dict[str, Any] = {
-            "vocabulary_size": vocabulary_size,
-            "embedding_dim": self.width,
-            "num_layers": self.layers,
-            "num_heads": self.heads,
-            "num_kv_heads": self.kv_heads,
-            "context_length": self.context,
-            "window": self.window,
-            "dropout": self.dropout,
-            "mechanism": from_text(self.mechanism),
-            "start_token": START,
-            "end_tokens": (END,),
-            "padding_token": PAD,
-        }
-        if self.form == "gpt2":
-            return DecoderConfig.gpt2(**own)
         # SwiGLU has three matrices: two thirds of the hidden units make it as large as GELU's network.
-        return DecoderConfig(hidden_dim=64 * math.ceil(self.width / 24), **own)
+        llama = partial(DecoderConfig, hidden_dim=64 * math.ceil(self.embedding_dim / 24))
+        make = DecoderConfig.gpt2 if self.form == "gpt2" else llama
+        return make(
+            vocabulary_size=vocabulary_size,
+            embedding_dim=self.embedding_dim,
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            context_length=self.context_length,
+            window=self.window,
+            dropout=self.dropout,
+            mechanism=from_text(self.mechanism),
+            start_token=START,
+            end_tokens=(END,),
+            padding_token=PAD,
+        )
 
 
 def settings() -> Settings:
@@ -128,46 +135,39 @@ def settings() -> Settings:
     return Settings(steps=3000, learning_rate=3e-3, warmup=100, batch_tokens=1024, weight_decay=0.1)
 
 
-def gpu() -> tuple[Options, Settings]:
-    """What learns the standard library in minutes on a GPU: 34 M parameters, some thirty times over the text.
-
-    >>> from regard.training.recipes.lm import gpu
-    >>> options, settings = gpu()
-    >>> options.context, settings.precision
-    (1024, 'bfloat16')
-    """
-    options = Options(vocabulary=4096, context=1024, width=512, layers=10, heads=8, dropout=0.3, packed=False)
-    return options, Settings(
-        steps=2500,
-        learning_rate=1e-3,
-        warmup=200,
-        batch_tokens=32 * 1024,
-        weight_decay=0.1,
-        precision="bfloat16",
-        evaluate_every=250,
-    )
-
-
 def build(options: Options, folder: Path, seed: int) -> "LanguageModelling":
     """The task. `folder` gets the tokenizer and the tokens, or gives them, if it has them.
 
     >>> import tempfile
     >>> from regard.training.recipes import lm
+    >>> sizes = {"vocabulary_size": 300, "context_length": 32, "embedding_dim": 16, "num_heads": 2, "num_layers": 1}
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     _ = (Path(folder) / "some.txt").write_text("To be, or not to be.\\n" * 100)
-    ...     small = lm.Options(data=f"{folder}/some.txt", vocabulary=300, context=32, width=16, heads=2, layers=1)
+    ...     small = lm.Options(data=f"{folder}/some.txt", **sizes)
     ...     task = lm.build(small, Path(folder), seed=0)
     ...     task.batch([0, 1], epoch=0)["tokens"].shape
     torch.Size([2, 32])
     """
     every = documents(None if options.data is None else Path(options.data), options.suffix)
-    train, held_out = split(every, "train"), split(every, "held_out")
-    tokenizer = _vocabulary(train, options.vocabulary, folder)
+    train, held_out = split_documents(every)
+    tokenizer = _vocabulary(train, options.vocabulary_size, folder)
     tokens = write_tokens(folder / "train.tokens", train, tokenizer)
     torch.manual_seed(seed)
     model = Decoder(options.config(tokenizer.vocabulary_size))
     model.tokenizer = tokenizer
     return LanguageModelling(options, model, tokens, held_out, seed)
+
+
+def split_documents(documents: Sequence[Document]) -> tuple[list[Document], list[Document]]:
+    """Documents to train on, and held-out documents, by their names.
+
+    >>> from regard.training.data.text import documents
+    >>> from regard.training.recipes.lm import split_documents
+    >>> train, held_out = split_documents(documents())
+    >>> 0.02 < len(held_out) / (len(train) + len(held_out)) < 0.08
+    True
+    """
+    return split(documents, key=lambda document: document.name, share=HELD_OUT)
 
 
 def _vocabulary(train: Sequence[Document], size: int, folder: Path) -> Tokenizer:
@@ -207,13 +207,13 @@ class LanguageModelling(Task):
         self, options: Options, model: Decoder, tokens: Tokens, held_out: Sequence[Document], seed: int
     ) -> None:
         self.options, self.model, self.tokens, self.held_out, self.seed = options, model, tokens, held_out, seed
-        self.pieces = None if options.packed else _Pieces(tokens.starts, options.context)
+        self.pieces = None if options.packed else _Pieces(tokens.starts, options.context_length)
         self.excerpts = _excerpts(held_out)
 
     def sizes(self) -> Sequence[int]:
         if self.pieces is not None:
             return self.pieces.lengths.tolist()
-        return [self.options.context] * math.ceil(len(self.tokens.ids) / self.options.context)
+        return [self.options.context_length] * math.ceil(len(self.tokens.ids) / self.options.context_length)
 
     def batch(self, indices: Sequence[int], epoch: int) -> Batch:
         chosen = np.asarray(indices)
@@ -221,7 +221,7 @@ class LanguageModelling(Task):
 
     def _packed(self, indices: Integers, epoch: int) -> Batch:
         """Rows of all documents in a circle, cut at other places in each epoch."""
-        context, ids = self.options.context, self.tokens.ids
+        context, ids = self.options.context_length, self.tokens.ids
         shift = np.random.default_rng((self.seed, epoch)).integers(context)
         place = (indices[:, None] * context + shift + np.arange(context + 1)) % len(ids)
         table = ids[place].astype(np.int64)
@@ -253,7 +253,7 @@ class LanguageModelling(Task):
     def evaluate(self, model: Model) -> dict[str, float]:
         """Loss, perplexity and bits per byte of excerpts of held-out documents: the first `EXCERPT` characters of
         each, `EXCERPTS` in all, in pieces of a context. `bits_per_byte` measures all of the text."""
-        nats, count, size = _measured(model, self.excerpts, self.options.context)
+        nats, count, size = _measured(model, self.excerpts, self.options.context_length)
         return {
             "loss": nats / count,
             "perplexity": math.exp(min(nats / count, 700)),
@@ -267,14 +267,14 @@ class LanguageModelling(Task):
         rows = "packed" if self.options.packed else "one document each"
         return Card(
             data=f"{known:,} documents of {text}, {len(self.tokens.ids):,} tokens, in rows of "
-            f"{self.options.context} ({rows}); {len(self.held_out):,} others held out.",
+            f"{self.options.context_length} ({rows}); {len(self.held_out):,} others held out.",
             use="Continues text like that it was trained on: `regard generate`.",
         )
 
     def samples(self, model: Model) -> list[str]:
         tokenizer = _tokenizer(model)
         texts = ["def", "class"] if self.options.data is None else self.excerpts[:2]
-        prompts = [plain_ids(tokenizer, text)[: min(8, self.options.context // 2)] for text in texts]
+        prompts = [plain_ids(tokenizer, text)[: min(8, self.options.context_length // 2)] for text in texts]
         found = [generate(model, [one], max_new_tokens=48, temperature=0.7, seed=self.seed)[0] for one in prompts]
         return [tokenizer.decode([*prompt, *more.tokens]) for prompt, more in zip(prompts, found, strict=True)]
 
@@ -314,9 +314,10 @@ def bits_per_byte(model: Model, texts: Iterable[str]) -> float:
 
     >>> import tempfile
     >>> from regard.training.recipes import lm
+    >>> sizes = {"vocabulary_size": 300, "context_length": 32, "embedding_dim": 16, "num_heads": 2, "num_layers": 1}
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     _ = (Path(folder) / "some.txt").write_text("To be, or not to be.\\n" * 100)
-    ...     small = lm.Options(data=f"{folder}/some.txt", vocabulary=300, context=32, width=16, heads=2, layers=1)
+    ...     small = lm.Options(data=f"{folder}/some.txt", **sizes)
     ...     task = lm.build(small, Path(folder), seed=0)
     ...     0 < lm.bits_per_byte(task.model, (one.text for one in task.held_out)) < 9
     True

@@ -26,7 +26,8 @@ from regard.inference.generation import Generated, generate
 from regard.inference.trace import trace
 from regard.models.base import Model
 from regard.models.transformer import Transformer, TransformerConfig
-from regard.training.data.pairs import Pair, read_pairs, split_pairs
+from regard.training.data.held_out import split
+from regard.training.data.pairs import Pair, read_pairs
 from regard.training.data.phrasebook import Swap, phrasebook
 from regard.training.data.vocabulary import train_bpe
 from regard.training.recipes import check_causal
@@ -51,44 +52,46 @@ class Options:
     """What to translate, and with what.
 
     >>> from regard.training.recipes.translate import Options
-    >>> Options(mechanism="quadratic", kv_heads=1).width
+    >>> Options(mechanism="quadratic", num_kv_heads=1).embedding_dim
     128
     """
 
     data: tuple[str, ...] = option((), "Files or folders of pairs: .tsv, .po, .mo. The phrase-book if none.")
     count: int = option(100000, "Phrase-book sentences to train on.")
     held_out: int = option(1000, "Pairs kept for evaluation.")
-    vocabulary: int = option(3072, "Tokens of the vocabulary that both languages share, at most.")
-    width: int = option(128, "Numbers of a token.")
-    layers: int = option(2, "Layers of the encoder, and of the decoder.")
-    heads: int = option(4, "Heads of an attention.")
-    hidden: int = option(512, "Hidden units of a position-wise network.")
+    vocabulary_size: int = option(3072, "Tokens of the vocabulary that both languages share, at most.")
+    embedding_dim: int = option(128, "Numbers of a token.")
+    num_layers: int = option(2, "Layers of the encoder, and of the decoder.")
+    num_heads: int = option(4, "Heads of an attention.")
+    hidden_dim: int = option(512, "Hidden units of a position-wise network.")
     dropout: float = option(0.0, "Share of what each sub-layer adds that is dropped in training.")
     pre_norm: bool = option(True, "Norms before sub-layers; after them, as in the original, if not.")
     label_smoothing: float = option(0.1, "Share of the probability that targets give to all tokens alike.")
     mechanism: str = option("softmax", f"Attention, one of {CHOICES}.")
-    kv_heads: int | None = option(None, "Key/value heads; as many as heads if not given, 1 is MQA.")
+    num_kv_heads: int | None = option(
+        None, "Key/value heads; as many as heads if not given, 1 is MQA.", also="--kv-heads"
+    )
     window: int | None = option(None, "Tokens that source and target tokens see of their own text; all if not given.")
     beams: int = option(1, "Beams of the translations that are evaluated.")
 
     def __post_init__(self) -> None:
-        for name, least in (("count", 1), ("held_out", 1), ("vocabulary", 8), ("beams", 1)):
+        for name, least in (("count", 1), ("held_out", 1), ("vocabulary_size", 8), ("beams", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name}: expected at least {least}, got {getattr(self, name)}")
         if not 0 <= self.label_smoothing < 1:
             raise ValueError(f"label_smoothing: expected at least 0 and below 1, got {self.label_smoothing}")
         check_causal(self.mechanism, self.window)
-        self.config(self.vocabulary)
+        self.config(self.vocabulary_size)
 
     def config(self, vocabulary_size: int) -> TransformerConfig:
         """The model's config."""
         return TransformerConfig(
             vocabulary_size=vocabulary_size,
-            embedding_dim=self.width,
-            num_layers=self.layers,
-            num_heads=self.heads,
-            num_kv_heads=self.kv_heads,
-            hidden_dim=self.hidden,
+            embedding_dim=self.embedding_dim,
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            hidden_dim=self.hidden_dim,
             dropout=self.dropout,
             pre_norm=self.pre_norm,
             mechanism=from_text(self.mechanism),
@@ -110,20 +113,20 @@ def build(options: Options, folder: Path, seed: int) -> "Translation":
 
     >>> import tempfile
     >>> from regard.training.recipes import translate
-    >>> small = translate.Options(count=100, held_out=10, width=16, heads=2, layers=1)
+    >>> small = translate.Options(count=100, held_out=10, embedding_dim=16, num_heads=2, num_layers=1)
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     task = translate.build(small, Path(folder), seed=0)
     >>> len(task.sizes()), sorted(task.batch([0, 1], epoch=0))
     (100, ['source', 'source_lengths', 'target', 'target_lengths'])
     """
     if options.data:
-        train, held_out = split_pairs(read_pairs(options.data), options.held_out, seed)
+        train, held_out = split(read_pairs(options.data), key=lambda pair: pair[0], count=options.held_out)
     else:
         train = phrasebook("train", options.count, seed)
         held_out = phrasebook("held_out", options.held_out, seed)
     tokenizer = Tokenizer.from_folder(folder)
     if tokenizer is None:
-        tokenizer = train_bpe((text for pair in train for text in pair), options.vocabulary)
+        tokenizer = train_bpe((text for pair in train for text in pair), options.vocabulary_size)
         tokenizer.save(folder)
     torch.manual_seed(seed)
     model = Transformer(options.config(tokenizer.vocabulary_size))
@@ -180,7 +183,7 @@ class Translation(Task):
 
     def __init__(self, options: Options, model: Transformer, train: Sequence[Pair], held_out: Sequence[Pair]) -> None:
         assert model.tokenizer is not None
-        self.options, self.model = options, model
+        self.options, self.model, self.label_smoothing = options, model, options.label_smoothing
         self.train, self.held_out = _Examples(train, model.tokenizer), _Examples(held_out, model.tokenizer)
         for name, found in (("data", self.train), ("held_out", self.held_out)):
             if not found.pairs:
@@ -197,8 +200,7 @@ class Translation(Task):
 
     def totals(self, model: nn.Module, batch: Batch) -> Totals:
         logits, labels = _predictions(model, batch)
-        smoothing = self.options.label_smoothing
-        return {"loss": F.cross_entropy(logits, labels, reduction="sum", label_smoothing=smoothing)}
+        return {"loss": F.cross_entropy(logits, labels, reduction="sum", label_smoothing=self.label_smoothing)}
 
     def evaluate(self, model: Model) -> dict[str, float]:
         """Loss without smoothing and the share of right tokens, of all held-out pairs; exact translations and BLEU, of

@@ -10,7 +10,7 @@ and puts one linear layer in its place, which begins at 0 (Dosovitskiy et al. 20
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -30,12 +30,20 @@ from regard.training.data.images import Images, pixels, read_images
 from regard.training.settings import Settings, option
 from regard.training.task import Batch, Card, Task, Totals
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "vit": {"patch": 7, "width": 96, "layers": "4", "heads": 3},
-    "davit": {"patch": 4, "width": 32, "layers": "1,1", "heads": 1},
-}
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a model; of a DaViT those of its first stage, and the layers of each stage."""
+
+    patch_size: int
+    embedding_dim: int
+    num_layers: tuple[int, ...]
+    num_heads: int
+
+
+SHAPES = {"vit": Shape(7, 96, (4,), 3), "davit": Shape(4, 32, (1, 1), 1)}
 """What the models are if nothing else is said."""
-OWN = ("model", "patch", "width", "layers", "heads", "kv_heads", "window")
+OWN = ("model", "patch_size", "embedding_dim", "num_layers", "num_heads", "num_kv_heads", "window")
 """Options that a model which training starts from has answered."""
 TRAIN_GLYPHS, TEST_GLYPHS = 20_000, 2_000
 GLYPH_SIZE = 28
@@ -52,8 +60,8 @@ class Options:
     """What to classify, and with what.
 
     >>> from regard.training.recipes.vision import Options
-    >>> Options(model="davit", layers="1,2").stages
-    (1, 2)
+    >>> Options(model="davit", num_layers=(1, 2)).shape
+    Shape(patch_size=4, embedding_dim=32, num_layers=(1, 2), num_heads=1)
     """
 
     data: str | None = option(
@@ -61,15 +69,23 @@ class Options:
     )
     size: int | None = option(None, f"Side of a rendered glyph's image; {GLYPH_SIZE} if not given.")
     start: str | None = option(None, "A run or a checkpoint to fine-tune: its model, with a new head.")
-    model: str | None = option(None, "vit or davit; vit if not given.")
-    head: str = option("linear", "A ViT's last part: linear, or mlp, with a hidden layer, for pre-training.")
-    patch: int | None = option(
+    model: Literal["vit", "davit"] | None = option(None, "vit or davit; vit if not given.")
+    head: Literal["linear", "mlp"] = option(
+        "linear", "A ViT's last part: linear, or mlp, with a hidden layer, for pre-training."
+    )
+    patch_size: int | None = option(
         None, "Pixels of a patch's side; for a DaViT the stride that its first stage begins with."
     )
-    width: int | None = option(None, "Numbers of a token; a DaViT's first stage, twice as many at each further one.")
-    layers: str | None = option(None, "Layers; for a DaViT those of each stage, like 1,2,1.")
-    heads: int | None = option(None, "Heads of an attention; a DaViT's first stage, as width.")
-    kv_heads: int | None = option(None, "A ViT's key/value heads; as many as heads if not given, 1 is MQA.")
+    embedding_dim: int | None = option(
+        None, "Numbers of a token; a DaViT's first stage, twice as many at each further one."
+    )
+    num_layers: tuple[int, ...] | None = option(None, "Layers; for a DaViT those of each stage, like 1,2,1.")
+    num_heads: int | None = option(
+        None, "Heads of an attention; a DaViT's first stage, twice as many at each further one."
+    )
+    num_kv_heads: int | None = option(
+        None, "A ViT's key/value heads; as many as heads if not given, 1 is MQA.", also="--kv-heads"
+    )
     window: int | None = option(
         None, "ViT: patches see those so many patches away, and the class token all. DaViT: its windows' side, 7."
     )
@@ -83,11 +99,15 @@ class Options:
 
     def __post_init__(self) -> None:
         for name, known in (("model", (None, *SHAPES)), ("head", ("linear", "mlp"))):
-            if (given := getattr(self, name)) not in known:
-                raise ValueError(f"{name}: expected {' or '.join(one for one in known if one)}, got {given!r}")
-        for name in ("patch", "width", "heads", "kv_heads", "window"):
-            if (given := getattr(self, name)) is not None and given < 1:
-                raise ValueError(f"{name}: expected at least 1, got {given}")
+            if (value := getattr(self, name)) not in known:
+                raise ValueError(f"{name}: expected {' or '.join(filter(None, known))}, got {value!r}")
+        for name in ("patch_size", "embedding_dim", "num_heads", "num_kv_heads", "window"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name}: expected at least 1, got {value}")
+        if self.num_layers is not None and (not self.num_layers or min(self.num_layers) < 1):
+            raise ValueError(
+                f"num_layers: expected numbers of at least 1, like 4 or 1,2,1, got {_text(self.num_layers)}"
+            )
         for name in ("dropout", "label_smoothing"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected at least 0 and below 1, got {getattr(self, name)}")
@@ -107,34 +127,29 @@ class Options:
     def _check_kind(self) -> None:
         if self.start is not None:
             for name in OWN:
-                if (given := getattr(self, name)) is not None:
+                if (value := getattr(self, name)) is not None:
                     raise ValueError(
-                        f"{name}: expected none with a model to start from, which has its own, got {given}"
+                        f"{name}: expected none with a model to start from, which has its own, got {value}"
                     )
         if self.head == "mlp" and (self.start is not None or self.model == "davit"):
             who = "a DaViT" if self.model == "davit" else "fine-tuning"
             raise ValueError(f"head: expected linear for {who}, got mlp")
-        if self.model == "davit" and self.kv_heads is not None:
-            raise ValueError(f"kv_heads: expected none for a DaViT, got {self.kv_heads}")
-        if self.model != "davit" and len(self.stages) != 1:
-            raise ValueError(f"layers: expected one number for a ViT, got {self.layers!r}")
+        if self.model == "davit" and self.num_kv_heads is not None:
+            raise ValueError(f"num_kv_heads: expected none for a DaViT, got {self.num_kv_heads}")
+        if self.model != "davit" and len(self.shape.num_layers) != 1:
+            raise ValueError(f"num_layers: expected one number for a ViT, got {_text(self.shape.num_layers)}")
 
     @property
-    def stages(self) -> tuple[int, ...]:
-        """How many layers each stage has; a ViT has one stage."""
-        text = str(self._shape["layers"])
-        if not all(part.isascii() and part.isdigit() and int(part) for part in text.split(",")):
-            raise ValueError(f"layers: expected numbers of at least 1, like 4 or 1,2,1, got {text!r}")
-        return tuple(int(part) for part in text.split(","))
-
-    @property
-    def _shape(self) -> dict[str, Any]:
-        default = SHAPES[self.model or "vit"]
-        return {name: value if (own := getattr(self, name)) is None else own for name, value in default.items()}
+    def shape(self) -> Shape:
+        """The sizes of the model, those that are not given included."""
+        values = {field.name: getattr(self, field.name) for field in fields(Shape)}
+        return replace(
+            SHAPES[self.model or "vit"], **{name: value for name, value in values.items() if value is not None}
+        )
 
     def config(self, images: Images) -> VisionConfig | DaViTConfig:
         """The model's config, for images."""
-        shape, stages = self._shape, self.stages
+        shape = self.shape
         shared: dict[str, Any] = {
             "num_channels": images.train.images.shape[1],
             "num_classes": len(images.class_names),
@@ -145,30 +160,36 @@ class Options:
         if self.model != "davit":
             return VisionConfig(
                 image_size=_sides(images),
-                patch_size=shape["patch"],
-                embedding_dim=shape["width"],
-                num_layers=stages[0],
-                num_heads=shape["heads"],
-                num_kv_heads=self.kv_heads,
+                patch_size=shape.patch_size,
+                embedding_dim=shape.embedding_dim,
+                num_layers=shape.num_layers[0],
+                num_heads=shape.num_heads,
+                num_kv_heads=self.num_kv_heads,
                 window=self.window,
-                head="mlp" if self.head == "mlp" else "linear",
+                head=self.head,
                 **shared,
             )
-        further = len(stages) - 1
-        kernel = max(3, 2 * shape["patch"] - 1)
-        heads = tuple(shape["heads"] * 2**index for index in range(len(stages)))
+        stages = len(shape.num_layers)
+        further = stages - 1
+        kernel = max(3, 2 * shape.patch_size - 1)
+        heads = tuple(shape.num_heads * 2**stage for stage in range(stages))
         return DaViTConfig(
-            embedding_dim=tuple(shape["width"] * 2**index for index in range(len(stages))),
-            num_layers=stages,
+            embedding_dim=tuple(shape.embedding_dim * 2**stage for stage in range(stages)),
+            num_layers=shape.num_layers,
             num_heads=heads,
             num_groups=heads,
             patch_size=(kernel, *[3] * further),
-            patch_stride=(shape["patch"], *[2] * further),
+            patch_stride=(shape.patch_size, *[2] * further),
             patch_padding=(kernel // 2, *[1] * further),
             norm_first=(False, *[True] * further),
             window_size=self.window or 7,
             **shared,
         )
+
+
+def _text(numbers: Sequence[int]) -> str:
+    """Numbers as they are typed: 1,2,1."""
+    return ",".join(map(str, numbers))
 
 
 def settings() -> Settings:
@@ -186,7 +207,7 @@ def build(options: Options, folder: Path, seed: int) -> "Vision":
 
     >>> from pathlib import Path
     >>> from regard.training.recipes import vision
-    >>> task = vision.build(vision.Options(width=16, heads=2, layers="1"), Path(), seed=0)
+    >>> task = vision.build(vision.Options(embedding_dim=16, num_heads=2, num_layers=(1,)), Path(), seed=0)
     >>> sorted((name, tuple(one.shape)) for name, one in task.batch([3, 5], epoch=0).items())
     [('draws', (2, 9)), ('images', (2, 1, 28, 28)), ('labels', (2,))]
     """
@@ -206,6 +227,7 @@ class Vision(Task):
 
     def __init__(self, model: VisionTransformer | DaViT, images: Images, options: Options, seed: int) -> None:
         self.model, self.images, self.options, self.seed = model, images, options, seed
+        self.label_smoothing = options.label_smoothing
         self.flip = images.mirrored if options.flip is None else options.flip
 
     def sizes(self) -> Sequence[int]:
@@ -250,7 +272,7 @@ class Vision(Task):
 
     def _losses(self, logits: Float[Tensor, "B D"], labels: Int64[Tensor, "B"]) -> Float[Tensor, "B"]:
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return F.cross_entropy(wide, labels, reduction="none", label_smoothing=self.options.label_smoothing)
+        return F.cross_entropy(wide, labels, reduction="none", label_smoothing=self.label_smoothing)
 
     def evaluate(self, model: Model) -> dict[str, float]:
         """Accuracy and loss on all test images."""

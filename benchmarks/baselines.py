@@ -27,7 +27,7 @@ def xz_bits_per_byte(train: bytes, held_out: Sequence[bytes]) -> dict[str, float
 
     Sizes are those of the raw LZMA2 streams, without the container's header and checksum.
 
-    >>> from regard.training.data.baselines import xz_bits_per_byte
+    >>> from baselines import xz_bits_per_byte
     >>> found = xz_bits_per_byte(bytes(range(256)), [bytes(range(128)), bytes(range(128))])
     >>> found["each"] > 8, found["together"] < found["each"], found["after_training"] < 1
     (True, True, True)
@@ -45,7 +45,7 @@ def xz_bits_per_byte(train: bytes, held_out: Sequence[bytes]) -> dict[str, float
 def ngram_bits_per_byte(train: Sequence[bytes], held_out: Sequence[bytes], order: int = 5) -> float:
     """What an n-gram model of bytes, learned from some documents, says of others.
 
-    >>> from regard.training.data.baselines import ngram_bits_per_byte
+    >>> from baselines import ngram_bits_per_byte
     >>> ngram_bits_per_byte([b"abcd" * 100], [b"abcd" * 100]) < 0.2
     True
     """
@@ -99,7 +99,7 @@ class NGrams:
 def ngrams(documents: Sequence[ArrayLike], *, size: int, order: int = 5) -> NGrams:
     """Learn n-grams of up to `order` symbols from documents of whole numbers below `size`.
 
-    >>> from regard.training.data.baselines import ngrams
+    >>> from baselines import ngrams
     >>> model = ngrams([[0, 1, 0, 1, 0, 2]], size=3, order=2)
     >>> [round(float(model([[0, symbol]])[1]), 3) for symbol in range(3)]
     [0.044, 0.644, 0.311]
