@@ -22,7 +22,7 @@ TRACED = ("test_compile", "test_transforms", "test_kernels", "test_softmax_kerne
 ABOVE = (
     "test_encoder", "test_transformer", "test_vision", "test_trace", "test_summary", "test_plots", "test_masks",
     "test_errors", "test_own_mechanism", "test_replay", "test_arm", "test_compiler", "test_imports", "test_decoder",
-    "test_checkpoints", "test_generation", "test_cost",
+    "test_checkpoints", "test_generation", "test_cost", "test_recurrent",
 )  # fmt: skip
 """Tests of what computes by layers that have tests of their own, of masks and messages, and of other processors."""
 

@@ -4,6 +4,7 @@ import io
 import os
 import sys
 from dataclasses import dataclass
+from itertools import product
 
 import pytest
 import torch
@@ -41,7 +42,10 @@ def test_a_users_own_mechanism_keeps_the_law(law):
 @pytest.mark.parametrize("law", LAWS)
 def test_the_law_catches_a_broken_mechanism(law):
     masks = ["causal"] if law == "gradients" else list(MASKS)  # gradcheck takes long to say what is wrong
-    report = rg.check(BROKEN[law], laws=[law], masks=masks, heads=["GQA"], dtypes=["float64", "float16"], examples=3)
+    for mask, dtype in product(masks, ["float64", "float16"]):  # until it is caught: to shrink every cell takes long
+        report = rg.check(BROKEN[law], laws=[law], masks=[mask], heads=["GQA"], dtypes=[dtype], examples=3)
+        if report.broken:
+            break
     assert report.broken, f"{law} does not catch {type(BROKEN[law]).__name__}"
     cell = report.broken[0]
     assert cell.reason
