@@ -477,6 +477,7 @@ def test_half_results_are_rounded_once(kind, bad):
     torch.testing.assert_close(found, wanted.to(kind), rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # forward_ad's own
 def test_the_operation_has_no_gradient_and_says_so():
     q, k, v = tensors()
     with pytest.raises(NotImplementedError, match="regard::decode has no derivative"):
