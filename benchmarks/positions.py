@@ -8,7 +8,8 @@ two minutes. Results go to results/positions.json, of which `make pictures` draw
 The states are filled with random keys up to a position, and then some tokens are decoded; nothing of it depends on what
 the keys are. Beside what is measured stands what the cost model says: a step must read the weights and the state, so
 its time is that of the first position and the bytes since then over the memory's rate. That is a lower bound, and the
-tokens of GQA and MQA take longer at 32k; the cause is not known."""
+tokens of GQA and MQA take longer at 32k; the cause is not known.
+"""
 
 import json
 import statistics
