@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from regard.core.files import write_text
 from regard.models.layers.positions import sinusoidal
 from regard.training import Settings, train
 from regard.training.batches import plan
@@ -161,7 +162,7 @@ def main() -> None:
     result |= {"side": given.side, "bleu": _bleu(found, pairs), "seconds": seconds, "torch": torch.__version__}
     result["examples"] = [[*pair, text] for pair, text in zip(pairs[:5], found, strict=False)]
     given.out.mkdir(parents=True, exist_ok=True)
-    (given.out / f"{given.side}.json").write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+    write_text(given.out / f"{given.side}.json", json.dumps(result, indent=1, ensure_ascii=False) + "\n")
     print(json.dumps(result, indent=1, ensure_ascii=False))
 
 

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import regard as rg
+from regard.core.files import write_text
 from regard.training import Settings, Task, train
 from regard.training.parallel import Place
 from regard.training.records import commit
@@ -195,7 +196,7 @@ def main() -> None:
         "mfu_of_measured_product": one * each / rate, "mfu_of_data_sheet": one * each / SHEET, "product_flops": rate,
     }  # fmt: skip
     given.out.mkdir(parents=True, exist_ok=True)
-    (given.out / "gpu.json").write_text(json.dumps(result, indent=1) + "\n")
+    write_text(given.out / "gpu.json", json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))
 
 

@@ -21,6 +21,7 @@ from torch import nn
 import regard as rg
 from regard.commands.suite import gpu, gpu_softmax
 from regard.core.calls.call import all_finite
+from regard.core.files import write_text
 from regard.training.records import commit
 
 VOCABULARY, LENGTHS = 50304, (16384, 65536)
@@ -82,7 +83,7 @@ def main() -> None:
         "commit": commit(), "date": time.strftime("%Y-%m-%d"),
     }  # fmt: skip
     wanted.out.mkdir(parents=True, exist_ok=True)
-    (wanted.out / "long.json").write_text(json.dumps({"environment": environment, "rows": rows}, indent=1) + "\n")
+    write_text(wanted.out / "long.json", json.dumps({"environment": environment, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

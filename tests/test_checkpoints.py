@@ -80,7 +80,7 @@ def test_what_could_not_be_loaded_again_is_not_saved(tmp_path):
     shared = rg.Decoder(rg.DecoderConfig(**SIZES, tied=False))
     shared.head.weight = shared.embedding.weight
     for model, message in (
-        (torch.nn.Linear(2, 2), "model: expected one of ours, got Linear"),
+        (torch.nn.Linear(2, 2), "model: expected one of regard's models, got Linear"),
         (Mine(rg.DecoderConfig(**SIZES)), "model: expected one of Decoder, .* got Mine"),
         (shared, "model: expected weights of their own, or tied=True"),
     ):
@@ -150,7 +150,8 @@ def test_a_mechanism_of_ones_own_is_passed_to_load_since_a_file_imports_no_code(
 
 def test_a_form_hugging_face_has_not_is_refused_before_anything_is_written(tmp_path):
     for change in ({"mechanism": "quadratic"}, {"positions": "alibi"}, {"value_length": 3, "qk_length": 6}):
-        with pytest.raises(ValueError, match="model: expected the form of a Hugging Face model"):
+        words = f"form of a Hugging Face model, got one whose {next(iter(change))} a config of llama or"
+        with pytest.raises(ValueError, match=words):
             rg.save(rg.Decoder(rg.DecoderConfig(**SIZES, **change)), tmp_path / "model", layout="huggingface")
     with pytest.raises(ValueError, match="layout: expected regard or huggingface"):
         rg.save(MODELS["llama"](), tmp_path / "model", layout="onnx")

@@ -15,6 +15,7 @@ import regard as rg
 from regard.commands.common import print_table
 from regard.core.display import table
 from regard.core.laws import LAWS, Cell
+from regard.core.laws.case import Case
 
 VOID = {"img", "br"}
 SIZES = {"vocabulary_size": 11, "embedding_dim": 8, "num_layers": 2, "num_heads": 2}
@@ -40,7 +41,8 @@ def report(broken=0):
         for law in LAWS
         for number in range(60)
     ]
-    cells += [Cell("weights", f"mask {n}", "GQA", "float16", "broken", "1 < 2", {"batch": 1}) for n in range(broken)]
+    case = Case("causal", "GQA", "float16", batch=1, queries=2, keys=2, qk_length=4, value_length=3, seed=0)
+    cells += [Cell("weights", f"mask {n}", "GQA", "float16", "broken", "1 < 2", case) for n in range(broken)]
     return rg.Report("Softmax(<>)", tuple(cells))
 
 
@@ -127,7 +129,8 @@ def test_a_report_says_how_many_laws_hold_and_where_the_first_are_broken():
     )
     lines = repr(report(broken=5)).splitlines()
     assert lines[0] == "Softmax(<>): BROKEN"
-    assert lines[2:4] == ["  weights under mask 0, GQA, float16: 1 < 2", "    smallest: batch=1"]
+    smallest = "batch=1, queries=2, keys=2, qk_length=4, value_length=3, seed=0"
+    assert lines[2:4] == ["  weights under mask 0, GQA, float16: 1 < 2", f"    smallest: {smallest}"]
     assert lines[-1] == "  … and 2 more: print the report"
     assert "1 < 2" in text_of(report(broken=5)._repr_html_())
 

@@ -430,7 +430,8 @@ def test_the_new_fields_of_a_config_are_checked_written_and_saved(tmp_path):
     hidden = model(tokens)
     assert model.inverted_sentence(hidden).shape == (2, 2)
     for own in ({"num_kv_heads": 2}, {"window": 3}, {"inverted_sentence": True}):
-        with pytest.raises(ValueError, match="model: expected the form of a Hugging Face model"):
+        words = f"expected the form of a Hugging Face model, got one whose {next(iter(own))} a config of bert does not"
+        with pytest.raises(ValueError, match=words):
             rg.save(made(**own), tmp_path / "theirs", layout="huggingface")
     former = {key: value for key, value in model.config.to_json().items() if key not in ("window", "class_names")}
     assert rg.EncoderConfig.from_json(former).window is None

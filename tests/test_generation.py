@@ -171,7 +171,7 @@ def test_a_prompt_comes_back_from_its_file(name, tmp_path):
     with pytest.raises(rg.CheckpointError, match=r"safetensors|header"):
         rg.Prompt.load(__file__, model)
     for none in (None, "smollm2", torch.nn.Linear(2, 2)):
-        with pytest.raises(ValueError, match="model: expected the decoder or encoder-decoder that read it, got"):
+        with pytest.raises(ValueError, match="model: expected a decoder or an encoder-decoder, got"):
             rg.Prompt.load(path, none)
 
 

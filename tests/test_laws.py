@@ -49,7 +49,7 @@ def test_the_law_catches_a_broken_mechanism(law):
     assert report.broken, f"{law} does not catch {type(BROKEN[law]).__name__}"
     cell = report.broken[0]
     assert cell.reason
-    assert set(cell.counterexample) == {"batch", "queries", "keys", "qk_length", "value_length", "seed"}
+    assert set(cell.to_dict()["counterexample"]) == {"batch", "queries", "keys", "qk_length", "value_length", "seed"}
     assert cell.reason in str(report)
 
 
@@ -166,7 +166,7 @@ def test_every_law_has_a_broken_mechanism():
 
 def test_the_counter_example_is_the_smallest():
     cell = rg.check(BROKEN["weights"], laws=["weights"], masks=["none"], dtypes=["float64"], examples=20).broken[0]
-    assert (cell.counterexample["batch"], cell.counterexample["queries"]) == (1, 1)
+    assert (cell.counterexample.batch, cell.counterexample.queries) == (1, 1)
 
 
 def test_a_full_report_has_every_cell_with_an_outcome_or_a_reason():

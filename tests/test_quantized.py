@@ -270,7 +270,7 @@ def test_what_int8_weights_cannot_do_is_refused(tmp_path):
         rg.quantized(decoder().bfloat16())
     with pytest.raises(ValueError, match="on meta; load it with"):
         rg.quantized(decoder().to("meta"))
-    with pytest.raises(ValueError, match="model: expected one of ours, got Linear"):
+    with pytest.raises(ValueError, match="model: expected one of regard's models, got Linear"):
         rg.quantized(nn.Linear(4, 4))
     with pytest.raises(ValueError, match="least: expected a number of weights, got -1"):
         rg.quantized(model, least=-1)

@@ -12,13 +12,15 @@ import torch.nn.functional as F
 
 import regard as rg
 from processes import finished
+from regard.models.base import Model
 from regard.models.layers.attention import Attend
-from regard.models.registry import MODELS
+from regard.models.registry import MODELS, build
 from regard.training import IGNORED, Settings, Task, train
 from regard.training.batches import plan, waste
 from regard.training.loop import _recompute
 from regard.training.metrics import read_metrics
 from regard.training.optimizer import adamw, clip, rate
+from regard.training.parallel import Objective, spread
 from regard.training.signals import listening
 
 ROOT = Path(__file__).parent.parent
@@ -183,8 +185,14 @@ RECOMPUTED = {
     "Decoder": (rg.DecoderConfig(**TEXT), lambda model, x: model(x)),
     "Encoder": (rg.EncoderConfig.bert(**TEXT), lambda model, x: model(x)),
     "Transformer": (rg.TransformerConfig(**TEXT), lambda model, x: model(x, x)),
-    "VisionTransformer": (rg.VisionConfig(**PICTURES), lambda model, x: model(torch.ones(2, 3, 16, 16))),
-    "DaViT": (rg.DaViTConfig(**STAGES, **PATCHES, window_size=2), lambda model, x: model(torch.ones(2, 3, 16, 16))),
+    "VisionTransformer": (
+        rg.VisionConfig(**PICTURES),
+        lambda model, x: model(torch.ones(2, 3, 16, 16, dtype=model.dtype)),
+    ),
+    "DaViT": (
+        rg.DaViTConfig(**STAGES, **PATCHES, window_size=2),
+        lambda model, x: model(torch.ones(2, 3, 16, 16, dtype=model.dtype)),
+    ),
 }
 
 
@@ -221,8 +229,8 @@ def test_recomputing_keeps_less_of_every_model(name):
 
 
 def test_recomputing_a_model_without_blocks_is_refused():
-    with pytest.raises(ValueError, match="recompute: expected a model of our blocks, got Linear without any"):
-        _recompute(torch.nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="recompute: expected a model with repeated blocks, got Model without any"):
+        _recompute(Model())
 
 
 def test_bfloat16_learns_like_float32(tmp_path):
@@ -342,19 +350,51 @@ def test_a_signal_that_is_ignored_stays_so():
         signal.signal(signal.SIGINT, before)
 
 
+class Running(Counting):
+    """A model's output as what it is to learn."""
+
+    def __init__(self, name: str) -> None:
+        torch.manual_seed(0)
+        config, self.run = RECOMPUTED[name]
+        self.model = build(config).double()
+
+    def totals(self, model, batch):
+        return {"sum": self.run(model, batch["x"]).square().sum()}
+
+
+def check_shards(place):
+    """Each model's blocks are shards of their own, and its gradients those of the whole model."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for name in MODELS:
+        whole, parts = Running(name), Running(name)
+        batch = {"x": torch.arange(18).view(2, 9) % 16}
+        whole.totals(whole.model, batch)["sum"].backward()
+        objective = spread(Objective(parts), place)
+        shards = [module for module in objective.modules() if isinstance(module, FSDPModule)]
+        assert shards == [objective, *parts.model.sharded_blocks], name
+        assert len(shards) > 3, name
+        objective(batch)["sum"].backward()
+        for expected, parameter in zip(whole.model.parameters(), parts.model.parameters(), strict=True):
+            if expected.grad is not None:
+                assert (parameter.grad.full_tensor() - expected.grad).abs().max() <= 1e-12, name
+
+
 RANKS = """
 import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 import torch
 torch.set_num_threads(1)
-from test_training import Counting, settings
+from test_training import Counting, check_shards, settings
 from regard.training import train
 from regard.training.parallel import placed
 with placed("cpu", sys.argv[3]) as place:
     for steps in (6, 12):  # the second goes on from the checkpoint of the first
         changes = {"precision": "float64", "schedule": "constant", "steps": steps, "save_every": 3}
         train(Counting(), settings(**changes), Path(sys.argv[2]), place=place)
+    if sys.argv[3] == "fsdp":
+        check_shards(place)
 """
 
 

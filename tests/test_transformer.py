@@ -171,8 +171,8 @@ class TestT5:
                 FORM.read_config({**values, **change}, shapes(tensors))
 
     def test_what_is_not_t5_is_not_written_as_t5(self):
-        assert FORM.write_config(TransformerConfig.t5(**SIZES)) is not None
-        assert FORM.write_config(TransformerConfig(**SIZES)) is None
+        with pytest.raises(ValueError, match=r"got one whose .*positions.* a config of t5 does not say"):
+            export(Transformer(TransformerConfig(**SIZES)))
         changes = [
             {"mechanism": "softmax"},
             {"positions": "none"},
@@ -190,7 +190,10 @@ class TestT5:
             {"num_layers": 0},
         ]
         for change in changes:
-            assert FORM.write_config(TransformerConfig.t5(**{**SIZES, **change})) is None, change
+            [name] = change
+            lost = {"activation": "feed_forward_proj"}.get(name, name)
+            with pytest.raises(ValueError, match=f"form of a Hugging Face model, got .*{lost}"):
+                export(Transformer(TransformerConfig.t5(**{**SIZES, **change})))
 
 
 def shapes(tensors):

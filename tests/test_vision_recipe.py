@@ -595,7 +595,7 @@ def test_a_start_that_does_not_fit_says_so(tmp_path):
     with pytest.raises(ValueError, match=r"from: expected a model for images of 3 channels, as data has, got .*for 1"):
         build(Options(data=str(data), start=str(start)), tmp_path, 0)
     decoder = rg.Decoder(rg.DecoderConfig(vocabulary_size=9, embedding_dim=8, num_layers=1, num_heads=2))
-    with pytest.raises(ValueError, match=r"from: expected a model of images at .*, got a Decoder"):
+    with pytest.raises(ValueError, match="from: expected a model of images, got Decoder"):
         build(Options(data=str(data), start=str(rg.save(decoder, tmp_path / "text"))), tmp_path, 0)
 
 
@@ -673,5 +673,5 @@ def test_a_davit_for_other_classes_begins_at_zero():
     assert tuned.config == replace(config, num_classes=2, class_names=("x", "y"))
     assert tuned(torch.randn(1, 3, 32, 32)).tolist() == [[0.0, 0.0]]
     assert model(torch.randn(1, 3, 32, 32)).shape == (1, 1000)
-    assert not hasattr(tuned.with_classes(0), "head")
+    assert tuned.with_classes(0).head is None
     assert rg.DaViT(tuned.config).load_state_dict(tuned.state_dict())

@@ -1,12 +1,10 @@
 """Checkpoints: `load` and `save`, whatever the format."""
 
 import json
-import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
-from uuid import uuid4
 
 import torch
 from torch import Tensor
@@ -18,9 +16,9 @@ from regard.checkpoints.sources import read_json
 from regard.checkpoints.tokenizer import Tokenizer
 from regard.core.extras import needed_for
 from regard.core.families.mechanism import Mechanism
+from regard.core.files import write_folder
 from regard.core.mechanisms.text import made
-from regard.models.base import Model
-from regard.models.encoder import EncoderConfig
+from regard.models.base import Model, expect
 from regard.models.registry import MODELS
 from regard.models.stored import Known, check_known, is_own
 
@@ -143,15 +141,12 @@ def save(model: Model, folder: str | Path, *, layout: Literal["regard", "hugging
         from safetensors.torch import save_file
 
     model = getattr(model, "_orig_mod", model)  # a compiled model is a shell around one
-    if not isinstance(model, Model):
-        raise ValueError(f"model: expected one of ours, got {type(model).__name__}")
+    model = expect(Model, model)
     if model.quantized:
         raise ValueError("model: expected one with its own weights, got a quantized one; save the one it was made of")
     if layout == "huggingface":
         values, tensors = huggingface.export(model)
-        files = {"config.json": values}
-        if isinstance(model.config, EncoderConfig):
-            files |= sentences.written(model.config)
+        files = {"config.json": values, **huggingface.other_files(model)}
     elif layout == "regard":
         if MODELS.get(type(model).__name__, (None,))[0] is not type(model):
             raise ValueError(
@@ -163,11 +158,9 @@ def save(model: Model, folder: str | Path, *, layout: Literal["regard", "hugging
     else:
         raise ValueError(f"layout: expected regard or huggingface, got {layout!r}")
     _check_own(tensors)
-    target = Path(folder).resolve()
     check_target(Path(folder))
-    beside = target.with_name(f".{target.name}-{uuid4().hex[:8]}")
-    beside.mkdir(parents=True)
-    try:
+
+    def fill(beside: Path) -> None:
         try:
             save_file(tensors, beside / "model.safetensors", metadata={"format": "pt"})
         except SafetensorError as error:  # a full disk, mostly
@@ -179,10 +172,8 @@ def save(model: Model, folder: str | Path, *, layout: Literal["regard", "hugging
         shutil.copymode(beside / "config.json", beside / "model.safetensors")
         if model.tokenizer is not None:
             model.tokenizer.save(beside)
-        _put(beside, target)
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
-    return Path(folder)
+
+    return write_folder(folder, fill)
 
 
 def _check_place(dtype: object, device: torch.device | str) -> None:
@@ -228,14 +219,3 @@ def _written_here(entry: Path) -> bool:
     if entry.name == sentences.POOLING and entry.is_dir():
         return [inside.name for inside in entry.iterdir()] == ["config.json"]
     return entry.name in FILES and entry.is_file()
-
-
-def _put(beside: Path, target: Path) -> None:
-    """Move a finished folder into place; what was there stays until the new one stands."""
-    if not target.exists():
-        os.replace(beside, target)
-        return
-    former = target.with_name(f".{target.name}-{uuid4().hex[:8]}-former")
-    os.replace(target, former)
-    os.replace(beside, target)
-    shutil.rmtree(former)

@@ -4,7 +4,8 @@ A form is stated once and read both ways: loading and exporting walk the same li
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,8 +14,11 @@ from torch import Tensor
 from regard.checkpoints.errors import CheckpointError
 from regard.models.base import Model
 from regard.models.config import Config
+from regard.models.layers.network import ACTIVATIONS
 
 Shapes = Mapping[str, tuple[int, ...]]
+UNWRITTEN = ("start_token", "end_tokens", "padding_token", "dropout", "attention_dropout")
+"""Fields of a config in which a model read back may differ."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +70,8 @@ class Form:
     config: type[Config]
     read_config: Callable[[dict[str, Any], Shapes], Config]
     """Our config from theirs and from the names that are there, which say what heads the model has."""
-    write_config: Callable[[Any], dict[str, Any] | None]
-    """Their config from ours; None if ours is not of this form."""
+    write_config: Callable[[Any], dict[str, Any]]
+    """Their config from ours. What theirs cannot say is lost: `lost` names it."""
     links: Callable[[Any], Iterable[Link]]
     prefix: str = ""
     """What stands before the base model's names, unless it was saved alone."""
@@ -75,6 +79,25 @@ class Form:
     """A pattern of names that hold nothing to load."""
     copies: Mapping[str, str] = field(default_factory=dict)
     """Tied weights that a file may hold twice, as .bin files do: the second name, and the first one's."""
+    start_fields: tuple[str, ...] = ("bos_token_id",)
+    """What config.json calls the token that a generated sequence begins with."""
+    read_more: Callable[[Path, Path, Any], dict[str, Any]] = lambda root, folder, config: {}
+    """Fields of our config that other files of a folder say: `root` has modules.json, `folder` the weights."""
+    write_more: Callable[[Any], dict[str, Any]] = lambda config: {}
+    """Those files by name, from our config."""
+    said_elsewhere: tuple[str, ...] = ()
+    """Those fields."""
+
+    def lost(self, config: Config, values: dict[str, Any], shapes: Shapes) -> list[str]:
+        """The fields that `read_config` would not give back of a config written as `values`; its error is a ValueError.
+
+        `shapes` are those of our tensors. Special tokens are written apart, and dropout changes training alone.
+        """
+        links = [link for link in self.links(config) if set(link.ours) <= shapes.keys()]
+        back = self.read_config(values, {link.theirs: link.shape(shapes) for link in links}).explicit()
+        explicit = config.explicit()
+        names = (entry.name for entry in fields(config) if entry.name not in (*UNWRITTEN, *self.said_elsewhere))
+        return [name for name in names if getattr(explicit, name) != getattr(back, name)]
 
 
 def need(values: Mapping[str, Any], name: str, kind: type | tuple[type, ...] = int) -> Any:
@@ -97,6 +120,20 @@ def choice(values: Mapping[str, Any], name: str, known: Mapping[str, str], defau
     if found not in known:
         raise CheckpointError(f"config.json: expected {name} to be one of {', '.join(known)}, got {found!r:.80}")
     return known[found]
+
+
+def activation(values: Mapping[str, Any], name: str, default: str, *, gated: bool = False) -> str:
+    """Our activation for theirs."""
+    known = {
+        theirs: ours for ours, entry in ACTIVATIONS.items() for theirs in entry.published if gated or not entry.gated
+    }
+    return choice(values, name, known, default)
+
+
+def published(activation: str) -> str | None:
+    """Their name of our activation, if there is one."""
+    names = ACTIVATIONS[activation].published
+    return names[0] if names else None
 
 
 def unsupported(values: Mapping[str, Any], **expected: Any) -> None:

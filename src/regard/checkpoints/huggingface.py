@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.checkpoints import sentences
 from regard.checkpoints.assembly import assemble
 from regard.checkpoints.errors import CheckpointError
 from regard.checkpoints.form import Form
@@ -16,8 +15,6 @@ from regard.checkpoints.forms import bert, gpt2, llama, t5, vit
 from regard.checkpoints.sources import open_folder, read_json
 from regard.core.families.mechanism import Mechanism
 from regard.models.base import Model
-from regard.models.encoder import EncoderConfig
-from regard.models.transformer import TransformerConfig
 
 FORMS: tuple[Form, ...] = (gpt2.FORM, llama.FORM, bert.BERT, bert.ALBERT, t5.FORM, vit.FORM)
 
@@ -38,8 +35,7 @@ def load(
     shapes = {ours: source.shapes[theirs] for ours, theirs in names.items()}
     try:
         config = replace(form.read_config(values, shapes), **_tokens(folder, values))
-        if isinstance(config, EncoderConfig):
-            config = replace(config, **sentences.read(root, folder, config))
+        config = replace(config, **form.read_more(root, folder, config))
     except CheckpointError:
         raise
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, ZeroDivisionError) as error:
@@ -98,23 +94,42 @@ def export(model: Model) -> tuple[dict[str, Any], dict[str, Tensor]]:
     >>> values["model_type"], tuple(tensors["transformer.h.0.attn.c_attn.weight"].shape)
     ('gpt2', (4, 12))
     """
+    form, values = _chosen(model)
+    state = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
+    dtype = str(model.dtype).removeprefix("torch.")
+    # transformers before 5 reads torch_dtype
+    values |= {"dtype": dtype, "torch_dtype": dtype}
+    tensors: dict[str, Tensor] = {}
+    written: set[str] = set()
+    for link in form.links(model.config):
+        joined = link.join(state)  # a copy where the same tensor goes out twice: files hold no aliases
+        tensors[link.theirs] = joined.clone() if written & set(link.ours) else joined
+        written |= set(link.ours)
+    return values | _special(model, form), tensors
+
+
+def other_files(model: Model) -> dict[str, Any]:
+    """The files beside config.json, by name, that say the rest of a model's config."""
+    return _chosen(model)[0].write_more(model.config)
+
+
+def _chosen(model: Model) -> tuple[Form, dict[str, Any]]:
+    """The form that says all of a model's config, and its config.json: what it gives is what it reads back."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    reasons: list[tuple[int, str]] = []
     for form in FORMS:
-        if type(model.config) is form.config and (values := form.write_config(model.config)) is not None:
-            state = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
-            dtype = str(model.dtype).removeprefix("torch.")
-            # transformers before 5 reads torch_dtype
-            values |= {"dtype": dtype, "torch_dtype": dtype}
-            tensors: dict[str, Tensor] = {}
-            written: set[str] = set()
-            for one in form.links(model.config):
-                joined = one.join(state)  # a copy where the same tensor goes out twice: files hold no aliases
-                tensors[one.theirs] = joined.clone() if written & set(one.ours) else joined
-                written |= set(one.ours)
-            return values | _special(model), tensors
-    known = ", ".join(name for form in FORMS if form.config is type(model.config) for name in form.model_types)
-    raise ValueError(
-        f"model: expected the form of a Hugging Face model ({known or 'none is of this kind'}), got {model.config}"
-    )
+        if type(model.config) is form.config:
+            values, names = form.write_config(model.config), " or ".join(form.model_types)
+            try:
+                lost = form.lost(model.config, values, shapes)
+            except ValueError as error:
+                reasons.append((len(values), f"one that is not read back as {names}: {error}"))
+                continue
+            if not lost:
+                return form, values
+            reasons.append((len(lost), f"one whose {', '.join(lost)} a config of {names} does not say"))
+    _, reason = min(reasons, default=(0, f"{model.noun}, of which there is none"))
+    raise ValueError(f"model: expected the form of a Hugging Face model, got {reason}")
 
 
 def _tokens(folder: Path, values: dict[str, Any]) -> dict[str, Any]:
@@ -143,7 +158,7 @@ def _tokens(folder: Path, values: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in tokens.items() if value is not None}
 
 
-def _special(model: Model) -> dict[str, Any]:
+def _special(model: Model, form: Form) -> dict[str, Any]:
     """The special tokens as config.json names them, where engines look for them."""
     config, tokenizer = model.config, model.tokenizer
     start, ends, padding = config.start_token, config.end_tokens, config.padding_token
@@ -151,9 +166,8 @@ def _special(model: Model) -> dict[str, Any]:
         start = tokenizer.bos if start is None else start
         ends = ends or (() if tokenizer.eos is None else (tokenizer.eos,))
         padding = tokenizer.pad if padding is None else padding
-    found = {
-        "bos_token_id": start,
+    return {
+        **dict.fromkeys(form.start_fields, start),
         "eos_token_id": ends[0] if len(ends) == 1 else list(ends) or None,
         "pad_token_id": padding,
     }
-    return found | ({"decoder_start_token_id": start} if isinstance(config, TransformerConfig) else {})

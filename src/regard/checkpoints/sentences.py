@@ -39,6 +39,8 @@ SWITCHES = {
 }
 """What older files say, each true or false, in the order in which several are concatenated."""
 ENCODERS, IGNORED = ("Transformer", "BERT", "ALBERT"), ("Dropout",)
+FIELDS = ("pooling", "normalized", "text_length", "text_prefix", "prefix_pooled")
+"""Of an encoder's config: what such a folder's files say."""
 PLAIN = EncoderConfig(vocabulary_size=1, embedding_dim=1, num_layers=1, num_heads=1)
 
 
@@ -89,8 +91,7 @@ def lowercase(weights: Path) -> bool:
 
 def written(config: EncoderConfig) -> dict[str, Any]:
     """The files, by name, that make a Hugging Face folder one of sentence-transformers; none for a plain encoder."""
-    fields = ("pooling", "normalized", "text_length", "text_prefix", "prefix_pooled")
-    if all(getattr(config, name) == getattr(PLAIN, name) for name in fields):
+    if all(getattr(config, name) == getattr(PLAIN, name) for name in FIELDS):
         return {}
     names = {ours: theirs for theirs, ours in MODES.items()}
     modes = [names[mode] for mode in config.pooling]

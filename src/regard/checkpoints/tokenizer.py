@@ -11,14 +11,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from regard.checkpoints.errors import CheckpointError
 from regard.checkpoints.sources import check_file, read_json, read_text, refuse
 from regard.core.extras import needed_for
 from regard.core.files import write_text
-from regard.core.masks import Mask, padding
+from regard.core.masks import Mask
+from regard.models.padded_rows import Side, pad_rows
 
 if TYPE_CHECKING:
     import tokenizers
@@ -142,8 +142,8 @@ class Tokenizer:
         names = [self._inner.id_to_token(i) or "" for i in self._known(ids)]
         return [_spelled(name) if self._byte_level else name.replace("▁", " ") for name in names]
 
-    def batch(self, texts: Sequence[str], side: str = "right") -> tuple[Tensor, Mask]:
-        """Texts as one table of ids (B, T), filled up on one side, with the mask that leaves the filling out.
+    def batch(self, texts: Sequence[str], side: Side = "right") -> tuple[Tensor, Mask]:
+        """Texts as one table of ids (B, T), padded on one side, with the mask that hides the padding.
 
         >>> tokens, mask = Tokenizer.from_vocabulary(["[PAD]", "a"]).batch(["a", "aa"], side="left")
         >>> tokens.tolist()
@@ -152,20 +152,11 @@ class Tokenizer:
         · ■
         · ■
         """
-        if side not in ("left", "right"):
-            raise ValueError(f"side: expected 'left' or 'right', got {side!r}")
         if isinstance(texts, str) or not texts:
             raise ValueError(f"texts: expected one or more strings, got {texts!r}")
-        rows = [self.encode(text) for text in texts]
-        longest = max(map(len, rows))
-        filling = next((i for i in (self.pad, self.eos) if i is not None), 0)
-        tokens = torch.full((len(rows), longest), filling)
-        valid = torch.zeros(len(rows), longest, dtype=torch.bool)
-        for row, ids in enumerate(rows):
-            at = slice(longest - len(ids), None) if side == "left" else slice(0, len(ids))
-            tokens[row, at] = torch.tensor(ids, dtype=torch.long)
-            valid[row, at] = True
-        return tokens, padding([len(ids) for ids in rows]) if side == "right" else padding(valid=valid)
+        filling = next((token for token in (self.pad, self.eos) if token is not None), 0)
+        tokens, mask, _ = pad_rows([self.encode(text) for text in texts], filling=filling, side=side)
+        return tokens, mask
 
     def chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
         """A conversation as the text the model was trained on; messages are {"role": …, "content": …}.

@@ -69,7 +69,7 @@ def check(
             )
         if not as_json:
             _print(reports[-1])
-    outcomes = [cell.outcome for report in reports for cell in report.cells]
+    outcomes: list[str] = [cell.outcome for report in reports for cell in report.cells]
     counts = {name: outcomes.count(name.replace("_", " ")) for name in ("held", "broken", "not_applicable")}
     if as_json:
         print_json({"mechanisms": [report.to_dict() for report in reports], "cells": len(outcomes), **counts})

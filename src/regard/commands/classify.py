@@ -45,10 +45,11 @@ def classify(
     with waiting(f"loading {source}"):
         from regard.checkpoints import load_with
         from regard.core.mechanisms.text import lookup
+        from regard.models.base import expect
         from regard.models.encoder import Encoder
 
-        model = load_with(source, None if mechanism is None else lookup(mechanism), device=device)
-    if not isinstance(model, Encoder) or not model.config.num_classes or model.tokenizer is None:
+        model = expect(Encoder, load_with(source, None if mechanism is None else lookup(mechanism), device=device))
+    if not model.config.num_classes or model.tokenizer is None:
         raise ValueError(
             f"model: expected an encoder with classes and a tokenizer, as `regard train classify` makes, got {source}"
         )

@@ -24,6 +24,7 @@ from regard.core.mechanisms.text import lookup
 from regard.inference.generation.engine import Growth, Row
 from regard.inference.generation.request import begin, check_counts, limits_of, seeds_of, speaking
 from regard.inference.generation.sampling import Sampling
+from regard.models.base import expect
 
 if TYPE_CHECKING:
     from regard.models.base import Model
@@ -189,8 +190,7 @@ def generate(
         raise ValueError("show_cost: expected one prompt, --n 1 and --beams 1, got more, which share their steps")
 
     model = chosen.load()
-    if show_cost and not isinstance(model, rg.Decoder):
-        raise ValueError(f"show_cost: expected a decoder, got {type(model).__name__}")
+    decoder = expect(rg.Decoder, model, "show_cost") if show_cost else None
     prompt_tokens = [_tokens(model, text, chat) for text in texts]
     for tokens in prompt_tokens:
         rg.stream(model, tokens, **chosen.stream)  # checks the tokens; the model runs when the stream is read
@@ -216,10 +216,9 @@ def generate(
         show_text = partial(show, texts[0], seeds[0]) if as_json else None
         first, last = _write_as_it_comes(growth, row, show_text)
         cost = None
-        if show_cost:
-            assert isinstance(model, rg.Decoder)
+        if decoder is not None:
             cost = _cost(
-                model, prompt_tokens[0], row.writer.tokens, chosen.stream["storage"], first - begun, last - first
+                decoder, prompt_tokens[0], row.writer.tokens, chosen.stream["storage"], first - begun, last - first
             )
         if show_text is not None:
             show_text(row.result(), cost)

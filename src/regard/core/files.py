@@ -1,6 +1,7 @@
-"""Files are written to a temporary name and renamed atomically, so that a reader never finds half a file."""
+"""Files and folders are written to a temporary name and renamed atomically: a reader never finds half of one."""
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,6 +26,26 @@ def write(path: str | Path, produce: Callable[[Path], object]) -> Path:
 def write_text(path: str | Path, text: str) -> Path:
     """Write a text file atomically."""
     return write(path, lambda beside: beside.write_text(text, encoding="utf-8"))
+
+
+def write_folder(path: str | Path, produce: Callable[[Path], object]) -> Path:
+    """Let `produce` fill a temporary folder next to `path`, then rename it into place; leave nothing on failure.
+
+    A folder that `path` was before stays until the new one is complete.
+    """
+    target = Path(path).resolve()
+    beside, former = (target.with_name(f".{target.name}-{uuid4().hex[:8]}{end}") for end in ("", "-former"))
+    beside.mkdir(parents=True)
+    try:
+        produce(beside)
+        if target.exists():
+            os.replace(target, former)
+        os.replace(beside, target)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+    if former.exists():
+        shutil.rmtree(former)
+    return Path(path)
 
 
 def save_figure(figure: "Figure", path: str | Path) -> Path:

@@ -54,9 +54,6 @@ class Config:
             if name.endswith("dropout") and not 0 <= value < 1:
                 raise ValueError(f"{name}: expected at least 0 and below 1, got {value}")
         self._check_heads()
-        size = getattr(self, "target_size", getattr(self, "vocabulary_size", None))
-        if size is not None and not all(0 <= token < size for token in self.end_tokens):
-            raise ValueError(f"end_tokens: expected tokens from 0 to {size - 1}, got {self.end_tokens}")
 
     def _check_heads(self) -> None:
         """Raise ValueError for heads that do not divide a layer's width, or key/value heads that do not divide them."""
@@ -106,9 +103,46 @@ class Config:
         except TypeError as error:
             raise ValueError(f"config: expected the fields of {cls.__name__}, got {error}") from None
 
+    def explicit(self: C) -> C:
+        """The same config with the sizes written out that follow from others if they are not given."""
+        return self
+
     def with_mechanism(self: C, mechanism: Mechanism | str) -> C:
         """The same model with another attention."""
         return replace(self, mechanism=mechanism)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextConfig(Config):
+    """The part that the config of every model of tokens has."""
+
+    vocabulary_size: int
+
+    @property
+    def target_size(self) -> int:
+        """How many different tokens the model predicts."""
+        return self.vocabulary_size
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        size = self.target_size
+        if not all(0 <= token < size for token in self.end_tokens):
+            raise ValueError(f"end_tokens: expected tokens from 0 to {size - 1}, got {self.end_tokens}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageConfig(Config):
+    """The part that the config of every model of images has."""
+
+    num_channels: int = 3
+    num_classes: int = 1000
+    """0 for a model without its last layer, which gives what that layer would read."""
+    class_names: tuple[str, ...] = ()
+    """What the classes are called, if anyone said so."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_class_names(self.class_names, self.num_classes)
 
 
 def block_config(config: Any, **changes: Any) -> BlockConfig:

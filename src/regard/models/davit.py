@@ -15,10 +15,12 @@ published weights were trained this way, and the computation here is theirs (Flo
 Ding et al. 2022, "DaViT: Dual Attention Vision Transformers".
 """
 
+from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import torch
 import torch.nn.functional as F
 from einops import rearrange
 from jaxtyping import Float
@@ -26,16 +28,17 @@ from torch import Tensor, nn
 
 from regard.core.families.mechanism import Mechanism
 from regard.core.mechanisms import Channel
-from regard.models.base import Model
-from regard.models.config import Config, check_class_names
-from regard.models.layers.attention import MultiHeadAttention, own_copy
+from regard.models.base import ImageModel
+from regard.models.config import ImageConfig
+from regard.models.layers.attention import MultiHeadAttention, as_mechanism, own_copy
 from regard.models.layers.linear import Linear
 from regard.models.layers.network import PositionWise
+from regard.models.summary import Part, attention_flops, brief, products, size
 from regard.models.vision import check_pictures, zero_head
 
 
 @dataclass(frozen=True, kw_only=True)
-class DaViTConfig(Config):
+class DaViTConfig(ImageConfig):
     """A DaViT; `mechanism` is that of the windows. Tuples have one number a stage. The defaults are DaViT-Tiny.
 
     Florence-2's vision tower has `patch_size=(7, 3, 3, 3)`, `patch_padding=(3, 1, 1, 1)`, `window_size=12`.
@@ -45,7 +48,6 @@ class DaViTConfig(Config):
     4
     """
 
-    num_channels: int = 3
     embedding_dim: tuple[int, ...] = (96, 192, 384, 768)
     num_layers: tuple[int, ...] = (1, 1, 3, 1)
     """Each is a half for windows and a half for channels."""
@@ -63,10 +65,6 @@ class DaViTConfig(Config):
     """How many times wider than the map the position-wise network is."""
     channel_scale: Literal["tokens", "channels"] = "tokens"
     """`rg.Channel`'s scale: Florence-2 divides by the root of the tokens, the first DaViT by that of the channels."""
-    num_classes: int = 1000
-    """0 for a model without a head, which gives what the head would read."""
-    class_names: tuple[str, ...] = ()
-    """What the classes are called, if anyone said so."""
     norm_epsilon: float = 1e-5
     activation: str = "gelu"
     attention_bias: bool = True
@@ -90,14 +88,13 @@ class DaViTConfig(Config):
                     raise ValueError(f"{name}: expected divisors of embedding_dim = {self.embedding_dim}, got {parts}")
         if self.channel_scale not in ("tokens", "channels"):
             raise ValueError(f"channel_scale: expected tokens or channels, got {self.channel_scale!r}")
-        check_class_names(self.class_names, self.num_classes)
 
     @property
     def num_stages(self) -> int:
         return len(self.embedding_dim)
 
 
-class DaViT(Model):
+class DaViT(ImageModel):
     """A DaViT: `davit(images)` gives the logits of the classes, for images of any size.
 
     >>> import regard as rg, torch
@@ -108,6 +105,7 @@ class DaViT(Model):
     (torch.Size([2, 1000]), torch.Size([2, 32, 2, 3]))
     """
 
+    noun = "a DaViT"
     config: DaViTConfig
 
     def __init__(self, config: DaViTConfig) -> None:
@@ -115,14 +113,13 @@ class DaViT(Model):
         self.config = config
         self.stages = nn.ModuleList(Stage(config, index) for index in range(config.num_stages))
         self.norm = nn.LayerNorm(config.embedding_dim[-1], eps=config.norm_epsilon)
-        if config.num_classes:
-            self.head = Linear(config.embedding_dim[-1], config.num_classes)
+        self.head = Linear(config.embedding_dim[-1], config.num_classes) if config.num_classes else None
         self.initialise()
 
     def forward(self, images: Float[Tensor, "B C Y X"]) -> Float[Tensor, "B D"]:
         """Logits (B, num_classes); without classes, the normed mean of the last map."""
         pooled = self.norm(self.features(images)[-1].mean((-2, -1)))
-        return self.head(pooled) if self.config.num_classes else pooled
+        return pooled if self.head is None else self.head(pooled)
 
     def features(self, images: Float[Tensor, "B C Y X"]) -> tuple[Float[Tensor, "B _ _ _"], ...]:
         """The map each stage leaves, (B, embedding_dim, height, width), the last one the smallest."""
@@ -144,11 +141,33 @@ class DaViT(Model):
         """
         model = deepcopy(self)
         model.config = replace(self.config, num_classes=num_classes, class_names=class_names)
-        if hasattr(model, "head"):
-            del model.head
-        if num_classes:
-            model.head = zero_head(self.config.embedding_dim[-1], num_classes, self)
+        model.head = zero_head(self.config.embedding_dim[-1], num_classes, self) if num_classes else None
         return model
+
+    def resized(self, image_size: int | tuple[int, int]) -> "DaViT":
+        """A copy: images may have any size."""
+        return deepcopy(self)
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        return [half for stage in self.stages for half in stage.halves]  # type: ignore[union-attr]
+
+    def num_tokens(self, height: int, width: int) -> int:
+        """The places of the first stage's map."""
+        stride = self.config.patch_stride[0]
+        return -(-height // stride) * -(-width // stride)
+
+    def parts(self, length: int) -> Iterator[Part]:
+        """The stages, the norm and the head, for one image of length × length pixels."""
+        check_sides((length, length), self.config)
+        side = length
+        for index, stage in enumerate(self.stages):
+            assert isinstance(stage, Stage)
+            side = _next_side(side, self.config, index)
+            yield stage.part(f"stage {index + 1}, {side}×{side}", side, self.dtype)
+        yield Part(name="norm", parameters=size(self.norm), flops=0)
+        if self.head is not None:
+            yield Part(name="head", parameters=size(self.head), flops=products(self.head))
 
 
 class Stage(nn.Module):
@@ -159,6 +178,8 @@ class Stage(nn.Module):
         width = config.embedding_dim[index]
         before = config.embedding_dim[index - 1] if index else config.num_channels
         self.norm_first = config.norm_first[index]
+        self.num_heads, self.num_groups = config.num_heads[index], config.num_groups[index]
+        self.mechanism = f"{brief(as_mechanism(config.mechanism))} · Channel"
         self.embed = nn.Conv2d(
             before, width, config.patch_size[index], config.patch_stride[index], config.patch_padding[index]
         )
@@ -179,6 +200,18 @@ class Stage(nn.Module):
         for half in self.halves:
             x = half(x)
         return x
+
+    def part(self, name: str, side: int, dtype: torch.dtype) -> Part:
+        """The stage in numbers, on a map of side × side places."""
+        flops = products(self.embed) * side**2 + sum(half.flops(side, dtype) for half in self.halves)  # type: ignore[operator]
+        return Part(
+            name=name,
+            parameters=size(self),
+            flops=flops,
+            layers=len(self.halves) // 2,
+            heads=f"{self.num_heads} · {self.num_groups} groups",
+            mechanism=self.mechanism,
+        )
 
 
 class Half(nn.Module):
@@ -219,6 +252,14 @@ class Half(nn.Module):
         tokens = rearrange(x + self.network_conv(x), "b e y x -> b y x e")
         tokens = tokens + self.dropout(self.network(self.network_norm(tokens)))
         return rearrange(tokens, "b y x e -> b e y x")
+
+    def flops(self, side: int, dtype: torch.dtype) -> int:
+        """FLOPs on a map of side × side places."""
+        everywhere = products(self.attention_conv) + products(self.network_conv) + products(self.network)
+        across = 1 if self.window_size is None else -(-side // self.window_size)
+        tokens = side**2 if self.window_size is None else self.window_size**2
+        window = products(self.attention) * tokens + attention_flops(self.attention, tokens, tokens, dtype)
+        return everywhere * side**2 + window * across**2
 
     def _attend(self, x: Float[Tensor, "B Y X E"]) -> Float[Tensor, "B Y X E"]:
         if self.window_size is None:
@@ -261,11 +302,15 @@ def _normed(x: Float[Tensor, "B E Y X"], norm: nn.Module) -> Float[Tensor, "B E 
 def check_sides(given: tuple[int, int], config: DaViTConfig) -> None:
     """Raise ValueError for the sides of images that are too small."""
     sides: tuple[int, ...] = given
-    stages = zip(config.patch_size, config.patch_stride, config.patch_padding, strict=True)
-    for index, (kernel, stride, padding) in enumerate(stages):
-        sides = tuple((side + 2 * padding - kernel) // stride + 1 for side in sides)
+    for index in range(config.num_stages):
+        sides = tuple(_next_side(side, config, index) for side in sides)
         if min(sides) < 1:
             raise ValueError(
                 f"images: expected sides that leave something at each stage, got {given}, "
                 f"of which nothing is left at stage {index + 1}"
             )
+
+
+def _next_side(side: int, config: DaViTConfig, index: int) -> int:
+    """The side of the map that a stage's embedding makes of one of `side`."""
+    return (side + 2 * config.patch_padding[index] - config.patch_size[index]) // config.patch_stride[index] + 1

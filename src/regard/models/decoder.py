@@ -8,7 +8,8 @@ GPT-2: learned positions, LayerNorm, GELU, biases. Llama (Mistral, Qwen2): rotar
 key/value heads, a window in some layers.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -17,20 +18,23 @@ from torch import Tensor, nn
 
 from regard.core.eager import readable
 from regard.core.masks import as_mask
-from regard.models.base import Model, check_length, check_state, check_tokens
-from regard.models.config import Config, block_config
+from regard.core.masks.structure import padding_between
+from regard.models.base import GenerativeModel, check_length, check_state, check_tokens
+from regard.models.config import TextConfig, block_config
 from regard.models.layers.attention import AnyMask
 from regard.models.layers.block import Stack
 from regard.models.layers.int8 import tied_head
 from regard.models.layers.linear import Linear
 from regard.models.layers.positions import Alibi, Rotary, RotaryScaling, sinusoidal
 from regard.models.layers.streaming import ModelState, places
+from regard.models.padded_rows import pad_rows
+from regard.models.summary import Part, children, stack_part
 
 Positions = Literal["rotary", "learned", "sinusoidal", "alibi", "none"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecoderConfig(Config):
+class DecoderConfig(TextConfig):
     """A decoder. The defaults are Llama's form; `DecoderConfig.gpt2(…)` has GPT-2's.
 
     >>> import regard as rg
@@ -38,7 +42,6 @@ class DecoderConfig(Config):
     'learned'
     """
 
-    vocabulary_size: int
     embedding_dim: int
     num_layers: int
     num_heads: int
@@ -87,6 +90,18 @@ class DecoderConfig(Config):
     def head_length(self) -> int:
         return self.qk_length or self.embedding_dim // self.num_heads
 
+    def explicit(self) -> "DecoderConfig":
+        """The same config with the sizes written out that follow from others if they are not given."""
+        layers = tuple(index for index, size in enumerate(self.windows) if size is not None)
+        return replace(
+            self,
+            num_kv_heads=self.num_kv_heads or self.num_heads,
+            qk_length=self.head_length,
+            value_length=self.value_length or self.head_length,
+            hidden_dim=self.hidden_dim or 4 * self.embedding_dim,
+            window_layers=None if self.window is None else layers,
+        )
+
     @property
     def windows(self) -> tuple[int | None, ...]:
         """The window of each layer."""
@@ -94,7 +109,7 @@ class DecoderConfig(Config):
         return tuple(self.window if index in chosen else None for index in range(self.num_layers))
 
 
-class Decoder(Model):
+class Decoder(GenerativeModel):
     """A decoder: `decoder(tokens, mask=None)` gives the logits of each next token. Causality is its own.
 
     >>> import regard as rg, torch
@@ -108,6 +123,7 @@ class Decoder(Model):
     True
     """
 
+    noun = "a decoder"
     config: DecoderConfig
 
     def __init__(self, config: DecoderConfig) -> None:
@@ -158,6 +174,50 @@ class Decoder(Model):
     def predict(self, hidden: Float[Tensor, "B T E"]) -> Float[Tensor, "B T D"]:
         """Logits from the last layer's tokens."""
         return tied_head(hidden, self.embedding) if self.config.tied else self.head(hidden)
+
+    def read_prompts(
+        self, prompts: Sequence[Sequence[int]], *, room: int, chunk: int, storage: torch.dtype | None
+    ) -> tuple[Float[Tensor, "B D"], ModelState]:
+        """The logits of what follows each prompt, and the state. Prompts are padded on the left to one length."""
+        rows = pad_rows(prompts, side="left")
+        tokens, longest = rows.tokens.to(self.device), rows.tokens.shape[1]
+        state = self.start(batch=len(prompts), capacity=longest + room, storage=storage)
+        hidden = tokens.new_zeros(0)
+        for begin in range(0, longest, chunk):
+            end = min(begin + chunk, longest)
+            mask = padding_between(rows.mask, 0, end, longest) if rows.ragged else None
+            hidden, state = self.advance(tokens[:, begin:end], state, mask)
+        return self.predict(hidden[:, -1:])[:, 0], state
+
+    def room_after(self, prompt_length: int) -> int:
+        """How many new tokens the context has room for."""
+        if prompt_length >= self.context_length:
+            raise ValueError(
+                f"prompts: expected fewer than {self.context_length} tokens (the model's context), got {prompt_length}"
+            )
+        return self.context_length - prompt_length
+
+    @property
+    def context_length(self) -> int:
+        return self.config.context_length
+
+    @property
+    def decoder_stack(self) -> Stack:
+        return self.stack
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        return list(self.stack.blocks)
+
+    @property
+    def tied_table(self) -> nn.Embedding | None:
+        return self.embedding if self.config.tied else None
+
+    def parts(self, length: int) -> Iterator[Part]:
+        """Embeddings, the stack, and the head, for one token after `length` tokens, itself included."""
+        yield from children(self, {"stack": stack_part("stack", self.stack, length, self.dtype, stream=True)})
+        if self.config.tied:
+            yield Part(name="head (tied)", parameters=0, flops=2 * self.embedding.weight.numel())
 
     def _run(self, tokens: Tensor, mask: AnyMask, state: ModelState | None) -> tuple[Tensor, ModelState | None]:
         check_tokens("tokens", tokens, self.config.vocabulary_size)

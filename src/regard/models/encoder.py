@@ -8,8 +8,8 @@ one inverted, classes of a sequence; and a sentence's embedding, pooled from its
 its real tokens.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,19 +18,21 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from regard.core.calls.choice import refusal
-from regard.core.masks import Mask, as_mask, global_tokens, padding, window
+from regard.core.masks import Mask, as_mask, global_tokens, window
 from regard.core.masks.structure import padding_between, structure_of
-from regard.models.base import Model, check_length, check_tokens
-from regard.models.config import Config, block_config, check_class_names
+from regard.models.base import TextModel, check_length, check_tokens
+from regard.models.config import TextConfig, block_config, check_class_names
 from regard.models.layers.attention import AnyMask, as_mechanism
 from regard.models.layers.block import Stack
 from regard.models.layers.linear import Linear, linear
 from regard.models.layers.network import ACTIVATIONS, norm
 from regard.models.layers.streaming import places
+from regard.models.padded_rows import pad_rows
+from regard.models.summary import Part, children, products, size, stack_part
 
 
 @dataclass(frozen=True, kw_only=True)
-class EncoderConfig(Config):
+class EncoderConfig(TextConfig):
     """An encoder. The defaults are BERT's form; `EncoderConfig.albert(…)` shares one block and narrows the embedding.
 
     >>> import regard as rg
@@ -38,7 +40,6 @@ class EncoderConfig(Config):
     1
     """
 
-    vocabulary_size: int
     embedding_dim: int
     num_layers: int
     num_heads: int
@@ -88,6 +89,15 @@ class EncoderConfig(Config):
         """ALBERT's form: one block for all layers, a narrow embedding."""
         return cls(**{"num_shared": 1, "factor_dim": 128, "activation": "gelu_tanh", **changes})
 
+    def explicit(self) -> "EncoderConfig":
+        """The same config with the sizes written out that follow from others if they are not given."""
+        return replace(
+            self,
+            num_kv_heads=self.num_kv_heads or self.num_heads,
+            hidden_dim=self.hidden_dim or 4 * self.embedding_dim,
+            num_shared=self.num_shared or self.num_layers or None,
+        )
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if (self.next_sentence or self.inverted_sentence or self.num_classes) and not self.pooler:
@@ -105,7 +115,7 @@ class EncoderConfig(Config):
             raise ValueError(f"window: expected none with {self.mechanism!r}, which takes no window, got {self.window}")
 
 
-class Encoder(Model):
+class Encoder(TextModel):
     """An encoder: `encoder(tokens, segments=None, mask=None)` gives hidden states, (B, T, E).
 
     >>> import regard as rg, torch
@@ -115,6 +125,7 @@ class Encoder(Model):
     (torch.Size([2, 6, 16]), torch.Size([2, 6, 30]), torch.Size([2, 2]))
     """
 
+    noun = "an encoder"
     config: EncoderConfig
 
     def __init__(self, config: EncoderConfig) -> None:
@@ -273,11 +284,7 @@ class Encoder(Model):
             with torch.no_grad():
                 for start in range(0, len(order), batch_size):
                     chosen = order[start : start + batch_size]
-                    lengths = [len(rows[index]) for index in chosen]
-                    tokens = torch.zeros(len(chosen), max(lengths), dtype=torch.long)
-                    for place, index in enumerate(chosen):
-                        tokens[place, : len(rows[index])] = torch.tensor(rows[index])
-                    mask = padding(lengths)
+                    tokens, mask, _ = pad_rows([rows[index] for index in chosen])
                     found[chosen] = head(self(tokens.to(self.device), mask=mask), mask)
         finally:
             self.train(training)
@@ -291,6 +298,28 @@ class Encoder(Model):
         ended = tokens and tokens[-1] in (self.tokenizer.separator, self.tokenizer.eos)
         return len(tokens) - bool(ended)
 
+    @property
+    def context_length(self) -> int:
+        return self.config.context_length
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        return list(self.stack.blocks)
+
+    def parts(self, length: int) -> Iterator[Part]:
+        """Embeddings, the stack and the heads, for one token of a text of `length`."""
+        counted = {
+            # A head that reads one token of each sequence costs next to nothing per token.
+            name: Part(name=name, parameters=size(head), flops=0)
+            for name, head in self.named_children()
+            if name in ("pooler", "order", "inversion", "classes")
+        }
+        if self.config.masked_words:
+            table = 2 * self.embedding.weight.numel() if self.config.tied else 0
+            counted["words"] = Part(name="words", parameters=size(self.words), flops=products(self.words) + table)
+        counted["stack"] = stack_part("stack", self.stack, length, self.dtype, mask=self.sight(length))
+        return children(self, counted)
+
     def _has(self, head: str) -> None:
         if not getattr(self.config, head):
             raise ValueError(f"model: expected one with {head} in its config, got {self.config}")
@@ -302,15 +331,14 @@ class _Words(nn.Module):
     def __init__(self, config: EncoderConfig, narrow: int) -> None:
         super().__init__()
         self.dense = Linear(config.embedding_dim, narrow)
-        self.activation = ACTIVATIONS[config.activation][0]
+        self.activation = ACTIVATIONS[config.activation].function
         self.norm = norm(config.norm, narrow, config.norm_epsilon)
         self.bias = nn.Parameter(torch.zeros(config.vocabulary_size))
-        if not config.tied:
-            self.table = Linear(narrow, config.vocabulary_size, bias=False)
+        self.table = None if config.tied else Linear(narrow, config.vocabulary_size, bias=False)
 
     def forward(self, hidden: Tensor, embedding: Tensor) -> Tensor:
         hidden = self.norm(self.activation(self.dense(hidden)))
-        return linear(hidden, self.table.weight if hasattr(self, "table") else embedding, self.bias)
+        return linear(hidden, embedding if self.table is None else self.table.weight, self.bias)
 
 
 def pool(

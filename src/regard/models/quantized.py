@@ -1,22 +1,18 @@
 """Models with int8 weights."""
 
 import copy
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from regard.core.paths import decode
-from regard.models.base import Model
-from regard.models.decoder import Decoder
+from regard.models.base import Model, SomeModel, expect
 from regard.models.layers.int8 import Int8Embedding, Int8Linear
 from regard.models.layers.linear import MULTIPLE
-from regard.models.transformer import Transformer
 
 LEAST_WEIGHTS = 1 << 16
 """Below this a projection is not bound by reading its weights, and rounding them gains nothing."""
-
-SomeModel = TypeVar("SomeModel", bound=Model)
 
 
 def quantized(model: SomeModel, *, least: int = LEAST_WEIGHTS) -> SomeModel:
@@ -46,7 +42,7 @@ def quantized(model: SomeModel, *, least: int = LEAST_WEIGHTS) -> SomeModel:
     for module in model.modules():
         if isinstance(module, nn.Linear) and _large(module.weight, least):
             memo[id(module)] = Int8Linear(module)
-    table = _tied_table(model)
+    table = model.tied_table
     if table is not None and _large(table.weight, least):
         memo[id(table)] = Int8Embedding(table)
     small = copy.deepcopy(model, memo).requires_grad_(False).eval()
@@ -58,15 +54,8 @@ def _large(weight: Tensor, least: int) -> bool:
     return weight.numel() >= least and weight.shape[1] % MULTIPLE == 0
 
 
-def _tied_table(model: Model) -> nn.Embedding | None:
-    if isinstance(model, Decoder | Transformer) and model.config.tied:
-        return model.embedding if isinstance(model, Decoder) else model._table("target")
-    return None
-
-
 def _check(model: Model, least: int) -> None:
-    if not isinstance(model, Model):
-        raise ValueError(f"model: expected one of ours, got {type(model).__name__}")
+    expect(Model, model)
     if model.quantized:
         raise ValueError("model: expected one with float32 weights, got a quantized one")
     if (reason := decode.missing()) is not None:

@@ -16,3 +16,14 @@ MODELS: dict[str, tuple[type[Model], type[Config]]] = {
     "DaViT": (DaViT, DaViTConfig),
 }
 """Every model and its config, by the name files have for it."""
+
+
+def build(config: Config) -> Model:
+    """The model that a config describes, with random weights.
+
+    >>> import regard as rg
+    >>> from regard.models.registry import build
+    >>> type(build(rg.DecoderConfig(vocabulary_size=9, embedding_dim=8, num_layers=1, num_heads=2))).__name__
+    'Decoder'
+    """
+    return next(model for model, kind in MODELS.values() if kind is type(config))(config)

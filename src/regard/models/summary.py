@@ -1,28 +1,23 @@
-"""What a model is, in a table: layers, heads, parameters, state and FLOPs a token.
+"""A model in numbers: layers, heads, parameters, state and FLOPs per token.
 
 FLOPs are those of matrix products and convolutions, 2 for each multiply-add, as in `regard.core.cost`. For a model that
-streams they are one token's, after `length` tokens with it; for an encoder one token's of a text of `length`; for
-vision models one image's.
+streams they are those of one token after `length` tokens, itself included; for an encoder those of one token in a text
+of `length`; for vision models those of one image. Each model lists its parts (`Model.parts`) with the functions below.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+import torch
 from torch import nn
 
 from regard.core.cost import Work, human
 from regard.core.display import Html, table
 from regard.core.families.mechanism import Mechanism
-from regard.core.masks import causal, window
-from regard.models.base import Model
-from regard.models.davit import DaViT, Half, Stage, check_sides
-from regard.models.decoder import Decoder
-from regard.models.encoder import Encoder
-from regard.models.layers.attention import MultiHeadAttention, as_mechanism, without_mechanisms
+from regard.core.masks import Mask, causal, window
+from regard.models.layers.attention import MultiHeadAttention, without_mechanisms
 from regard.models.layers.block import Stack
-from regard.models.transformer import Transformer
-from regard.models.vision import VisionTransformer, pair
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +30,16 @@ class Part:
     layers: int = 0
     heads: str = ""
     mechanism: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateSize:
+    """Bytes of a stream's state; both are 0 for a model without a stream."""
+
+    per_token: int = 0
+    """What each token adds."""
+    fixed: int = 0
+    """What does not grow: a kernel's sums, an encoder-decoder's source."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -113,181 +118,120 @@ class Summary:
         return asdict(self)
 
 
-def summarise(model: Model, length: int | None = None) -> Summary:
-    """The summary of a model at some length, its context's if not given (at most 4,096)."""
-    if length is not None and (type(length) is not int or length < 1):
-        raise ValueError(f"length: expected a whole number of at least 1, got {length!r}")
-    if isinstance(model, VisionTransformer | DaViT):
-        return _vision(model, length)
-    if not isinstance(model, Decoder | Encoder | Transformer):
-        raise ValueError(f"model: expected one of ours, got {type(model).__name__}")
-    size = min(model.config.context_length, 4096) if length is None else length
-    streams = {Decoder: ["stack"], Transformer: ["decoder"], Encoder: []}[type(model)]
-    parts = list(_parts(model, size, streams))
-    states = [_state(getattr(model, name), size, model) for name in streams]
-    return _finish(model, parts, "token", size, sum(one for one, _ in states), sum(fixed for _, fixed in states))
-
-
-def _finish(
-    model: Model, parts: list[Part], unit: str, length: int | tuple[int, int], growing: int = 0, fixed: int = 0
-) -> Summary:
-    return Summary(
-        model=type(model).__name__,
-        parts=tuple(parts),
-        parameters=sum(one.numel() for one in model.parameters()),
-        unit=unit,
-        length=length,
-        flops=sum(one.flops for one in parts),
-        state_per_token=growing,
-        state_fixed=fixed,
-        dtype=str(model.dtype).removeprefix("torch."),
-    )
-
-
-def _parts(model: Decoder | Encoder | Transformer, length: int, streams: list[str]) -> Iterator[Part]:
-    """Children of a model, those that do nothing and hold nothing left out."""
+def children(model: nn.Module, counted: Mapping[str, Part]) -> Iterator[Part]:
+    """A part for each child module that has parameters: the one in `counted`, or the FLOPs of its products."""
     for name, child in model.named_children():
-        if isinstance(child, Stack):
-            yield _stack(name, child, length, model, stream=name in streams)
+        if name in counted:
+            yield counted[name]
         elif any(True for _ in child.parameters()):
-            # Heads of an encoder that stand on one token a sequence cost next to nothing a token.
-            once = name in ("pooler", "order", "inversion", "classes")
-            tied = 2 * model.embedding.weight.numel() if name == "words" and model.config.tied else 0
-            yield Part(name=name, parameters=_size(child), flops=0 if once else _products(child) + tied)
-    if not isinstance(model, Encoder) and model.config.tied:
-        width, words = model.config.embedding_dim, model.config.vocabulary_size
-        if isinstance(model, Transformer):
-            words = model.config.target_size
-        yield Part(name="head (tied)", parameters=0, flops=2 * width * words)
+            yield Part(name=name, parameters=size(child), flops=products(child))
 
 
-def _stack(name: str, stack: Stack, length: int, model: Model, *, stream: bool) -> Part:
-    blocks = stack.layers
-    flops = 0
-    for block, size in zip(blocks, stack.windows, strict=True):
-        mask = model.sight(length) if isinstance(model, Encoder) else causal if stack.causal else None
-        if size is not None:
-            mask = window(before=size - 1, after=0 if stack.causal else size - 1)
-        queries = 1 if stream else length
-        attention = block.attention
-        flops += _products(block) + _attention(attention, queries, length, model, mask) // queries
-        if hasattr(block, "cross"):
-            # Its keys and values are made once a source, not once a token.
-            flops -= _products(block.cross.W_k) + _products(block.cross.W_v)
-            flops += _attention(block.cross, 1, length, model, None, cached=False)
+def stack_part(
+    name: str,
+    stack: Stack,
+    length: int,
+    dtype: torch.dtype,
+    *,
+    stream: bool = False,
+    mask: Mask | None = None,
+) -> Part:
+    """A stack in a text of `length` tokens: the FLOPs of its last token if it streams, of one among all if not."""
+    flops, queries = 0, 1 if stream else length
+    for block, visible in zip(stack.layers, stack.windows, strict=True):
+        rule = causal if mask is None and stack.causal else mask
+        if visible is not None:
+            rule = window(before=visible - 1, after=0 if stack.causal else visible - 1)
+        flops += products(block) + attention_flops(block.attention, queries, length, dtype, rule) // queries
+        if block.cross is not None:
+            # Its keys and values are made once for each source, not for each token.
+            flops -= products(block.cross.W_k) + products(block.cross.W_v)
+            flops += attention_flops(block.cross, 1, length, dtype, cached=False)
+    first = stack.layers[0].attention if stack.layers else None
     return Part(
         name=name,
-        parameters=_size(stack),
+        parameters=size(stack),
         flops=flops,
         layers=stack.num_layers,
-        heads=_heads(blocks[0].attention) if blocks else "",
-        mechanism=_brief(blocks[0].attention.mechanism) if blocks else "",
+        heads="" if first is None else _heads(first),
+        mechanism="" if first is None else brief(first.mechanism),
     )
 
 
-def _state(stack: Stack, length: int, model: Model) -> tuple[int, int]:
-    """Bytes a token and bytes whatever the length, of a stream's state."""
+def stack_state(stack: Stack, length: int, dtype: torch.dtype) -> StateSize:
+    """The state of a stack after `length` tokens, over a source of as many if it has cross-attention."""
 
-    def held(tokens: int) -> int:
-        total = 0
-        for block, size in zip(stack.layers, stack.windows, strict=True):
-            one, room = block.attention, tokens if size is None else min(tokens, 2 * size)
-            total += one.mechanism.cost(_work(one, 1, room, model, None)).state_bytes
-        return total
-
-    growing = held(length + 1) - held(length)
-    crosses = [block for block in stack.layers if hasattr(block, "cross")]
-    source = sum(
-        length * one.cross.num_kv_heads * (one.cross.qk_length + one.cross.value_length) * model.dtype.itemsize
-        for one in crosses
-    )
-    return growing, held(length) - length * growing + source
-
-
-def _vision(model: VisionTransformer | DaViT, length: int | None) -> Summary:
-    if isinstance(model, VisionTransformer):
-        if length is not None:
-            raise ValueError(f"length: expected none, the model's images are {model.config.image_size}, got {length}")
-        tokens = model.config.num_patches
-        stack = _stack("stack", model.stack, tokens + 1, model, stream=False)
-        whole = Part(**{**asdict(stack), "flops": stack.flops * (tokens + 1)})
-        rest = [
-            Part(name=name, parameters=_size(child), flops=_products(child) * (tokens if name == "patches" else 1))
-            for name, child in model.named_children()
-            if name != "stack" and _size(child)
-        ]
-        loose = sum(one.numel() for _, one in model.named_parameters(recurse=False))
-        high, wide = pair("image_size", model.config.image_size)
-        parts = [Part(name="class token, positions", parameters=loose, flops=0), whole, *rest]
-        return _finish(model, parts, "image", high if high == wide else (high, wide))
-    side = 224 if length is None else length
-    check_sides((side, side), model.config)
-    return _finish(model, list(_stages(model, side)), "image", side)
-
-
-def _stages(model: DaViT, side: int) -> Iterator[Part]:
-    config = model.config
-    stages = [one for one in model.stages if isinstance(one, Stage)]
-    for index, stage in enumerate(stages):
-        side = (side + 2 * config.patch_padding[index] - config.patch_size[index]) // config.patch_stride[index] + 1
-        flops = _products(stage.embed) * side**2
-        for half in (one for one in stage.halves if isinstance(one, Half)):
-            convolutions = _products(half.attention_conv) + _products(half.network_conv)
-            flops += (convolutions + _products(half.network)) * side**2
-            across = 1 if half.window_size is None else -(-side // half.window_size)
-            tokens = side**2 if half.window_size is None else half.window_size**2
-            each = _products(half.attention) * tokens + _attention(half.attention, tokens, tokens, model, None)
-            flops += each * across**2
-        yield Part(
-            name=f"stage {index + 1}, {side}×{side}",
-            parameters=_size(stage),
-            flops=flops,
-            layers=config.num_layers[index],
-            heads=f"{config.num_heads[index]} · {config.num_groups[index]} groups",
-            mechanism=f"{_brief(as_mechanism(config.mechanism))} · Channel",
+    def total(tokens: int) -> int:
+        layers = zip(stack.layers, stack.windows, strict=True)
+        rooms = (
+            (block.attention, tokens if visible is None else min(tokens, 2 * visible)) for block, visible in layers
         )
-    for name in ("norm", "head"):
-        if hasattr(model, name):
-            yield Part(name=name, parameters=_size(getattr(model, name)), flops=_products(getattr(model, name)))
+        return sum(layer.mechanism.cost(_work(layer, 1, room, dtype)).state_bytes for layer, room in rooms)
+
+    per_token = total(length + 1) - total(length)
+    crosses = [block.cross for block in stack.layers if block.cross is not None]
+    source = sum(
+        length * layer.num_kv_heads * (layer.qk_length + layer.value_length) * dtype.itemsize for layer in crosses
+    )
+    return StateSize(per_token=per_token, fixed=total(length) - length * per_token + source)
 
 
-def _attention(one: MultiHeadAttention, queries: int, keys: int, model: Model, mask: Any, cached: bool = True) -> int:
-    return one.mechanism.cost(_work(one, queries, keys, model, mask, cached)).flops
+def attention_flops(
+    layer: MultiHeadAttention,
+    queries: int,
+    keys: int,
+    dtype: torch.dtype,
+    mask: Mask | None = None,
+    *,
+    cached: bool = True,
+) -> int:
+    """FLOPs of a layer's attention without its projections."""
+    return layer.mechanism.cost(_work(layer, queries, keys, dtype, mask, cached)).flops
 
 
-def _work(one: MultiHeadAttention, queries: int, keys: int, model: Model, mask: Any, cached: bool = True) -> Work:
+def _work(
+    layer: MultiHeadAttention,
+    queries: int,
+    keys: int,
+    dtype: torch.dtype,
+    mask: Mask | None = None,
+    cached: bool = True,
+) -> Work:
     return Work(
         query_length=queries,
         key_length=keys,
-        num_heads=one.num_heads,
-        num_kv_heads=one.num_kv_heads,
-        qk_length=one.qk_length,
-        value_length=one.value_length,
-        dtype=model.dtype,
+        num_heads=layer.num_heads,
+        num_kv_heads=layer.num_kv_heads,
+        qk_length=layer.qk_length,
+        value_length=layer.value_length,
+        dtype=dtype,
         mask=mask,
         cached=cached,
     )
 
 
-def _heads(one: MultiHeadAttention) -> str:
-    same = one.num_heads == one.num_kv_heads
-    return f"{one.num_heads}" if same else f"{one.num_heads} on {one.num_kv_heads} kv"
+def _heads(layer: MultiHeadAttention) -> str:
+    same = layer.num_heads == layer.num_kv_heads
+    return f"{layer.num_heads}" if same else f"{layer.num_heads} on {layer.num_kv_heads} kv"
 
 
-def _brief(mechanism: Mechanism) -> str:
-    """A mechanism without the fields that are as they always are."""
-    values = {one.name: getattr(mechanism, one.name) for one in fields(mechanism)}
+def brief(mechanism: Mechanism) -> str:
+    """A mechanism's repr without the fields that have their default."""
     tensors = {name: type(value).__name__ for name, value in mechanism.tensors().items()}
-    shown = {one.name: tensors.get(one.name, values[one.name]) for one in fields(mechanism)}
-    own = (one.name for one in fields(mechanism) if one.name in tensors or values[one.name] != one.default)
-    return f"{type(mechanism).__name__}({', '.join(f'{name}={shown[name]}' for name in own)})"
+    shown = [
+        f"{entry.name}={tensors.get(entry.name, getattr(mechanism, entry.name))}"
+        for entry in fields(mechanism)
+        if entry.name in tensors or getattr(mechanism, entry.name) != entry.default
+    ]
+    return f"{type(mechanism).__name__}({', '.join(shown)})"
 
 
-def _size(module: nn.Module) -> int:
-    return sum(one.numel() for one in module.parameters())
+def size(module: nn.Module) -> int:
+    """How many parameters a module has."""
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _products(module: nn.Module) -> int:
+def products(module: nn.Module) -> int:
     """FLOPs of one token, or one place of a map, in the projections and convolutions of a module."""
-    layers = (one for one in without_mechanisms(module) if isinstance(one, nn.Linear | nn.Conv2d))
-    return sum(2 * one.weight.numel() for one in layers)
+    layers = (layer for layer in without_mechanisms(module) if isinstance(layer, nn.Linear | nn.Conv2d))
+    return sum(2 * layer.weight.numel() for layer in layers)

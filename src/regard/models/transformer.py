@@ -11,6 +11,7 @@ scores as they are, not divided by √K; no biases; v1.1 gates its networks.
 """
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -21,21 +22,23 @@ from torch import Tensor, nn
 from regard.core.masks import Mask, as_mask
 from regard.core.masks.structure import padding_between
 from regard.core.mechanisms import Softmax
-from regard.models.base import Model, check_length, check_state, check_tokens
-from regard.models.config import Config, block_config
+from regard.models.base import GenerativeModel, check_length, check_state, check_tokens
+from regard.models.config import TextConfig, block_config
 from regard.models.layers.attention import AnyMask, MultiHeadAttention, without_mechanisms
 from regard.models.layers.block import Stack
 from regard.models.layers.int8 import tied_head
 from regard.models.layers.linear import Linear
 from regard.models.layers.positions import RelativeBias, sinusoidal
 from regard.models.layers.streaming import ModelState, places, rounded
+from regard.models.padded_rows import pad_rows
+from regard.models.summary import Part, children, stack_part
 
 Positions = Literal["sinusoidal", "relative", "learned", "none"]
 Side = Literal["source", "target"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class TransformerConfig(Config):
+class TransformerConfig(TextConfig):
     """An encoder-decoder. The defaults are the original's form; `TransformerConfig.t5(…)` has T5's.
 
     >>> import regard as rg
@@ -44,7 +47,6 @@ class TransformerConfig(Config):
     ('sinusoidal', 'relative')
     """
 
-    vocabulary_size: int
     embedding_dim: int
     num_layers: int
     num_heads: int
@@ -107,9 +109,20 @@ class TransformerConfig(Config):
     def head_length(self) -> int:
         return self.qk_length or self.embedding_dim // self.num_heads
 
+    def explicit(self) -> "TransformerConfig":
+        """The same config with the sizes written out that follow from others if they are not given."""
+        return replace(
+            self,
+            num_decoder_layers=self.decoder_layers,
+            num_kv_heads=self.num_kv_heads or self.num_heads,
+            qk_length=self.head_length,
+            value_length=self.value_length or self.head_length,
+            hidden_dim=self.hidden_dim or 4 * self.embedding_dim,
+        )
+
     @property
     def target_size(self) -> int:
-        """How many tokens a target may have."""
+        """How many different tokens a target may have."""
         return self.target_vocabulary_size or self.vocabulary_size
 
     @property
@@ -117,7 +130,7 @@ class TransformerConfig(Config):
         return self.num_layers if self.num_decoder_layers is None else self.num_decoder_layers
 
 
-class Transformer(Model):
+class Transformer(GenerativeModel):
     """An encoder-decoder: `transformer(source, target)` gives the logits of each next token of the target.
 
     A mask's padding of the source hides it from both stacks; other masks of the source are the encoder's alone.
@@ -133,6 +146,8 @@ class Transformer(Model):
     True
     """
 
+    noun = "an encoder-decoder"
+    reads_source = True
     config: TransformerConfig
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -259,6 +274,53 @@ class Transformer(Model):
         if config.scaled_output:
             hidden = hidden * config.embedding_dim**-0.5
         return tied_head(hidden, self._table("target")) if config.tied else self.head(hidden)
+
+    def read_prompts(
+        self, prompts: Sequence[Sequence[int]], *, room: int, chunk: int, storage: torch.dtype | None
+    ) -> tuple[Float[Tensor, "B D"], ModelState]:
+        """The logits of each target's first token, and the state. Sources are padded on the right, and read at once."""
+        rows = pad_rows(prompts)
+        mask = rows.mask if rows.ragged else None
+        state = self.start(rows.tokens.to(self.device), mask, capacity=1 + room, storage=storage)
+        first = torch.full((len(prompts), 1), self.config.start_token or 0, device=self.device)
+        hidden, state = self.advance(first, state)
+        return self.predict(hidden)[:, 0], state
+
+    def room_after(self, prompt_length: int) -> int:
+        """How many target tokens the context has room for after the start token."""
+        limit = self.context_length
+        if self.config.positions == "learned" and prompt_length > limit:
+            raise ValueError(f"prompts: expected at most {limit} tokens (the model's context), got {prompt_length}")
+        return limit - 1
+
+    @property
+    def context_length(self) -> int:
+        return self.config.context_length
+
+    @property
+    def decoder_stack(self) -> Stack:
+        return self.decoder
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        return [*self.encoder.blocks, *self.decoder.blocks]
+
+    @property
+    def sharded_blocks(self) -> list[nn.Module]:
+        """The encoder's: a decoder block's cross-attention makes its keys and values before the block runs."""
+        return list(self.encoder.blocks)
+
+    @property
+    def tied_table(self) -> nn.Embedding | None:
+        return self._table("target") if self.config.tied else None
+
+    def parts(self, length: int) -> Iterator[Part]:
+        """Embeddings, both stacks, and the head, for one target token at `length` over a source as long."""
+        encoder = stack_part("encoder", self.encoder, length, self.dtype)
+        decoder = stack_part("decoder", self.decoder, length, self.dtype, stream=True)
+        yield from children(self, {"encoder": encoder, "decoder": decoder})
+        if self.config.tied:
+            yield Part(name="head (tied)", parameters=0, flops=2 * self._table("target").weight.numel())
 
     def _check(self, side: Side, tokens: Tensor, mask: AnyMask, state: ModelState | None = None) -> Mask | None:
         config = self.config

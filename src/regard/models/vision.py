@@ -13,6 +13,7 @@ class token global.
 Dosovitskiy et al. 2020, "An Image is Worth 16x16 Words".
 """
 
+from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -26,18 +27,19 @@ from torch import Tensor, nn
 from regard.core.calls.choice import refusal
 from regard.core.eager import kept
 from regard.core.masks import Mask, as_mask, dense, window, window2d
-from regard.models.base import Model
-from regard.models.config import Config, block_config, check_class_names
+from regard.models.base import ImageModel, Model
+from regard.models.config import ImageConfig, block_config
 from regard.models.layers.attention import AnyMask, as_mechanism, without_mechanisms
 from regard.models.layers.block import Stack
 from regard.models.layers.linear import Linear
+from regard.models.summary import Part, Summary, products, size, stack_part
 
 SPREAD = 0.02
 """Of the first weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class VisionConfig(Config):
+class VisionConfig(ImageConfig):
     """A Vision Transformer. Sizes are one number, or (height, width).
 
     >>> import regard as rg
@@ -48,7 +50,6 @@ class VisionConfig(Config):
 
     image_size: int | tuple[int, int] = 224
     patch_size: int | tuple[int, int] = 16
-    num_channels: int = 3
     embedding_dim: int
     num_layers: int
     num_heads: int
@@ -58,10 +59,6 @@ class VisionConfig(Config):
     """How many patches away a patch sees others, down and across; all of them if not given."""
     hidden_dim: int | None = None
     """Of the position-wise network; 4 · embedding_dim if not given."""
-    num_classes: int = 1000
-    """0 for a model without its last layer, which gives what that layer would read."""
-    class_names: tuple[str, ...] = ()
-    """What the classes are called, if anyone said so."""
     head: Literal["linear", "mlp"] = "linear"
     """`mlp` has a hidden tanh layer, for pre-training; `linear` is the one of fine-tuning."""
     representation_dim: int | None = None
@@ -85,7 +82,15 @@ class VisionConfig(Config):
             raise ValueError(f"window: expected at least 1 patch, or None for all, got {self.window}")
         if self.window is not None and refusal(as_mechanism(self.mechanism), window(before=1)) is not None:
             raise ValueError(f"window: expected none with {self.mechanism!r}, which takes no window, got {self.window}")
-        check_class_names(self.class_names, self.num_classes)
+
+    def explicit(self) -> "VisionConfig":
+        """The same config with the sizes written out that follow from others if they are not given."""
+        return replace(
+            self,
+            num_kv_heads=self.num_kv_heads or self.num_heads,
+            hidden_dim=self.hidden_dim or 4 * self.embedding_dim,
+            representation_dim=self.representation_dim or self.embedding_dim if self.head == "mlp" else None,
+        )
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -98,7 +103,7 @@ class VisionConfig(Config):
         return self.grid[0] * self.grid[1]
 
 
-class VisionTransformer(Model):
+class VisionTransformer(ImageModel):
     """A Vision Transformer: `vision(images)` gives the logits of the classes.
 
     >>> import regard as rg, torch
@@ -109,6 +114,7 @@ class VisionTransformer(Model):
     (torch.Size([2, 1000]), torch.Size([2, 17, 16]))
     """
 
+    noun = "a Vision Transformer"
     config: VisionConfig
 
     def __init__(self, config: VisionConfig) -> None:
@@ -121,11 +127,9 @@ class VisionTransformer(Model):
             self.positions = nn.Parameter(torch.empty(1, 1 + config.num_patches, width))
         self.dropout = nn.Dropout(config.dropout)
         self.stack = Stack(block_config(config), config.num_layers)
-        if config.head == "mlp":
-            self.hidden = Linear(width, config.representation_dim or width)
-            width = self.hidden.out_features
-        if config.num_classes:
-            self.head = Linear(width, config.num_classes)
+        read = (config.representation_dim or width) if config.head == "mlp" else width
+        self.hidden = Linear(width, read) if config.head == "mlp" else None
+        self.head = Linear(read, config.num_classes) if config.num_classes else None
         self.initialise()
 
     def initialise(self, spread: float = SPREAD) -> None:
@@ -161,9 +165,9 @@ class VisionTransformer(Model):
     def predict(self, features: Float[Tensor, "B T E"]) -> Float[Tensor, "B D"]:
         """Logits from features."""
         x = features[:, 0]
-        if self.config.head == "mlp":
+        if self.hidden is not None:
             x = torch.tanh(self.hidden(x))
-        return self.head(x) if self.config.num_classes else x
+        return x if self.head is None else self.head(x)
 
     def resized(self, image_size: int | tuple[int, int]) -> "VisionTransformer":
         """A copy for images of another size: the patches' positions interpolated (bicubic), the class token's kept.
@@ -197,12 +201,36 @@ class VisionTransformer(Model):
         model.config = replace(
             self.config, num_classes=num_classes, class_names=class_names, head="linear", representation_dim=None
         )
-        for name in ("hidden", "head"):
-            if hasattr(model, name):
-                delattr(model, name)
-        if num_classes:
-            model.head = zero_head(self.config.embedding_dim, num_classes, self)
+        model.hidden = None
+        model.head = zero_head(self.config.embedding_dim, num_classes, self) if num_classes else None
         return model
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        return list(self.stack.blocks)
+
+    def num_tokens(self, height: int, width: int) -> int:
+        """The class token and the patches."""
+        return 1 + self.config.num_patches
+
+    def summary(self, length: int | None = None) -> Summary:
+        """What the model is, in numbers; FLOPs are those of one image of its size."""
+        if length is not None:
+            raise ValueError(f"length: expected none, the model's images are {self.config.image_size}, got {length}")
+        high, wide = pair("image_size", self.config.image_size)
+        return replace(super().summary(), length=high if high == wide else (high, wide))
+
+    def parts(self, length: int) -> Iterator[Part]:
+        """The class token and positions, the stack, patches and heads, for one image."""
+        patches = self.config.num_patches
+        loose = sum(parameter.numel() for _, parameter in self.named_parameters(recurse=False))
+        yield Part(name="class token, positions", parameters=loose, flops=0)
+        stack = stack_part("stack", self.stack, 1 + patches, self.dtype)
+        yield replace(stack, flops=stack.flops * (1 + patches))
+        yield Part(name="patches", parameters=size(self.patches), flops=products(self.patches) * patches)
+        for name, head in (("hidden", self.hidden), ("head", self.head)):
+            if head is not None:
+                yield Part(name=name, parameters=size(head), flops=products(head))
 
 
 @kept(64)

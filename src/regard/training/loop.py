@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from regard.core.masks.guard import all_finite, finite
-from regard.models.davit import Half
-from regard.models.layers.block import Block
+from regard.models.base import Model
 from regard.training import store
 from regard.training.batches import plan, waste
 from regard.training.metrics import Metrics
@@ -31,8 +30,6 @@ from regard.training.settings import Settings
 from regard.training.signals import listening
 from regard.training.task import Batch, Task
 
-BLOCKS = (Block, Half)
-"""What models are made of, and what is computed again instead of kept."""
 QUEUED = 20
 """Steps whose losses many GPUs may owe before they are waited for."""
 
@@ -352,13 +349,12 @@ def _moved(batch: Batch, device: torch.device) -> Batch:
     return {name: tensor.pin_memory().to(device, non_blocking=True) for name, tensor in batch.items()}
 
 
-def _recompute(model: nn.Module) -> None:
-    """Let blocks be computed again in the backward pass instead of kept."""
-    blocks = [module for module in model.modules() if isinstance(module, BLOCKS)]
-    if not blocks:
-        raise ValueError(f"recompute: expected a model of our blocks, got {type(model).__name__} without any")
-    for block in blocks:
-        block.forward = _again(block.forward)  # type: ignore[method-assign]
+def _recompute(model: Model) -> None:
+    """Compute the activations of the model's blocks again in the backward pass instead of keeping them."""
+    if not model.blocks:
+        raise ValueError(f"recompute: expected a model with repeated blocks, got {type(model).__name__} without any")
+    for block in model.blocks:
+        block.forward = _again(block.forward)
 
 
 def _again(forward: Callable[..., Any]) -> Callable[..., Any]:

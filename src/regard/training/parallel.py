@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from regard.models.layers.block import Block
 from regard.training.task import Batch, Task, Totals
 
 STRATEGIES = ("ddp", "fsdp")
@@ -115,10 +114,8 @@ def spread(objective: Objective, place: Place) -> nn.Module:
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh(place.device.type, (place.world,))
-    for module in objective.modules():
-        # Cross-attention's keys and values are computed outside its block's forward pass, where shards would be left.
-        if isinstance(module, Block) and not hasattr(module, "cross"):
-            fully_shard(module, mesh=mesh)
+    for block in objective.model.sharded_blocks:
+        fully_shard(block, mesh=mesh)
     fully_shard(objective, mesh=mesh)
     return objective
 

@@ -3,30 +3,22 @@
 from collections.abc import Iterator
 from typing import Any
 
+from regard.checkpoints import sentences
 from regard.checkpoints.errors import CheckpointError
 from regard.checkpoints.form import (
     Form,
     Link,
     Shapes,
-    choice,
+    activation,
     class_names,
     linear,
     link,
     need,
+    published,
     unsupported,
     written_names,
 )
-from regard.core.mechanisms import Softmax
 from regard.models.encoder import Encoder, EncoderConfig
-
-ACTIVATIONS = {
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "relu": "relu",
-    "silu": "silu",
-}
-NAMES = {"gelu": "gelu", "gelu_tanh": "gelu_new", "relu": "relu", "silu": "silu"}
 
 
 def _shared(values: dict[str, Any], shapes: Shapes, pooler: str) -> dict[str, Any]:
@@ -37,6 +29,9 @@ def _shared(values: dict[str, Any], shapes: Shapes, pooler: str) -> dict[str, An
             "config.json: expected classes of sequences, which stand on a pooler, got a classifier without one: "
             "classes of tokens are not supported"
         )
+    segments = need({"type_vocab_size": 2, **values}, "type_vocab_size")
+    if not segments:
+        raise CheckpointError("config.json: expected type_vocab_size of at least 1, got 0")
     num_classes = shapes["classifier.weight"][0] if "classifier.weight" in shapes else 0
     return {
         "pooler": pooler in shapes,
@@ -46,7 +41,7 @@ def _shared(values: dict[str, Any], shapes: Shapes, pooler: str) -> dict[str, An
         "num_heads": need(values, "num_attention_heads"),
         "hidden_dim": need(values, "intermediate_size"),
         "context_length": need(values, "max_position_embeddings"),
-        "num_segments": values.get("type_vocab_size", 2),
+        "num_segments": segments,
         "norm_epsilon": float(values.get("layer_norm_eps", 1e-12)),
         "num_classes": num_classes,
         "class_names": class_names(values, num_classes),
@@ -56,13 +51,7 @@ def _shared(values: dict[str, Any], shapes: Shapes, pooler: str) -> dict[str, An
     }
 
 
-def _written(config: EncoderConfig) -> dict[str, Any] | None:
-    if (config.norm, config.pre_norm, config.mechanism) != ("layer", False, Softmax()):
-        return None
-    if config.activation not in NAMES or not config.num_segments or config.inverted_sentence:
-        return None
-    if config.window is not None or config.num_kv_heads not in (None, config.num_heads):
-        return None
+def _written(config: EncoderConfig) -> dict[str, Any]:
     return {
         "vocab_size": config.vocabulary_size,
         "hidden_size": config.embedding_dim,
@@ -72,7 +61,7 @@ def _written(config: EncoderConfig) -> dict[str, Any] | None:
         "max_position_embeddings": config.context_length,
         "type_vocab_size": config.num_segments,
         "layer_norm_eps": config.norm_epsilon,
-        "hidden_act": NAMES[config.activation],
+        "hidden_act": published(config.activation),
         "tie_word_embeddings": config.tied,
         "hidden_dropout_prob": config.dropout,
         "attention_probs_dropout_prob": config.attention_dropout,
@@ -93,18 +82,15 @@ def read_bert(values: dict[str, Any], shapes: Shapes) -> EncoderConfig:
     """Our config from Hugging Face's."""
     return EncoderConfig(
         **_shared(values, shapes, "bert.pooler.dense.weight"),
-        activation=choice(values, "hidden_act", ACTIVATIONS, "gelu"),
+        activation=activation(values, "hidden_act", "gelu"),
         masked_words="cls.predictions.bias" in shapes,
         next_sentence="cls.seq_relationship.weight" in shapes,
     )
 
 
-def write_bert(config: EncoderConfig) -> dict[str, Any] | None:
-    """Hugging Face's config of ours; None if ours is not BERT's form."""
-    values = _written(config)
-    if values is None or config.factor_dim is not None or config.num_shared not in (None, config.num_layers):
-        return None
-    return {"architectures": [_head(config, "Bert")], "model_type": "bert", **values}
+def write_bert(config: EncoderConfig) -> dict[str, Any]:
+    """Hugging Face's config of ours."""
+    return {"architectures": [_head(config, "Bert")], "model_type": "bert", **_written(config)}
 
 
 def bert_links(config: EncoderConfig) -> Iterator[Link]:
@@ -140,9 +126,13 @@ def bert_links(config: EncoderConfig) -> Iterator[Link]:
 def read_albert(values: dict[str, Any], shapes: Shapes) -> EncoderConfig:
     """Our config from Hugging Face's."""
     unsupported(values, inner_group_num=1)
+    if "sop_classifier.classifier.weight" in shapes and "predictions.bias" not in shapes:
+        raise CheckpointError(
+            "config.json: expected ALBERT's head for masked words beside that for sentences, got none"
+        )
     return EncoderConfig(
         **_shared(values, shapes, "albert.pooler.weight"),
-        activation=choice(values, "hidden_act", ACTIVATIONS, "gelu_new"),
+        activation=activation(values, "hidden_act", "gelu_new"),
         factor_dim=need(values, "embedding_size"),
         num_shared=values.get("num_hidden_groups", 1),
         masked_words="predictions.bias" in shapes,
@@ -150,13 +140,16 @@ def read_albert(values: dict[str, Any], shapes: Shapes) -> EncoderConfig:
     )
 
 
-def write_albert(config: EncoderConfig) -> dict[str, Any] | None:
-    """Hugging Face's config of ours; None if ours is not ALBERT's form."""
-    values = _written(config)
-    if values is None or config.factor_dim is None or (config.next_sentence and not config.masked_words):
-        return None
-    sizes = {"embedding_size": config.factor_dim, "num_hidden_groups": config.num_shared or config.num_layers}
-    return {"architectures": [_head(config, "Albert")], "model_type": "albert", **values, **sizes, "inner_group_num": 1}
+def write_albert(config: EncoderConfig) -> dict[str, Any]:
+    """Hugging Face's config of ours."""
+    return {
+        "architectures": [_head(config, "Albert")],
+        "model_type": "albert",
+        **_written(config),
+        "embedding_size": config.factor_dim,
+        "num_hidden_groups": config.num_shared or config.num_layers,
+        "inner_group_num": 1,
+    }
 
 
 def albert_links(config: EncoderConfig) -> Iterator[Link]:
@@ -190,6 +183,12 @@ def albert_links(config: EncoderConfig) -> Iterator[Link]:
         yield from linear("classifier", "classes")
 
 
+SENTENCES: dict[str, Any] = {
+    "read_more": sentences.read,
+    "write_more": sentences.written,
+    "said_elsewhere": sentences.FIELDS,
+}
+"""An encoder may be that of a sentence-transformers folder."""
 BERT = Form(
     model_types=("bert",),
     model=Encoder,
@@ -197,6 +196,7 @@ BERT = Form(
     read_config=read_bert,
     write_config=write_bert,
     links=bert_links,
+    **SENTENCES,
     prefix="bert.",
     # Buffers, and three heads that only AntiBERTy has.
     ignored=r".*embeddings\.position_ids$|cls\.(species|chain|graft)\..*",
@@ -212,6 +212,7 @@ ALBERT = Form(
     read_config=read_albert,
     write_config=write_albert,
     links=albert_links,
+    **SENTENCES,
     prefix="albert.",
     ignored=r".*embeddings\.position_ids$",
     copies={

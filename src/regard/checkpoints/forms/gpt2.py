@@ -3,17 +3,9 @@
 from collections.abc import Iterator
 from typing import Any
 
-from regard.checkpoints.form import Form, Link, Shapes, choice, linear, link, need, unsupported
+from regard.checkpoints.form import Form, Link, Shapes, activation, linear, link, need, published, unsupported
 from regard.core.mechanisms import Softmax
 from regard.models.decoder import Decoder, DecoderConfig
-
-ACTIVATIONS = {
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu": "gelu",
-    "relu": "relu",
-    "silu": "silu",
-}
 
 
 def read_config(values: dict[str, Any], shapes: Shapes) -> DecoderConfig:
@@ -29,7 +21,7 @@ def read_config(values: dict[str, Any], shapes: Shapes) -> DecoderConfig:
         hidden_dim=values.get("n_inner") or 4 * width,
         context_length=need(values, "n_positions"),
         norm_epsilon=float(values.get("layer_norm_epsilon", 1e-5)),
-        activation=choice(values, "activation_function", ACTIVATIONS, "gelu_new"),
+        activation=activation(values, "activation_function", "gelu_new"),
         tied=bool(values.get("tie_word_embeddings", True)),
         mechanism=Softmax() if scaled else Softmax(beta=1.0),
         dropout=float(values.get("resid_pdrop") or 0.0),
@@ -37,18 +29,8 @@ def read_config(values: dict[str, Any], shapes: Shapes) -> DecoderConfig:
     )
 
 
-def write_config(config: DecoderConfig) -> dict[str, Any] | None:
-    """Hugging Face's config of ours; None if ours is not GPT-2's form."""
-    biases = config.attention_bias and config.output_bias and config.network_bias
-    plain = config.num_kv_heads in (None, config.num_heads) and config.head_length * config.num_heads
-    names = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
-    form = (config.positions, config.norm, config.window)
-    if form != ("learned", "layer", None) or not biases or config.activation not in names:
-        return None
-    if plain != config.embedding_dim or config.value_length not in (None, config.head_length):
-        return None
-    if config.mechanism not in (Softmax(), Softmax(beta=1.0)):
-        return None
+def write_config(config: DecoderConfig) -> dict[str, Any]:
+    """Hugging Face's config of ours."""
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
@@ -59,9 +41,9 @@ def write_config(config: DecoderConfig) -> dict[str, Any] | None:
         "n_inner": config.hidden_dim or 4 * config.embedding_dim,
         "n_positions": config.context_length,
         "layer_norm_epsilon": config.norm_epsilon,
-        "activation_function": names[config.activation],
+        "activation_function": published(config.activation),
         "tie_word_embeddings": config.tied,
-        "scale_attn_weights": config.mechanism == Softmax(),
+        "scale_attn_weights": config.mechanism != Softmax(beta=1.0),
         "resid_pdrop": config.dropout,
         "embd_pdrop": config.dropout,
         "attn_pdrop": config.attention_dropout,

@@ -5,7 +5,6 @@ from typing import Any
 
 from regard.checkpoints.errors import CheckpointError
 from regard.checkpoints.form import Form, Link, Shapes, linear, link, need, unsupported
-from regard.core.mechanisms import Softmax
 from regard.models.decoder import Decoder, DecoderConfig
 from regard.models.layers.positions import RotaryScaling
 
@@ -80,18 +79,11 @@ def _window(values: dict[str, Any], kind: str, layers: int) -> tuple[int | None,
     return size, tuple(index for index, one in enumerate(types) if one == "sliding_attention")
 
 
-def write_config(config: DecoderConfig) -> dict[str, Any] | None:
+def write_config(config: DecoderConfig) -> dict[str, Any]:
     """Hugging Face's config of ours: Llama's unless there is a window (Mistral) or biases on q, k, v alone (Qwen2)."""
-    form = (config.positions, config.norm, config.activation, config.mechanism)
-    if form != ("rotary", "rms", "swiglu", Softmax()) or config.value_length not in (None, config.head_length):
-        return None
     qwen = config.attention_bias and not config.output_bias
-    mistral = config.window is not None and config.window_layers is None and not config.attention_bias
-    if (config.window is not None and not (qwen or mistral)) or (config.network_bias and (qwen or mistral)):
-        return None
+    mistral = config.window is not None and config.window_layers is None
     kind = "qwen2" if qwen else "mistral" if mistral else "llama"
-    if (kind != "llama" and config.output_bias) or (kind == "llama" and config.attention_bias != config.output_bias):
-        return None
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rotary_base}
     if (scaling := config.rotary_scaling) is not None:
         rope |= {"rope_type": scaling.kind, "factor": scaling.factor}

@@ -3,26 +3,18 @@
 from collections.abc import Iterator
 from typing import Any
 
-from regard.checkpoints.form import Form, Link, Shapes, choice, link, need, unsupported
-from regard.core.mechanisms import Softmax
+from regard.checkpoints.errors import CheckpointError
+from regard.checkpoints.form import Form, Link, Shapes, activation, link, need, published, unsupported
+from regard.models.layers.network import ACTIVATIONS
 from regard.models.transformer import Transformer, TransformerConfig
-
-ACTIVATIONS = {
-    "relu": "relu",
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "silu": "silu",
-    "gated-gelu": "geglu_tanh",  # the reference computes the tanh form under this name
-    "gated-gelu_new": "geglu_tanh",
-    "gated-silu": "swiglu",
-    "gated-relu": "reglu",
-}
 
 
 def read_config(values: dict[str, Any], shapes: Shapes) -> TransformerConfig:
     """Our config from Hugging Face's."""
     unsupported(values, is_encoder_decoder=True)
     layers = need(values, "num_layers")
+    if not layers:
+        raise CheckpointError("config.json: expected num_layers of at least 1, whose first has the positions, got 0")
     tied, scaled = _head(values, shapes)
     dropout = float(values.get("dropout_rate") or 0.0)
     return TransformerConfig.t5(
@@ -37,7 +29,7 @@ def read_config(values: dict[str, Any], shapes: Shapes) -> TransformerConfig:
         num_buckets=values.get("relative_attention_num_buckets", 32),
         longest_distance=values.get("relative_attention_max_distance", 128),
         norm_epsilon=float(values.get("layer_norm_epsilon", 1e-6)),
-        activation=choice(values, "feed_forward_proj", ACTIVATIONS, "relu"),
+        activation=activation(values, "feed_forward_proj", "relu", gated=True),
         tied=tied,
         scaled_output=scaled,
         dropout=dropout,
@@ -56,20 +48,8 @@ def _head(values: dict[str, Any], shapes: Shapes) -> tuple[bool, bool]:
     return (says_tied and scaled) or "lm_head.weight" not in shapes, scaled
 
 
-def write_config(config: TransformerConfig) -> dict[str, Any] | None:
-    """Hugging Face's config of ours; None if ours is not T5's form."""
-    form = (config.positions, config.norm, config.pre_norm, config.scaled_embedding, config.mechanism)
-    if form != ("relative", "rms_t5", True, False, Softmax(beta=1.0)) or not config.num_layers:
-        return None
-    if config.attention_bias or config.output_bias or config.network_bias or config.target_vocabulary_size is not None:
-        return None
-    if config.num_kv_heads not in (None, config.num_heads) or config.value_length not in (None, config.head_length):
-        return None
-    if config.window is not None:
-        return None
-    names = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
-    if config.activation not in names:
-        return None
+def write_config(config: TransformerConfig) -> dict[str, Any]:
+    """Hugging Face's config of ours."""
     return {
         "architectures": ["T5ForConditionalGeneration"],
         "model_type": "t5",
@@ -85,7 +65,7 @@ def write_config(config: TransformerConfig) -> dict[str, Any] | None:
         "relative_attention_num_buckets": config.num_buckets,
         "relative_attention_max_distance": config.longest_distance,
         "layer_norm_epsilon": config.norm_epsilon,
-        "feed_forward_proj": names[config.activation],
+        "feed_forward_proj": published(config.activation),
         "tie_word_embeddings": config.tied,
         "scale_decoder_outputs": config.scaled_output,
         "dropout_rate": config.dropout,
@@ -114,7 +94,7 @@ def _block(config: TransformerConfig, theirs: str, ours: str, cross: bool) -> It
     last = f"{theirs}.{len(attentions)}"
     gated = {"wi_0": "gate", "wi_1": "up", "wo": "down"}
     plain = {"wi": "up", "wo": "down"}
-    for name, own in (gated if config.activation in ("geglu_tanh", "swiglu", "reglu") else plain).items():
+    for name, own in (gated if ACTIVATIONS[config.activation].gated else plain).items():
         yield link(f"{last}.DenseReluDense.{name}.weight", f"{ours}.network.{own}.weight")
     yield link(f"{last}.layer_norm.weight", f"{ours}.network_norm.weight")
 
@@ -129,4 +109,5 @@ FORM = Form(
     # The embedding by its other names, and a bias of cross-attention that early files hold and no model reads.
     ignored=r"((encoder|decoder)\.embed_tokens|.*EncDecAttention\.relative_attention_bias)\.weight$",
     copies={"lm_head.weight": "shared.weight"},
+    start_fields=("bos_token_id", "decoder_start_token_id"),
 )

@@ -11,25 +11,16 @@ from regard.checkpoints.form import (
     Form,
     Link,
     Shapes,
-    choice,
+    activation,
     class_names,
     linear,
     link,
     need,
+    published,
     unsupported,
     written_names,
 )
-from regard.core.mechanisms import Softmax
 from regard.models.vision import VisionConfig, VisionTransformer
-
-ACTIVATIONS = {
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "relu": "relu",
-    "silu": "silu",
-}
-NAMES = {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu": "relu", "silu": "silu"}
 
 
 def read_config(values: dict[str, Any], shapes: Shapes) -> VisionConfig:
@@ -52,7 +43,7 @@ def read_config(values: dict[str, Any], shapes: Shapes) -> VisionConfig:
         head="mlp" if pooled else "linear",
         representation_dim=(values.get("pooler_output_size") or width) if pooled else None,
         norm_epsilon=float(values.get("layer_norm_eps", 1e-12)),
-        activation=choice(values, "hidden_act", ACTIVATIONS, "gelu"),
+        activation=activation(values, "hidden_act", "gelu"),
         attention_bias=bool(values.get("qkv_bias", True)),
         dropout=float(values.get("hidden_dropout_prob") or 0.0),
         attention_dropout=float(values.get("attention_probs_dropout_prob") or 0.0),
@@ -64,14 +55,8 @@ def _size(values: dict[str, Any], name: str, default: int) -> Any:
     return found if isinstance(found, int) else tuple(found)
 
 
-def write_config(config: VisionConfig) -> dict[str, Any] | None:
-    """Hugging Face's config of ours; None if ours is not ViT's form."""
-    if (config.norm, config.positions, config.mechanism) != ("layer", "learned", Softmax()):
-        return None
-    if config.window is not None or config.num_kv_heads not in (None, config.num_heads):
-        return None
-    if config.activation not in NAMES or (config.head == "mlp" and config.num_classes):
-        return None
+def write_config(config: VisionConfig) -> dict[str, Any]:
+    """Hugging Face's config of ours."""
     return {
         "architectures": ["ViTForImageClassification" if config.num_classes else "ViTModel"],
         "model_type": "vit",
@@ -85,7 +70,7 @@ def write_config(config: VisionConfig) -> dict[str, Any] | None:
         "pooler_output_size": config.representation_dim or config.embedding_dim,
         "pooler_act": "tanh",
         "layer_norm_eps": config.norm_epsilon,
-        "hidden_act": NAMES[config.activation],
+        "hidden_act": published(config.activation),
         "qkv_bias": config.attention_bias,
         "hidden_dropout_prob": config.dropout,
         "attention_probs_dropout_prob": config.attention_dropout,

@@ -55,6 +55,10 @@ class Case:
     def kind(self) -> torch.dtype:
         return DTYPES[self.dtype]
 
+    def drawn(self) -> dict[str, int]:
+        """What was drawn for a cell: sizes and a seed."""
+        return {name: getattr(self, name) for name in ("batch", "queries", "keys", "qk_length", "value_length", "seed")}
+
     @property
     def generator(self) -> torch.Generator:
         return torch.Generator().manual_seed(self.seed)

@@ -2,11 +2,13 @@
 
 from collections import Counter
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from regard.core.display import Html, folded, table
+from regard.core.laws.case import Case
 from regard.core.laws.statements import LAWS
 
+Outcome = Literal["held", "broken", "not applicable"]
 MOST_BROKEN = 3
 """Broken cells that a report's `repr` shows."""
 MOST_ROWS = 20
@@ -21,14 +23,21 @@ class Cell:
     mask: str
     heads: str
     dtype: str
-    outcome: str
+    outcome: Outcome
     reason: str = ""
-    counterexample: dict[str, Any] | None = None
+    counterexample: Case | None = None
+    """The smallest case that breaks the law."""
 
     @property
     def smallest(self) -> str:
         """The counter-example as text; empty if there is none."""
-        return ", ".join(f"{name}={value}" for name, value in (self.counterexample or {}).items())
+        drawn = {} if self.counterexample is None else self.counterexample.drawn()
+        return ", ".join(f"{name}={value}" for name, value in drawn.items())
+
+    def to_dict(self) -> dict[str, Any]:
+        """The cell as JSON has it; of the counter-example what the cell does not say already."""
+        drawn = None if self.counterexample is None else self.counterexample.drawn()
+        return {**asdict(self), "counterexample": drawn}
 
 
 @dataclass(frozen=True, repr=False)
@@ -53,7 +62,7 @@ class Report:
         return [cell for cell in self.cells if cell.outcome == "broken"]
 
     def to_dict(self) -> dict[str, Any]:
-        return {"mechanism": self.mechanism, "ok": self.ok, "cells": [asdict(cell) for cell in self.cells]}
+        return {"mechanism": self.mechanism, "ok": self.ok, "cells": [cell.to_dict() for cell in self.cells]}
 
     @property
     def heading(self) -> str:

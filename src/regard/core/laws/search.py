@@ -3,7 +3,7 @@
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from tempfile import TemporaryDirectory
 
 from regard.core.calls.call import Call
@@ -93,8 +93,7 @@ def search(
 
 def _broken(error: Exception, case: Case, law: Law) -> Cell:
     message = str(error) if isinstance(error, Broken) else f"{type(error).__name__}: {error}"
-    smallest = {name: value for name, value in asdict(case).items() if name not in ("mask", "heads", "dtype", "device")}
-    return Cell(law.name, case.mask, case.heads, case.dtype, "broken", message.split("\n")[0], smallest)
+    return Cell(law.name, case.mask, case.heads, case.dtype, "broken", message.split("\n")[0], case)
 
 
 def _edge(law: Law, mechanism: Mechanism, probe: Case, number: int) -> Case:

@@ -555,30 +555,36 @@ def _count_flops(mechanism: Mechanism, case: Case, tensors: Triple, rule: Mask |
     return tokens + round((whole - tokens) * share)
 
 
+Mistake = tuple[str, Callable[[], object]]
+"""The argument that is wrong, and the call."""
+
+
 def _refusing(mechanism: Mechanism, case: Case) -> None:
     q, k, v = replace(case, batch=2, queries=5, keys=5).tensors()
-    wrong: dict[str, Callable[[], object]] = {
-        "q": lambda: attend(q[0], k, v, mechanism),
-        "q ": lambda: attend(q.long(), k, v, mechanism),
-        "k": lambda: attend(q, k[..., :0], v, mechanism),
-        "k ": lambda: attend(q[:, :3], k[:, :1].expand(2, 2, 5, -1), v[:, :1].expand(2, 2, 5, -1), mechanism),
-        "v": lambda: attend(q, k, v[:, :, :4], mechanism),
-        "v ": lambda: attend(q, k, v.to(torch.float32 if case.kind != torch.float32 else torch.float64), mechanism),
-        "mask": lambda: attend(q, k, v, mechanism, torch.zeros(5, 5)),
-        "mask ": lambda: attend(q, k, v, mechanism, padding([1, 2, 3])),
-        "mask  ": lambda: attend(q, k, v, mechanism, dense(torch.ones(5, 4, dtype=torch.bool))),
-        "path": lambda: attend(q, k, v, mechanism, path="nowhere"),
-    }
-    if mechanism.refuses(Call(mechanism, q, k, v, bias=torch.zeros(5, 5, dtype=case.kind))) is not None:
-        wrong["bias"] = lambda: attend(q, k, v, mechanism, bias=torch.zeros(5, 5, dtype=case.kind))
-    for name, mistake in wrong.items():
+    other_dtype = torch.float32 if case.kind != torch.float32 else torch.float64
+    mistakes: list[Mistake] = [
+        ("q", lambda: attend(q[0], k, v, mechanism)),
+        ("q", lambda: attend(q.long(), k, v, mechanism)),
+        ("k", lambda: attend(q, k[..., :0], v, mechanism)),
+        ("k", lambda: attend(q[:, :3], k[:, :1].expand(2, 2, 5, -1), v[:, :1].expand(2, 2, 5, -1), mechanism)),
+        ("v", lambda: attend(q, k, v[:, :, :4], mechanism)),
+        ("v", lambda: attend(q, k, v.to(other_dtype), mechanism)),
+        ("mask", lambda: attend(q, k, v, mechanism, torch.zeros(5, 5))),
+        ("mask", lambda: attend(q, k, v, mechanism, padding([1, 2, 3]))),
+        ("mask", lambda: attend(q, k, v, mechanism, dense(torch.ones(5, 4, dtype=torch.bool)))),
+        ("path", lambda: attend(q, k, v, mechanism, path="nowhere")),
+    ]
+    bias = torch.zeros(5, 5, dtype=case.kind)
+    if mechanism.refuses(Call(mechanism, q, k, v, bias=bias)) is not None:
+        mistakes.append(("bias", lambda: attend(q, k, v, mechanism, bias=bias)))
+    for argument, call in mistakes:
         try:
-            mistake()
+            call()
         except ValueError as error:
-            if not str(error).startswith(name.strip()):
-                raise Broken(f"the error for a wrong {name.strip()} does not name it: {error}") from None
+            if not str(error).startswith(argument):
+                raise Broken(f"the error for a wrong {argument} does not name it: {error}") from None
         else:
-            raise Broken(f"a wrong {name.strip()} passes")
+            raise Broken(f"a wrong {argument} passes")
 
 
 LAWS: dict[str, Law] = {

@@ -18,7 +18,6 @@ from regard.inference.generation.request import (
     given_tokens,
     limits_of,
     read_prompts,
-    room_for,
     seeds_of,
     speaking,
 )
@@ -82,7 +81,7 @@ def generate(
     given = given_tokens(own, prompts, state, storage)
     seeds = seeds_of(seed, len(given), n)
     if beams > 1:
-        rooms = [room_for(own, tokens) for tokens in given]
+        rooms = [own.room_after(len(tokens)) for tokens in given]
         room = first_room(map(len, given), min(max_new_tokens, max(rooms)))
         prompt = state if state is not None else read_prompts(own, given, room, chunk, storage)
         size = max(1, TOGETHER // beams)
@@ -144,7 +143,7 @@ def stream(
     given = given_tokens(own, None if prompt is None else cast(Any, [prompt]), state, storage)
     if len(given) != 1:
         raise ValueError(f"state: expected one prompt to stream from, got {len(given)}")
-    room_for(own, given[0])
+    own.room_after(len(given[0]))
     check_reading(chunk)
     seeds = seeds_of(seed, 1, 1)
 
@@ -217,5 +216,5 @@ def prefill(
     own = speaking(model)
     given = given_tokens(own, prompts, None)
     check_reading(chunk, room)
-    most = max(room_for(own, tokens) for tokens in given)
+    most = max(own.room_after(len(tokens)) for tokens in given)
     return replace(read_prompts(own, given, min(room, most), chunk, storage), reader=fingerprint(own))

@@ -17,8 +17,7 @@ from torch import Tensor
 from regard.inference.generation.engine import Generated, Limits, not_finite
 from regard.inference.generation.prompt import Prompt, with_room
 from regard.inference.generation.text import Writer
-from regard.models.decoder import Decoder
-from regard.models.transformer import Transformer
+from regard.models.base import GenerativeModel
 
 
 class Beam(NamedTuple):
@@ -40,7 +39,7 @@ Candidate = tuple[float, int, int, float]
 
 @torch.inference_mode()
 def search(
-    model: Decoder | Transformer,
+    model: GenerativeModel,
     prompt: Prompt,
     limits: Limits,
     *,
@@ -82,7 +81,7 @@ def search(
 class _Search:
     """The search of one prompt."""
 
-    model: Decoder | Transformer
+    model: GenerativeModel
     limits: Limits
     place: int
     most: int

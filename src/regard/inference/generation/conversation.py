@@ -12,8 +12,7 @@ import torch
 
 from regard.inference.generation import Generated, Prompt, Stream, prefill, stream
 from regard.inference.generation.prompt import CHUNK, with_room
-from regard.models.base import Model
-from regard.models.decoder import Decoder
+from regard.models.base import GenerativeModel, Model, expect
 
 
 class ContextError(ValueError):
@@ -73,7 +72,8 @@ class Conversation:
     """
 
     def __init__(self, model: Model, system: str | None = None, **options: Any) -> None:
-        if not isinstance(model, Decoder):
+        model = expect(GenerativeModel, model)
+        if model.reads_source:
             raise ValueError(f"model: expected a decoder to talk with, got {type(model).__name__}")
         if model.tokenizer is None or model.tokenizer.chat_template is None:
             lacking = "tokenizer" if model.tokenizer is None else "chat template"
@@ -103,7 +103,7 @@ class Conversation:
         """
         self._settle()
         tokens = tuple(self._tokenizer.encode(self._rendered(text), special=False))
-        limit = self.model.config.context_length
+        limit = self.model.context_length
         if len(tokens) >= limit:
             raise ContextError(f"context: expected fewer than {limit} tokens with this message, got {len(tokens)}")
         answer = Answer(lambda: self._answer(tokens))
@@ -142,7 +142,7 @@ class Conversation:
     @torch.inference_mode()
     def _read(self, tokens: tuple[int, ...]) -> Prompt:
         """The state of all tokens; those that the model has met at the same place are not read again."""
-        room = min(self.options.get("max_new_tokens", 128), self.model.config.context_length - len(tokens))
+        room = min(self.options.get("max_new_tokens", 128), self.model.context_length - len(tokens))
         kept = None if self._prompt is None else _beginning(self._prompt, tokens)
         if kept is None:
             more = {name: self.options[name] for name in ("chunk", "storage") if name in self.options}

@@ -16,8 +16,7 @@ from regard.inference.generation.prompt import Prompt
 from regard.inference.generation.replay import Reading
 from regard.inference.generation.sampling import Sampling
 from regard.inference.generation.text import Writer
-from regard.models.decoder import Decoder
-from regard.models.transformer import Transformer
+from regard.models.base import GenerativeModel
 
 FEW = 0.75
 """The share of a batch that must be left for it to stay as it is; below, the rest is taken out, which copies the state
@@ -138,7 +137,7 @@ class Growth:
 
     def __init__(
         self,
-        model: Decoder | Transformer,
+        model: GenerativeModel,
         prompt: Prompt,
         rows: Sequence[Row],
         sampling: Sampling,

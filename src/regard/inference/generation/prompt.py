@@ -16,15 +16,13 @@ from regard.checkpoints.sources import Source, open_safetensors, parse_json, ref
 from regard.core.extras import needed_for
 from regard.core.families.mechanism import Mechanism
 from regard.core.files import write
-from regard.core.masks import Padding, padding, padding_of
+from regard.core.masks import Padding, padding_of
 from regard.core.states.buffer import Buffer
 from regard.core.states.key_values import PARTS, KeyValueState, stored_buffer
 from regard.core.states.state import Sizes
-from regard.models.base import Model
-from regard.models.decoder import Decoder
+from regard.models.base import GenerativeModel, Model, expect
 from regard.models.layers.attention import MultiHeadAttention
 from regard.models.layers.streaming import ModelState
-from regard.models.transformer import Transformer
 
 KEY, VERSION = "regard.prompt", 5
 UNREAD = ("dropout", "attention_dropout", "end_tokens", "padding_token")
@@ -85,8 +83,7 @@ class Prompt:
     @staticmethod
     def load(path: str | Path, model: Model) -> "Prompt":
         """The prompt of a file, for the model that read it; another model, and other weights, are refused."""
-        if not isinstance(model, Decoder | Transformer):
-            raise ValueError(f"model: expected the decoder or encoder-decoder that read it, got {type(model).__name__}")
+        model = expect(GenerativeModel, model)
         source = open_safetensors(path)
         text = source.metadata.get(KEY)
         if not isinstance(text, str):
@@ -104,7 +101,7 @@ class Prompt:
             raise CheckpointError(f"{path}: expected a saved prompt of this model, got {error!r:.100}") from None
 
 
-def fingerprint(model: Decoder | Transformer) -> str:
+def fingerprint(model: GenerativeModel) -> str:
     """What tells a model from others: its kind, and checksums of its config and of some numbers of each weight.
 
     A weight gives fewer than 2,048, all of them if it has no more. Reading every number of a model would take longer
@@ -140,7 +137,7 @@ def _plain_fields(value: object) -> str:
     return ", ".join(f"{name}={named.get(name, one)}" for name, one in held if isinstance(one, plain) or name in named)
 
 
-def unlike(reader: str, model: Decoder | Transformer) -> str | None:
+def unlike(reader: str, model: GenerativeModel) -> str | None:
     """How the model that read a prompt differs from another one; None if it does not."""
     theirs, ours = reader.split(", "), fingerprint(model).split(", ")
     if len(theirs) != len(ours):
@@ -150,41 +147,16 @@ def unlike(reader: str, model: Decoder | Transformer) -> str | None:
 
 
 def read(
-    model: Model,
+    model: GenerativeModel,
     prompts: Sequence[Sequence[int]],
     *,
     room: int = 0,
     chunk: int = CHUNK,
     storage: torch.dtype | None = None,
 ) -> Prompt:
-    """Let a model read prompts, left-padded to one length, `chunk` tokens at a time, with room for more."""
-    if isinstance(model, Transformer):
-        return _read_source(model, prompts, room, storage)
-    assert isinstance(model, Decoder)
-    longest = max(len(one) for one in prompts)
-    tokens = torch.tensor([[0] * (longest - len(one)) + list(one) for one in prompts], device=model.device)
-    valid = torch.tensor([[at >= longest - len(one) for at in range(longest)] for one in prompts])
-    state = model.start(batch=len(prompts), capacity=longest + room, storage=storage)
-    hidden = tokens.new_zeros(0)
-    for begin in range(0, longest, chunk):
-        end = min(begin + chunk, longest)
-        part = valid[:, :end]
-        mask = None if bool(part.all()) else padding(valid=part)
-        hidden, state = model.advance(tokens[:, begin:end], state, mask)
-    return Prompt(state, tuple(tuple(one) for one in prompts), model.predict(hidden[:, -1:])[:, 0])
-
-
-def _read_source(
-    model: Transformer, sources: Sequence[Sequence[int]], room: int, storage: torch.dtype | None
-) -> Prompt:
-    longest = max(len(one) for one in sources)
-    tokens = torch.tensor([list(one) + [0] * (longest - len(one)) for one in sources], device=model.device)
-    lengths = [len(one) for one in sources]
-    mask = padding(lengths) if min(lengths) < longest else None
-    state = model.start(tokens, mask, capacity=1 + room, storage=storage)
-    first = torch.full((len(sources), 1), model.config.start_token or 0, device=model.device)
-    hidden, state = model.advance(first, state)
-    return Prompt(state, tuple(tuple(one) for one in sources), model.predict(hidden)[:, 0])
+    """Let a model read prompts, `chunk` tokens at a time, with room for `room` more."""
+    logits, state = model.read_prompts(prompts, room=room, chunk=chunk, storage=storage)
+    return Prompt(state, tuple(tuple(prompt) for prompt in prompts), logits)
 
 
 def with_room(state: ModelState, more: int, most: int) -> ModelState:
@@ -261,25 +233,26 @@ class _Stored:
         return replace(self, prefix=f"{self.prefix}{name}.", plan=plan)
 
 
-def _unflatten(source: Source, plan: dict[str, Any], model: Decoder | Transformer) -> Prompt:
+def _unflatten(source: Source, plan: dict[str, Any], model: GenerativeModel) -> Prompt:
     """The prompt of a file whose every size agrees with its model and with the bytes that are there.
 
     Nothing is made by a number in the file: tensors are as large as the file holds them.
     """
-    decoder = isinstance(model, Decoder)
     most = model.config.vocabulary_size
     [batch, _] = shape = source.shapes["logits"]
-    _expect("logits", shape, (batch, most if decoder else model.config.target_size))  # type: ignore[union-attr]
+    _expect("logits", shape, (batch, model.config.target_size))
     tokens = tuple(tuple(row) for row in plan["tokens"])
     if len(tokens) != batch or not batch or not all(tokens):
         raise ValueError(f"tokens of {len(tokens)} prompts for {batch}")
     if not all(type(token) is int and 0 <= token < most for row in tokens for token in row):
         raise ValueError(f"tokens that are not from 0 to {most - 1}")
     length, longest = plan["length"], max(map(len, tokens))
-    if type(length) is not int or (length != longest if decoder else not 1 <= length <= model.config.context_length):
+    if type(length) is not int or (
+        not 1 <= length <= model.context_length if model.reads_source else length != longest
+    ):
         raise ValueError(f"a length of {length!r} for prompts of {longest} tokens")
 
-    stack = model.stack if isinstance(model, Decoder) else model.decoder
+    stack = model.decoder_stack
     empty = stack.start(batch=1, capacity=0)
 
     def stored(prefix: str, plan: dict[str, Any] | None = None, window: int | None = None) -> _Stored:
@@ -292,9 +265,9 @@ def _unflatten(source: Source, plan: dict[str, Any], model: Decoder | Transforme
 
     parts = zip(plan["layers"], empty.layers, empty.windows, strict=True)
     memory, sources = None, 0
-    if not decoder:
+    if model.reads_source:
         sources = source.shapes[f"memory.0.{PARTS[0]}"][2]
-        crosses = [_empty(block.cross) for block in stack.layers]
+        crosses = [_empty(block.cross) for block in stack.layers if block.cross is not None]
         buffers = (
             stored_buffer(stored(f"memory.{index}."), "", like, batch, sources) for index, like in enumerate(crosses)
         )

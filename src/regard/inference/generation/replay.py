@@ -21,24 +21,24 @@ from regard.core.paths.slots import Clock
 from regard.core.states.key_values import first_room
 from regard.core.user_code import runs_user_code
 from regard.inference.generation.prompt import Prompt, with_room
-from regard.models.decoder import Decoder
+from regard.models.base import GenerativeModel
+from regard.models.layers.attention import MultiHeadAttention
 from regard.models.layers.streaming import ModelState, recalled
-from regard.models.transformer import Transformer
 
 LEAST = 8
 """New tokens from which on a capture pays: it takes about as long as two steps."""
 
 
-def unfit(model: Decoder | Transformer, state: ModelState, most: int) -> str | None:
+def unfit(model: GenerativeModel, state: ModelState, most: int) -> str | None:
     """Why a model's step is not captured; None if it is. `most` is how many tokens may still come."""
     if model.device.type != "cuda":
         return "made for GPUs"
     return uncapturable(model, state, most)
 
 
-def uncapturable(model: Decoder | Transformer, state: ModelState, most: int) -> str | None:
+def uncapturable(model: GenerativeModel, state: ModelState, most: int) -> str | None:
     """Why a model's step cannot be captured, wherever it is; None if it can."""
-    stack = _stack(model)
+    stack = model.decoder_stack
     if most < LEAST:
         return f"fewer than {LEAST} tokens to come"
     if model.training:
@@ -53,7 +53,7 @@ def uncapturable(model: Decoder | Transformer, state: ModelState, most: int) -> 
         return "padding that is not on the left"
     for block, layer in zip(stack.layers, state.layers, strict=True):
         mechanism = block.attention.mechanism
-        if state.memory is not None and (reason := _uncrossed(block.cross)) is not None:
+        if block.cross is not None and (reason := _uncrossed(block.cross)) is not None:
             return reason
         if runs_user_code(mechanism):
             return f"{type(mechanism).__name__} runs code that may read numbers"
@@ -76,7 +76,7 @@ class Reading:
     (((1, 2, 5),), 'eager: made for GPUs')
     """
 
-    def __init__(self, model: Decoder | Transformer, prompt: Prompt) -> None:
+    def __init__(self, model: GenerativeModel, prompt: Prompt) -> None:
         self.model, self._prompt = model, prompt
         self._replay: Replay | None = None
         self._newer: list[list[int]] = []
@@ -130,7 +130,7 @@ class Reading:
 class Replay:
     """A model's step over slots: memory that stays where it is. On a GPU it is captured and replayed."""
 
-    def __init__(self, model: Decoder | Transformer, state: ModelState, most: int) -> None:
+    def __init__(self, model: GenerativeModel, state: ModelState, most: int) -> None:
         self.model, self.like, self.length = model, state, state.length
         self.capacity = state.length + first_room([state.length], most)
         starts = None if state.padding is None else _starts(state.padding, state.length)
@@ -145,13 +145,13 @@ class Replay:
                 self.clocks[gone] = Clock.at(state.length - gone, begins, self.capacity - gone, device)
             return self.clocks[gone]
 
-        layers = zip(_stack(model).layers, state.layers, state.windows, strict=True)
+        layers = zip(model.decoder_stack.layers, state.layers, state.windows, strict=True)
         self.slots = [
             block.attention.mechanism.slot(block.attention.qk_length, layer, clock, size)
             for block, layer, size in layers
         ]
         self.tokens = torch.zeros(len(self.slots[0].tensors[0]), 1, dtype=torch.long, device=device)
-        rotary = _stack(model).rotary
+        rotary = model.decoder_stack.rotary
         self.turns = None if rotary is None else rotary.tables(torch.arange(self.capacity, device=device))
         self.graph: torch.cuda.CUDAGraph | None = None
         self.warm = False
@@ -167,7 +167,7 @@ class Replay:
         tokens = _tensor(newest)
         self.tokens.copy_(tokens.pin_memory() if self.tokens.is_cuda else tokens, non_blocking=True)
         self.length += 1
-        for slot, block in zip(self.slots, _stack(self.model).layers, strict=True):
+        for slot, block in zip(self.slots, self.model.decoder_stack.layers, strict=True):
             slot.make_room(block.attention.mechanism, self.length)
         with all_finite():  # a NaN in a key is a NaN in the logits, which is an error
             if not self.warm or not self.tokens.is_cuda:
@@ -185,7 +185,7 @@ class Replay:
         for clock in self.clocks.values():
             clock.tick()
         gone, clock = next(iter(self.clocks.items()))
-        stack, place = _stack(self.model), clock.places(len(self.tokens)) + (gone if clock.low is None else 0)
+        stack, place = self.model.decoder_stack, clock.places(len(self.tokens)) + (gone if clock.low is None else 0)
         x = self.model.embed(self.tokens, place)
         positions: Any = place
         if self.turns is not None:
@@ -215,10 +215,6 @@ def _tensor(newest: list[int]) -> Tensor:
     return torch.tensor(newest, device="cpu")[:, None]
 
 
-def _stack(model: Decoder | Transformer) -> Any:
-    return model.stack if isinstance(model, Decoder) else model.decoder
-
-
 def _starts(padding: Padding, length: int) -> tuple[int, ...] | None:
     """Where each row's real tokens begin, if all go on to the end."""
     if padding.rows is None or any(high < length for _, high in padding.rows):
@@ -226,7 +222,7 @@ def _starts(padding: Padding, length: int) -> tuple[int, ...] | None:
     return tuple(low for low, _ in padding.rows)
 
 
-def _uncrossed(layer: Any) -> str | None:
+def _uncrossed(layer: MultiHeadAttention) -> str | None:
     """Why cross-attention by a layer is not captured; None if it is."""
     softmax = split.scale(layer.mechanism, layer.qk_length) is not None
     if softmax and layer.dtype != torch.float64 and max(layer.qk_length, layer.value_length) <= gpu.LONGEST:

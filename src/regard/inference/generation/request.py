@@ -11,13 +11,11 @@ from regard.inference.generation.engine import Growth, Limits, Row
 from regard.inference.generation.prompt import CHUNK, Prompt, read, unlike
 from regard.inference.generation.sampling import Sampling
 from regard.inference.generation.text import Writer
-from regard.models.base import Model
-from regard.models.decoder import Decoder
-from regard.models.transformer import Transformer
+from regard.models.base import GenerativeModel, Model, expect
 
 
 def begin(
-    model: Decoder | Transformer,
+    model: GenerativeModel,
     given: Sequence[tuple[int, ...]],
     *,
     sampling: Sampling,
@@ -29,7 +27,7 @@ def begin(
     storage: torch.dtype | None = None,
 ) -> tuple[Growth, list[Row]]:
     """Read prompts, unless `state` has them, and make a row of each seed of each of them, ready to grow."""
-    rooms = [room_for(model, tokens) for tokens in given]
+    rooms = [model.room_after(len(tokens)) for tokens in given]
     room = min(limits.max_new_tokens, max(rooms))
     room = first_room(map(len, given), room)
     prompt = state if state is not None else read_prompts(model, given, room, chunk, storage)
@@ -44,24 +42,21 @@ def begin(
 
 
 @torch.inference_mode()
-def read_prompts(
-    model: Decoder | Transformer, given: Any, room: int, chunk: int, storage: torch.dtype | None
-) -> Prompt:
+def read_prompts(model: GenerativeModel, given: Any, room: int, chunk: int, storage: torch.dtype | None) -> Prompt:
     """What the model keeps of the prompts, with room for `room` new tokens."""
     return read(model, given, room=room, chunk=chunk, storage=storage)
 
 
-def speaking(model: Model) -> Decoder | Transformer:
+def speaking(model: Model) -> GenerativeModel:
     """The model, if it can generate."""
-    if not isinstance(model, Decoder | Transformer):
-        raise ValueError(f"model: expected a decoder or an encoder-decoder, got {type(model).__name__}")
+    generative = expect(GenerativeModel, model)
     if model.training and (model.config.dropout or model.config.attention_dropout):
         raise ValueError("model: expected one in eval mode, got one in training: call model.eval()")
-    return model
+    return generative
 
 
 def given_tokens(
-    model: Decoder | Transformer, prompts: Any, state: Prompt | None, storage: torch.dtype | None = None
+    model: GenerativeModel, prompts: Any, state: Prompt | None, storage: torch.dtype | None = None
 ) -> list[tuple[int, ...]]:
     """The prompts' tokens, checked."""
     if (prompts is None) == (state is None):
@@ -84,7 +79,7 @@ def given_tokens(
     return [prompt_tokens(model, prompt, at) for at, prompt in enumerate(prompts)]
 
 
-def prompt_tokens(model: Decoder | Transformer, prompt: Any, at: int) -> tuple[int, ...]:
+def prompt_tokens(model: GenerativeModel, prompt: Any, at: int) -> tuple[int, ...]:
     """The tokens of one prompt."""
     prompt = _plain(prompt)
     if isinstance(prompt, str):
@@ -116,26 +111,14 @@ def _plain(values: Any) -> Any:
     return values.tolist() if hasattr(values, "tolist") else values
 
 
-def room_for(model: Decoder | Transformer, tokens: Sequence[int]) -> int:
-    """How many new tokens the context has room for."""
-    limit = model.config.context_length
-    if isinstance(model, Transformer):
-        if model.config.positions == "learned" and len(tokens) > limit:
-            raise ValueError(f"prompts: expected at most {limit} tokens (the model's context), got {len(tokens)}")
-        return limit - 1
-    if len(tokens) >= limit:
-        raise ValueError(f"prompts: expected fewer than {limit} tokens (the model's context), got {len(tokens)}")
-    return limit - len(tokens)
-
-
-def limits_of(model: Decoder | Transformer, max_new_tokens: int, stop: Any) -> Limits:
+def limits_of(model: GenerativeModel, max_new_tokens: int, stop: Any) -> Limits:
     """When sequences end: by length, by the model's own tokens, by `stop`."""
     if type(max_new_tokens) is not int or max_new_tokens < 1:
         raise ValueError(f"max_new_tokens: expected a whole number of at least 1, got {max_new_tokens!r}")
     if stop is not None and not isinstance(stop, str | int | list | tuple | set | frozenset):
         raise ValueError(f"stop: expected texts and tokens, or None, got {type(stop).__name__}")
     given = () if stop is None else (stop,) if isinstance(stop, str | int) else tuple(stop)
-    most = model.config.target_size if isinstance(model, Transformer) else model.config.vocabulary_size
+    most = model.config.target_size
     for one in given:
         if isinstance(one, bool) or not isinstance(one, str | int) or one == "":
             raise ValueError(f"stop: expected texts and tokens, got {one!r}")
@@ -190,7 +173,7 @@ def seeds_of(seed: Any, count: int, n: int) -> list[list[int]]:
 
 
 def new_row(
-    model: Decoder | Transformer,
+    model: GenerativeModel,
     place: int,
     tokens: tuple[int, ...],
     room: int,
@@ -200,7 +183,7 @@ def new_row(
 ) -> Row:
     """A sequence that has not begun."""
     # A source is another text than the target, so its tokens are no repetitions.
-    before = () if isinstance(model, Transformer) else tokens
+    before = () if model.reads_source else tokens
     generator = torch.Generator().manual_seed(seed)
     writer = Writer(model.tokenizer, limits.stop_strings)
     return Row(place, before, room, generator, writer, [] if scored else None)

@@ -60,8 +60,8 @@ class Block(nn.Module):
         self.pre_norm = config.pre_norm
         self.attention = self._attention(config, rotary=config.rotary)
         self.attention_norm = norm(config.norm, config.embedding_dim, config.norm_epsilon)
+        self.cross = self._attention(config) if config.cross else None
         if config.cross:
-            self.cross = self._attention(config)
             self.cross_norm = norm(config.norm, config.embedding_dim, config.norm_epsilon)
         self.network = PositionWise(
             config.embedding_dim,
@@ -107,7 +107,7 @@ class Block(nn.Module):
         else:
             found, state = self.attention.extend(inner, state, mask, **options)
         x = self._add(x, found, self.attention_norm)
-        if memory is not None:
+        if self.cross is not None and memory is not None:
             inner = self.cross_norm(x) if self.pre_norm else x
             inner = inner if ragged is None else ragged.pad(inner)
             found = self.cross.cross(inner, *memory, memory_mask)
@@ -224,7 +224,7 @@ class Stack(nn.Module):
 
     def remember(self, memory: Float[Tensor, "B S E"]) -> tuple[tuple[Tensor, Tensor], ...]:
         """Keys and values of every layer's cross-attention over `memory`."""
-        return tuple(block.cross.remember(memory) for block in self.layers)
+        return tuple(block.cross.remember(memory) for block in self.layers if block.cross is not None)
 
 
 def _held(state: ModelState, index: int, size: int | None, tokens: int) -> tuple[Any, int]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -11,17 +12,30 @@ from torch import Tensor, nn
 from regard.core.paths import gpu
 from regard.models.layers.linear import Linear
 
-ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
-    "relu": (F.relu, False),
-    "gelu": (F.gelu, False),
-    "gelu_tanh": (partial(F.gelu, approximate="tanh"), False),
-    "silu": (F.silu, False),
-    "swiglu": (F.silu, True),
-    "geglu": (F.gelu, True),
-    "geglu_tanh": (partial(F.gelu, approximate="tanh"), True),
-    "reglu": (F.relu, True),
+
+class Activation(NamedTuple):
+    """The function of a position-wise network."""
+
+    function: Callable[[Tensor], Tensor]
+    gated: bool = False
+    """Whether it is multiplied by a second projection."""
+    published: tuple[str, ...] = ()
+    """What config.json files call it; the first name is the one that is written."""
+
+
+_gelu_tanh = partial(F.gelu, approximate="tanh")
+ACTIVATIONS = {
+    "relu": Activation(F.relu, published=("relu",)),
+    "gelu": Activation(F.gelu, published=("gelu",)),
+    "gelu_tanh": Activation(_gelu_tanh, published=("gelu_new", "gelu_pytorch_tanh")),
+    "silu": Activation(F.silu, published=("silu",)),
+    "swiglu": Activation(F.silu, gated=True, published=("gated-silu",)),
+    "geglu": Activation(F.gelu, gated=True),
+    # T5 computes the tanh form under both names.
+    "geglu_tanh": Activation(_gelu_tanh, gated=True, published=("gated-gelu", "gated-gelu_new")),
+    "reglu": Activation(F.relu, gated=True, published=("gated-relu",)),
 }
-"""The function of each name, and whether it gates a second projection."""
+"""All activations, by the names of configs."""
 
 
 def times(own: Tensor, other: Tensor) -> Tensor:
@@ -48,7 +62,7 @@ class PositionWise(nn.Module):
         super().__init__()
         if activation not in ACTIVATIONS:
             raise ValueError(f"activation: expected one of {', '.join(ACTIVATIONS)}, got {activation!r}")
-        self.activation, self.gated = ACTIVATIONS[activation]
+        self.activation, self.gated, _ = ACTIVATIONS[activation]
         if self.gated:
             self.gate = Linear(embedding_dim, hidden_dim, bias=bias)
         self.up = Linear(embedding_dim, hidden_dim, bias=bias)

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from regard.checkpoints.tokenizer import Tokenizer
 from regard.core.files import write
+from regard.models.padded_rows import pad_ranges
 from regard.training.data.held_out import split
 from regard.training.data.lines import read_lines
 from regard.training.data.prose import embedded
@@ -153,10 +154,7 @@ class LabelledTokens:
         """Some examples as rows: `tokens` (B, T), `lengths` and `labels` (B,)."""
         chosen = np.asarray(indices, np.int64)
         lengths = self.sizes[chosen]
-        columns = np.arange(lengths.max())
-        inside = columns < lengths[:, None]
-        source = np.where(inside, self.starts[chosen][:, None] + columns, 0)
-        tokens = np.where(inside, self.tokens[source], padding_token)
+        tokens = pad_ranges(self.tokens, self.starts[chosen], lengths, filling=padding_token)
         return {"tokens": tokens, "lengths": lengths, "labels": self.labels[chosen]}
 
     def save(self, path: Path) -> None:

@@ -19,7 +19,7 @@ from regard.checkpoints import load_with
 from regard.checkpoints.tokenizer import Tokenizer
 from regard.core.masks import padding
 from regard.core.mechanisms.text import CHOICES, from_text, lookup
-from regard.models.base import Model
+from regard.models.base import Model, expect
 from regard.models.encoder import Encoder, EncoderConfig
 from regard.training.data.labels import Integers, LabelledTokens, labelled, split_labelled
 from regard.training.data.vocabulary import train_wordpiece
@@ -166,9 +166,7 @@ def build(options: Options, folder: Path, seed: int) -> "Classification":
 def _started(options: Options) -> Encoder:
     """The encoder to start from, with the options' attention."""
     mechanism = None if options.mechanism is None else lookup(options.mechanism)
-    source = load_with(str(options.start), mechanism, dtype=torch.float32)
-    if not isinstance(source, Encoder):
-        raise ValueError(f"from: expected an encoder, got {options.start}, which is a {type(source).__name__}")
+    source = expect(Encoder, load_with(str(options.start), mechanism, dtype=torch.float32), "from")
     if source.tokenizer is None or source.tokenizer.classification is None:
         raise ValueError(f"from: expected an encoder with a tokenizer that puts [CLS] first, got {options.start}")
     if options.window is not None:

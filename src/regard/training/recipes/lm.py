@@ -39,8 +39,9 @@ from regard.core.calls.choice import refusal
 from regard.core.masks import padding, segments
 from regard.core.mechanisms.text import CHOICES, from_text
 from regard.inference.generation import generate
-from regard.models.base import Model
+from regard.models.base import Model, expect
 from regard.models.decoder import Decoder, DecoderConfig
+from regard.models.padded_rows import pad_ranges, pad_rows
 from regard.training.data.held_out import chance, split
 from regard.training.data.text import SUFFIXES, Document, Tokens, documents, plain_ids, write_tokens
 from regard.training.data.vocabulary import train_bpe
@@ -234,15 +235,11 @@ class LanguageModelling(Task):
     def _single(self, pieces: "_Pieces", indices: Integers, epoch: int) -> Batch:
         """Rows of one document each, filled up on the right."""
         starts, lengths, known = pieces.cut(indices, np.random.default_rng((self.seed, epoch)).random())
-        place = np.arange(lengths.max())
-        inside = place < lengths[:, None]
-        at = np.minimum(starts[:, None] + place, len(self.tokens.ids) - 2)
-        tokens, targets = (self.tokens.ids[at + more].astype(np.int64) for more in (0, 1))
-        batch = {
-            "tokens": torch.from_numpy(np.where(inside, tokens, PAD)),
-            "targets": torch.from_numpy(np.where(inside & (place >= known[:, None]), targets, IGNORED)),
-        }
-        return batch if inside.all() else {**batch, "lengths": torch.from_numpy(lengths)}
+        tokens = pad_ranges(self.tokens.ids, starts, lengths, filling=PAD)
+        targets = pad_ranges(self.tokens.ids, starts + 1, lengths, filling=IGNORED)
+        targets[np.arange(targets.shape[1]) < known[:, None]] = IGNORED
+        batch = {"tokens": torch.from_numpy(tokens), "targets": torch.from_numpy(targets)}
+        return batch if (lengths == lengths.max()).all() else {**batch, "lengths": torch.from_numpy(lengths)}
 
     def counts(self, batch: Batch) -> dict[str, int]:
         return {"loss": int((batch["targets"] != IGNORED).sum())}
@@ -367,12 +364,10 @@ def _together(windows: Iterator[tuple[list[int], list[int]]], size: int) -> Iter
     rows = list(islice(windows, size))
     while rows:
         lengths = [len(inputs) for inputs, _ in rows]
-        longest = max(lengths)
-        batch = {
-            "tokens": torch.tensor([inputs + [PAD] * (longest - len(inputs)) for inputs, _ in rows]),
-            "targets": torch.tensor([targets + [IGNORED] * (longest - len(targets)) for _, targets in rows]),
-        }
-        yield batch if min(lengths) == longest else {**batch, "lengths": torch.tensor(lengths)}
+        tokens = pad_rows([inputs for inputs, _ in rows], filling=PAD)
+        targets = pad_rows([targets for _, targets in rows], filling=IGNORED)
+        batch = {"tokens": tokens.tokens, "targets": targets.tokens}
+        yield {**batch, "lengths": torch.tensor(lengths)} if tokens.ragged else batch
         rows = list(islice(windows, size))
 
 
@@ -399,9 +394,7 @@ def _excerpts(held_out: Sequence[Document]) -> list[str]:
 
 
 def _context(model: Model) -> int:
-    if not isinstance(model, Decoder):
-        raise ValueError(f"model: expected a decoder, got {type(model).__name__}")
-    return model.config.context_length
+    return expect(Decoder, model).context_length
 
 
 def _tokenizer(model: Model) -> Tokenizer:

@@ -24,7 +24,8 @@ from regard.core.masks import padding
 from regard.core.mechanisms.text import CHOICES, from_text
 from regard.inference.generation import Generated, generate
 from regard.inference.trace import trace
-from regard.models.base import Model
+from regard.models.base import Model, expect
+from regard.models.padded_rows import pad_ranges
 from regard.models.transformer import Transformer, TransformerConfig
 from regard.training.data.held_out import split
 from regard.training.data.pairs import Pair, read_pairs
@@ -143,12 +144,9 @@ class _Rows:
         self.tokens = np.fromiter((token for row in rows for token in row), dtype=np.int32, count=int(self.starts[-1]))
 
     def padded(self, indices: np.ndarray) -> tuple[Tensor, Tensor]:
-        """Some of them as a table filled up on the right, and their lengths."""
+        """Some of them as a table padded on the right, and their lengths."""
         lengths = self.lengths[indices]
-        place = np.arange(lengths.max())
-        inside = place < lengths[:, None]
-        table = np.full(inside.shape, PAD, dtype=np.int64)
-        table[inside] = self.tokens[(self.starts[indices][:, None] + place)[inside]]
+        table = pad_ranges(self.tokens, self.starts[indices], lengths, filling=PAD)
         return torch.from_numpy(table), torch.from_numpy(lengths)
 
 
@@ -273,8 +271,7 @@ def translate(
 
 def _tokenizer(model: Model) -> Tokenizer:
     """The tokenizer of a model that can translate."""
-    if not isinstance(model, Transformer):
-        raise ValueError(f"model: expected an encoder-decoder, got {type(model).__name__}")
+    expect(Transformer, model)
     if model.tokenizer is None:
         raise ValueError("model: expected one with a tokenizer, got one without")
     return model.tokenizer
@@ -309,9 +306,7 @@ def shipped(device: torch.device | str = "cpu") -> Transformer:
     """The translator that comes with the package, trained on the phrase-book."""
     from regard.checkpoints import load
 
-    model = load(SHIPPED, dtype=torch.float32, device=device)
-    assert isinstance(model, Transformer)
-    return model
+    return expect(Transformer, load(SHIPPED, dtype=torch.float32, device=device))
 
 
 @torch.inference_mode()

@@ -21,9 +21,10 @@ from torch import Tensor, nn
 
 from regard.checkpoints import load_with, resolve
 from regard.core.mechanisms.text import CHOICES, from_text, lookup
-from regard.models.base import Model
-from regard.models.davit import DaViT, DaViTConfig
-from regard.models.vision import VisionConfig, VisionTransformer
+from regard.models.base import ImageModel, Model, expect
+from regard.models.davit import DaViTConfig
+from regard.models.registry import build as build_model
+from regard.models.vision import VisionConfig
 from regard.training.data.draws import draws
 from regard.training.data.glyphs import CHARACTERS, glyphs
 from regard.training.data.images import Images, pixels, read_images
@@ -223,21 +224,16 @@ class Vision(Task):
 
     name: ClassVar[str] = "vision"
     watched: ClassVar[tuple[str, Literal["least", "most"]]] = ("accuracy", "most")
-    model: VisionTransformer | DaViT
+    model: ImageModel
 
-    def __init__(self, model: VisionTransformer | DaViT, images: Images, options: Options, seed: int) -> None:
+    def __init__(self, model: ImageModel, images: Images, options: Options, seed: int) -> None:
         self.model, self.images, self.options, self.seed = model, images, options, seed
         self.label_smoothing = options.label_smoothing
         self.flip = images.mirrored if options.flip is None else options.flip
 
     def sizes(self) -> Sequence[int]:
         high, wide = _sides(self.images)
-        if isinstance(self.model, VisionTransformer):
-            tokens = 1 + self.model.config.num_patches
-        else:
-            stride = self.model.config.patch_stride[0]
-            tokens = -(-high // stride) * -(-wide // stride)
-        return [tokens] * len(self.images.train.labels)
+        return [self.model.num_tokens(high, wide)] * len(self.images.train.labels)
 
     def batch(self, indices: Sequence[int], epoch: int) -> Batch:
         picked, (images, labels) = torch.tensor(indices), self.images.train
@@ -364,30 +360,22 @@ def _rendered(options: Options, seed: int) -> Images:
     )
 
 
-def _model(options: Options, images: Images) -> VisionTransformer | DaViT:
+def _model(options: Options, images: Images) -> ImageModel:
     if options.start is None:
-        return _built(options.config(images))
+        return expect(ImageModel, build_model(options.config(images)))
     mechanism = None if options.mechanism is None else lookup(options.mechanism)
-    found = load_with(options.start, mechanism, dtype=torch.float32)
-    if not isinstance(found, VisionTransformer | DaViT):
-        raise ValueError(f"from: expected a model of images at {options.start}, got a {type(found).__name__}")
+    found = expect(ImageModel, load_with(options.start, mechanism, dtype=torch.float32), "from")
     channels = images.train.images.shape[1]
     if found.config.num_channels != channels:
         raise ValueError(
             f"from: expected a model for images of {channels} channels, as {images.name} has, "
             f"got {options.start}, which is for {found.config.num_channels}"
         )
-    if isinstance(found, VisionTransformer):
-        found = found.resized(_sides(images))
-    found = found.with_classes(len(images.class_names), images.class_names)
+    found = found.resized(_sides(images)).with_classes(len(images.class_names), images.class_names)
     # How much is dropped in training is this run's own, and part of what a model is built from.
-    model = _built(replace(found.config, dropout=options.dropout))
+    model = type(found)(replace(found.config, dropout=options.dropout))
     model.load_state_dict(found.state_dict())
     return model
-
-
-def _built(config: VisionConfig | DaViTConfig) -> VisionTransformer | DaViT:
-    return VisionTransformer(config) if isinstance(config, VisionConfig) else DaViT(config)
 
 
 def _sides(images: Images) -> tuple[int, int]:
