@@ -42,7 +42,10 @@ SIZES = {
     "batch-tokens": 1024, "learning-rate": 5e-3, "warmup": 100, "keep": 1,
 }  # fmt: skip
 """A translator of 0.5 million parameters, and how it learns in less than a minute."""
-DESCRIBED = f"Encoder-decoder of 1 + 1 layers, width {SIZES['width']}, {SIZES['heads']} heads, float32; CPU, one core."
+DESCRIBED = (
+    f"Encoder-decoder of 1 + 1 layers, width {SIZES['embedding-dim']}, {SIZES['num-heads']} heads, float32; "
+    "CPU, one core."
+)
 TESTED, ALIGNED = 300, 60
 """Held-out sentences that are translated, and those whose words change places that are looked into."""
 OPENING = "cross-attention.png"
