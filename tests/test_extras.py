@@ -90,7 +90,7 @@ answer = rg.generate(model, [[1, 2, 3]], max_new_tokens=4)[0].tokens
             'a tokenizer needs tokenizers: pip install "regard[models]"',
         ),
         ("rg.load('smollm2')", 'a GGUF file needs numpy: pip install "regard[models]"'),
-        ("import regard.training", 'training needs numpy: pip install "regard[train]"'),
+        ("from regard.training import train", 'training needs numpy: pip install "regard[train]"'),
     ],
 )
 def test_what_needs_an_extra_says_which(without, call, sentence):

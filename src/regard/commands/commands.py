@@ -16,6 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 from regard.commands import leaving_at_once
+from regard.core.extras import needed_for
 
 Abort = typer.Abort
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -99,10 +100,14 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...]]] = {
 """For each command, the module with the function of its name, and the examples at the end of its help."""
 
 
+EXTRA = {"train": "train", "demo": "train"}
+"""The extra of a command that needs all of it; of other commands, an error names the smallest with what is missing."""
+
+
 def load(name: str) -> Any:
     """Import a command's module and build the command."""
     module_name, lines = COMMANDS[name]
-    with leaving_at_once():
+    with leaving_at_once(), needed_for("this command", EXTRA.get(name)):
         module = import_module(f"regard.commands.{module_name}")
     if hasattr(module, "app"):
         return typer.main.get_command(module.app)

@@ -5,6 +5,7 @@ import importlib
 from types import ModuleType
 
 from regard.core.calls.choice import refusal
+from regard.core.extras import needed_for
 from regard.core.masks import causal
 from regard.core.masks.structure import Structure
 from regard.core.mechanisms.text import from_text
@@ -21,7 +22,8 @@ def recipe(name: str) -> ModuleType:
     """
     if name not in NAMES:
         raise ValueError(f"recipe: expected one of {', '.join(NAMES)}, got {name!r}")
-    return importlib.import_module(f"regard.training.recipes.{name}")
+    with needed_for("training", "train"):
+        return importlib.import_module(f"regard.training.recipes.{name}")
 
 
 def check_causal(mechanism: str, window: int | None) -> None:
