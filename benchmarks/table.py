@@ -16,7 +16,6 @@ from regard.core.files import write_text
 ROOT = Path(__file__).parents[1]
 COLUMNS = {"AVX-512": ("", "models", "generation", "training"), "AVX2, imitated": ("avx2",)}
 """Folders of results, the first that has a benchmark counts."""
-END = "\n<!-- end of the table -->"
 
 
 def benchmarks() -> str:
@@ -35,16 +34,19 @@ def attentions() -> str:
     return mechanisms.table(json.loads(mechanisms.OUT.read_text()))
 
 
-TABLES = {"<!-- benchmark table -->\n": benchmarks, "<!-- attention table -->\n": attentions}
-"""What a table begins with in the README, and what makes it."""
+TABLES = {
+    ("<!-- benchmark table -->", "<!-- end of the table -->"): benchmarks,
+    ("<!-- attention table -->", "<!-- end of the attention table -->"): attentions,
+}
+"""What a table stands between in the README, and what makes it."""
 
 
 def with_tables(readme: str) -> str:
     """The README with the tables as they should be, wherever it has one."""
-    for begin, table in TABLES.items():
+    for (begin, end), table in TABLES.items():
         if begin in readme:
             before, rest = readme.split(begin)
-            readme = before + begin + table() + END + rest.split(END, 1)[1]
+            readme = f"{before}{begin}\n{table()}\n{end}{rest.split(end, 1)[1]}"
     return readme
 
 

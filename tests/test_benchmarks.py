@@ -12,7 +12,7 @@ import table  # noqa: E402
 
 
 def test_the_table_of_attentions_has_a_row_for_each():
-    page = table.with_tables(f"before\n<!-- attention table -->\nold{table.END}\nafter\n")
+    page = table.with_tables("before\n<!-- attention table -->\nold\n<!-- end of the attention table -->\nafter\n")
     assert page.startswith("before\n")
     assert page.endswith("\nafter\n")
     assert "old" not in page

@@ -1,6 +1,8 @@
 """`regard translate`: sentences in another language."""
 
 import json
+import sys
+import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
 
 AT_ONCE = 256
 """Lines of a file that are translated before they are printed."""
+WARNED = 5
+"""Lines outside of what the translator knows that are told one by one."""
 
 
 def translate(
@@ -39,7 +43,10 @@ def translate(
     device: Device = "cpu",
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object a line, for each sentence.")] = False,
 ) -> None:
-    """Translate sentences, French to English unless another model is given. Empty lines stay empty."""
+    """Translate sentences, French to English unless another model is given. Empty lines stay empty.
+
+    A sentence unlike those that the translator was trained on is translated, too; standard error says what is unlike.
+    """
     lines = _lines(texts, file)
     if show is not None and len(lines) != 1:
         raise ValueError(f"show: expected one sentence to draw, got {len(lines)}")
@@ -52,15 +59,19 @@ def translate(
 
         chosen = None if mechanism is None else lookup(mechanism)
         found = recipe.shipped(device) if model is None else load_with(model, chosen, device=device)
+        domain = recipe.domain(model)
+    outside = [domain.outside(line) if domain is not None else [] for line in lines]
     with progress(-(-len(lines) // AT_ONCE), "translating") as advance:
         for start in range(0, len(lines), AT_ONCE):
             advance(f"line {start + 1:,}")
             part = lines[start : start + AT_ONCE]
-            written = recipe.translate(found, [line for line in part if line.strip()], beams=beams)
+            composed = [unicodedata.normalize("NFC", line) for line in part if line.strip()]
+            written = recipe.translate(found, composed, beams=beams)
             if show is not None:
                 with named(path="show"):
                     save_figure(recipe.attention_figure(found, lines[0], written[0]), show)
-            _print(part, written, as_json)
+            _print(part, written, None if domain is None else outside[start : start + AT_ONCE], as_json)
+    _warn(outside)
 
 
 def _lines(texts: Sequence[str] | None, file: Path | None) -> list[str]:
@@ -82,13 +93,26 @@ def _lines(texts: Sequence[str] | None, file: Path | None) -> list[str]:
     return list(texts)
 
 
-def _print(lines: Sequence[str], written: Sequence["Generated"], as_json: bool) -> None:
+def _warn(outside: Sequence[Sequence[str]]) -> None:
+    """Say on standard error which sentences are outside of what the translator knows, and why."""
+    reasons = {number: "; ".join(line) for number, line in enumerate(outside, start=1) if line}
+    for number, reason in list(reasons.items())[:WARNED]:
+        place = f"line {number:,} is " if len(outside) > 1 else ""
+        print(f"regard: {place}outside of what the translator knows ({reason})", file=sys.stderr)
+    if len(reasons) > WARNED:
+        print(f"regard: and {len(reasons) - WARNED:,} more of {len(outside):,} lines", file=sys.stderr)
+
+
+def _print(
+    lines: Sequence[str], written: Sequence["Generated"], outside: Sequence[Sequence[str]] | None, as_json: bool
+) -> None:
     left = iter(written)
-    for line in lines:
+    for number, line in enumerate(lines):
         text = next(left) if line.strip() else None
         if not as_json:
             print(text or "")
         elif text is not None:
             score = {} if text.score is None else {"score": text.score}
-            values = {"text": line, "translation": str(text), "reason": text.reason, **score}
+            unlike = None if outside is None else outside[number]
+            values = {"text": line, "translation": str(text), "reason": text.reason, **score, "outside": unlike}
             print(json.dumps(values, ensure_ascii=False))

@@ -27,6 +27,7 @@ from regard.inference.trace import trace
 from regard.models.base import Model, expect
 from regard.models.padded_rows import pad_ranges
 from regard.models.transformer import Transformer, TransformerConfig
+from regard.training.data.domain import Domain
 from regard.training.data.held_out import split
 from regard.training.data.pairs import Pair, read_pairs
 from regard.training.data.phrasebook import Swap, phrasebook
@@ -128,6 +129,7 @@ def build(options: Options, folder: Path, seed: int) -> "Translation":
     tokenizer = Tokenizer.from_folder(folder)
     if tokenizer is None:
         tokenizer = train_bpe((text for pair in train for text in pair), options.vocabulary_size)
+        Domain.of(source for source, _ in train).save(folder)
         tokenizer.save(folder)
     torch.manual_seed(seed)
     model = Transformer(options.config(tokenizer.vocabulary_size))
@@ -307,6 +309,16 @@ def shipped(device: torch.device | str = "cpu") -> Transformer:
     from regard.checkpoints import load
 
     return expect(Transformer, load(SHIPPED, dtype=torch.float32, device=device))
+
+
+def domain(run: str | Path | None = None) -> Domain | None:
+    """What the sentences of a run, or of the translator that ships, were like; None where a run has no such file.
+
+    >>> from regard.training.recipes.translate import domain
+    >>> domain().outside("La voiture rouge est rapide."), domain().outside("Bonjour.")
+    ([], ['not among the words of its training: Bonjour'])
+    """
+    return Domain.load(SHIPPED if run is None else Path(run) / "data")
 
 
 @torch.inference_mode()
