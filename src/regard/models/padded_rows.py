@@ -2,16 +2,19 @@
 
 from collections.abc import Sequence
 from itertools import chain
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from regard.core.masks import Mask, padding
 
-Integers = NDArray[np.integer[Any]]
+if TYPE_CHECKING:  # models are computed without NumPy
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Integers = NDArray[np.integer[Any]]
+
 Side = Literal["left", "right"]
 
 
@@ -36,20 +39,18 @@ def pad_rows(rows: Sequence[Sequence[int]], *, filling: int = 0, side: Side = "r
     · · ■
     · · ■
     """
-    lengths = np.array([len(row) for row in rows], np.int64)
-    values = np.fromiter(chain.from_iterable(rows), np.int64, count=int(lengths.sum()))
-    table = torch.from_numpy(pad_ranges(values, lengths.cumsum() - lengths, lengths, filling=filling, side=side))
-    longest = table.shape[1]
-    if side == "right":
-        mask = padding(lengths.tolist())
-    else:
-        mask = padding(valid=torch.arange(longest) >= longest - torch.from_numpy(lengths)[:, None])
-    return PaddedRows(table, mask, ragged=bool((lengths < longest).any()))
+    lengths = torch.tensor([len(row) for row in rows], dtype=torch.long)
+    values = torch.tensor(list(chain.from_iterable(rows)), dtype=torch.long)
+    place, real = _places(lengths, side)
+    tokens = torch.full(real.shape, filling)
+    tokens[real] = values[((lengths.cumsum(0) - lengths)[:, None] + place)[real]]
+    mask = padding(lengths.tolist()) if side == "right" else padding(valid=real)
+    return PaddedRows(tokens, mask, ragged=not bool(real.all()))
 
 
 def pad_ranges(
-    values: Integers, starts: Integers, lengths: Integers, *, filling: int = 0, side: Side = "right"
-) -> NDArray[np.int64]:
+    values: "Integers", starts: "Integers", lengths: "Integers", *, filling: int = 0, side: Side = "right"
+) -> "NDArray[np.int64]":
     """`values[start : start + length]` for each start and length, as one table (B, T).
 
     >>> import numpy as np
@@ -57,11 +58,17 @@ def pad_ranges(
     >>> pad_ranges(np.arange(10), np.array([2, 7]), np.array([3, 1]), filling=-1).tolist()
     [[2, 3, 4], [7, -1, -1]]
     """
-    if side not in ("left", "right"):
-        raise ValueError(f"side: expected 'left' or 'right', got {side!r}")
-    column = np.arange(lengths.max(initial=0))
-    place = column - (len(column) - lengths[:, None] if side == "left" else 0)
-    real = (place >= 0) & (place < lengths[:, None])
-    table = np.full(real.shape, filling, np.int64)
+    place, real = (table.numpy() for table in _places(torch.from_numpy(lengths.astype("int64")), side))
+    table = torch.full(real.shape, filling).numpy()
     table[real] = values[(starts[:, None] + place)[real]]
     return table
+
+
+def _places(lengths: Tensor, side: Side) -> tuple[Tensor, Tensor]:
+    """For each cell of the table, which token of its row it has, and whether there is such a token."""
+    if side not in ("left", "right"):
+        raise ValueError(f"side: expected 'left' or 'right', got {side!r}")
+    longest = int(lengths.max()) if len(lengths) else 0
+    column = torch.arange(longest)
+    place = column - (longest - lengths[:, None]) if side == "left" else column.expand(len(lengths), longest)
+    return place, (place >= 0) & (place < lengths[:, None])
