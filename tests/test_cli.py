@@ -253,7 +253,8 @@ def test_own_mechanism_that_breaks_a_law_exits_1_with_a_counterexample(inside: I
     assert cell["counterexample"]["qk_length"] >= 1
 
 
-def test_cost_table_has_every_row_and_the_crossover(inside: Inside) -> None:
+def test_cost_table_has_every_row_and_the_crossover(inside: Inside, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
     done = inside("cost", "--length", "1024,4096", "--kv-heads", "8", "--embedding-dim", "512")
     assert done.returncode == 0
     assert len(re.findall(r"(?:softmax|quadratic)\s+GQA 32/8\s+(?:prefill|decode)\s+[14],0", done.stdout)) == 8

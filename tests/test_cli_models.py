@@ -55,7 +55,8 @@ def equal(one: torch.nn.Module, other: torch.nn.Module) -> bool:
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def test_models_lists_every_name() -> None:
+def test_models_lists_every_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
     done = regard("models")
     assert (done.returncode, done.stderr) == (0, "")
     for name, known in NAMES.items():

@@ -278,7 +278,7 @@ def test_norms_and_networks_are_torchs():
     assert torch.allclose(ours(x), F.rms_norm(x, (8,), ours.weight, 1e-6), atol=1e-6)
     large = torch.full((1, 8), 300.0, dtype=torch.float16)  # its square is beyond half precision
     assert torch.allclose(RMSNorm(8).half()(large), torch.ones(1, 8, dtype=torch.float16))
-    for name, (function, gated) in ACTIVATIONS.items():
+    for name, (function, gated, _) in ACTIVATIONS.items():
         network = PositionWise(8, 12, activation=name)
         expected = function(network.gate(x)) * network.up(x) if gated else function(network.up(x))
         assert torch.equal(network(x), network.down(expected))

@@ -223,7 +223,7 @@ def test_every_recipe_trains_it_and_goes_on_with_it(here, regard, monkeypatch, r
     module, place = recipes.recipe(recipe), Place(0, 1, torch.device("cpu"))
     values = {name: str(here / value) if name == "data" else value for name, value in SMALL[recipe].items()}
     if recipe == "translate":
-        values["vocabulary"] = 300
+        values["vocabulary_size"] = 300
     options = module.Options(**values, embedding_dim=16, num_heads=2, mechanism="mine.py:Mine")
     task = begin(recipe, options, Settings(steps=2, batch_size=4), here / "run", place)
     learned = [one for name, one in task.model.named_parameters() if name.endswith("attend.scale")]
@@ -276,7 +276,9 @@ def test_a_run_is_trained_resumed_saved_loaded_and_generates(here, regard):
         done = regard(*command)
         assert done.returncode == 2
         assert re.fullmatch(r"regard: error: [^\n]*--mechanism FILE.py:Mine\n", done.stderr)
-    assert regard("models", "run", "--mechanism", "mine.py:Mine").stdout == f"{model.summary()}\n"
+    described = regard("models", "run", "--mechanism", "mine.py:Mine").stdout
+    assert f"{sum(parameter.numel() for parameter in model.parameters()):,}" in described
+    assert "Mine(width=8.0" in described
     done = regard("convert", "run", "out", "--to", "regard", "--mechanism", "mine.py:Mine")
     assert done.returncode == 0, done.stderr
     copied = rg.load(here / "out", mechanisms=[kind])

@@ -71,7 +71,7 @@ class Task(ABC):
     ...         return {"loss": float(self.totals(model, self.batch(range(9), 0))["loss"]) / 45}
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     report = train(Counting(), Settings(steps=30, batch_size=8, warmup=5, learning_rate=1e-2), folder)
-    ...     type(rg.load(folder)).__name__, report.results["loss"] < 1
+    ...     type(rg.load(f"{folder}/model")).__name__, report.results["loss"] < 1
     ('Decoder', True)
     """
 
