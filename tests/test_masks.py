@@ -5,7 +5,7 @@ import math
 import pickle
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import FrozenInstanceError, dataclass
 from itertools import pairwise
 
 import jaxtyping
@@ -24,6 +24,8 @@ from regard.core.masks.structure import blocks, count_pairs, positions, reached,
 from regard.core.paths import masked
 
 B, H = 3, 2
+NAMES = {name: getattr(rg, name) for name in rg.__all__}
+"""What a user has after `from regard import *`."""
 SHAPES = [(4, 4), (2, 6), (6, 2), (1, 6), (6, 4), (8, 8), (0, 4), (1, 1)]
 Rule = Callable[[int, int, int, int], bool]
 SLOWLY = settings(
@@ -275,7 +277,7 @@ def test_reached_says_who_sees_a_flagged_key(tree: Tree, seed: int) -> None:
 def test_repr_reads_back_as_the_same_mask(tree: Tree) -> None:
     """Precedence: Python itself, reading the text, must build the same mask."""
     known, queries, keys = tree.build(), tree.queries, tree.keys
-    assert torch.equal(seen(eval(repr(known.mask), vars(rg)), queries, keys), brute(known.rule, queries, keys))
+    assert torch.equal(seen(eval(repr(known.mask), NAMES), queries, keys), brute(known.rule, queries, keys))
 
 
 @pytest.mark.parametrize("kind", STRUCTURED)
@@ -299,9 +301,9 @@ def test_blocks_walk_all_queries_once() -> None:
     ("mask", "text"),
     [
         (rg.causal, "causal"),
-        (rg.window(before=2, after=1), "window(before=2, after=1)"),
-        (rg.causal & rg.window(2) | rg.global_tokens(1), "(causal & window(before=2, after=0)) | global_tokens(1)"),
-        (rg.causal & (rg.window(2) | rg.global_tokens(1)), "causal & (window(before=2, after=0) | global_tokens(1))"),
+        (rg.window(before=2, after=1), "Window(before=2, after=1)"),
+        (rg.causal & rg.window(2) | rg.global_tokens(1), "(causal & Window(before=2)) | global_tokens(1)"),
+        (rg.causal & (rg.window(2) | rg.global_tokens(1)), "causal & (Window(before=2) | global_tokens(1))"),
         (~(rg.causal | rg.global_tokens(1)), "~(causal | global_tokens(1))"),
         (~rg.causal & rg.padding([1, 2]), "~causal & padding([1, 2])"),
         (~~rg.causal, "~~causal"),
@@ -313,6 +315,18 @@ def test_blocks_walk_all_queries_once() -> None:
 )  # fmt: skip
 def test_repr(mask: Mask, text: str) -> None:
     assert repr(mask) == text
+
+
+def test_a_window_is_a_value() -> None:
+    near = rg.Window(before=15)
+    assert near == rg.window(before=15) == rg.Window(15, 0) == pickle.loads(pickle.dumps(near))
+    assert near != rg.Window(15, 1)
+    assert len({near, rg.Window(15), rg.Window(8, 8)}) == 2
+    assert (near.width, rg.Window(8, 8).width) == (16, 17)
+    with pytest.raises(FrozenInstanceError):
+        near.before = 3  # type: ignore[misc]
+    with pytest.raises(ValueError, match=r"^after: expected a whole number of at least 0, got -1"):
+        rg.Window(3, -1)
 
 
 def even_keys(batch: torch.Tensor, head: torch.Tensor, q_idx: torch.Tensor, kv_idx: torch.Tensor) -> torch.Tensor:

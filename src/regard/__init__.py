@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from regard.core.laws import Report as Report
     from regard.core.laws import check as check
     from regard.core.masks import Mask as Mask
+    from regard.core.masks import Window as Window
     from regard.core.masks import causal as causal
     from regard.core.masks import dense as dense
     from regard.core.masks import global_tokens as global_tokens
@@ -87,7 +88,7 @@ _HOMES = {
     "regard.models.layers.attention": "MultiHeadAttention",
     "regard.models.layers.positions": "RotaryScaling",
     "regard.models.layers.streaming": "ModelState",
-    "regard.core.masks": "Mask causal dense global_tokens padding segments window window2d",
+    "regard.core.masks": "Mask Window causal dense global_tokens padding segments window window2d",
     "regard.core.families.features": "FeatureMechanism",
     "regard.core.families.scores": "ScoreMechanism",
     "regard.core.families.mechanism": "Mechanism UnnormalisedMechanism",

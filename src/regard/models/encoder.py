@@ -192,7 +192,7 @@ class Encoder(TextModel):
         if size is None:
             return rule
         found = padding_between(rule, 0, length, length)
-        near = window(before=size, after=size)
+        near: Mask = window(before=size, after=size)
         if found is None or (found.rows is not None and all(start == 0 for start, _ in found.rows)):
             near = near | global_tokens(1)
         else:  # rows padded on the left begin elsewhere

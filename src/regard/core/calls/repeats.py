@@ -31,7 +31,7 @@ def key_of(q: Any, k: Any, v: Any, mechanism: Any, mask: Any) -> tuple[Any, ...]
     """By what a call is kept; None if it is not to be."""
     if not (type(q) is type(k) is type(v) is Tensor and _launched(q)):
         return None
-    if mask is not None and type(mask) is not Band:  # others are mostly made for one call
+    if mask is not None and not isinstance(mask, Band):  # others are mostly made for one call
         return None
     if recorded(q, k, v):
         return None

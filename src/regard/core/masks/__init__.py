@@ -13,11 +13,11 @@ from regard.core.masks.base import And, Mask, MaskFunction, Not, Or, Part, Span,
 from regard.core.masks.drawing import Drawing
 from regard.core.masks.packed import Packed, Segments, segments
 from regard.core.masks.paddings import Padding, padding, padding_of
-from regard.core.masks.positions import Band, GlobalTokens, Window2d, causal, global_tokens, window, window2d
+from regard.core.masks.positions import Band, GlobalTokens, Window, Window2d, causal, global_tokens, window, window2d
 from regard.core.masks.unstructured import Dense, Function, as_mask, dense
 
 __all__ = [
     "Mask", "MaskFunction", "Span", "Terms", "And", "Or", "Not", "Part", "Drawing", "as_mask", "whole_number", "FAR",
-    "Band", "causal", "window", "Window2d", "window2d", "GlobalTokens", "global_tokens",
+    "Band", "causal", "Window", "window", "Window2d", "window2d", "GlobalTokens", "global_tokens",
     "Padding", "padding", "padding_of", "Segments", "segments", "Packed", "Dense", "dense", "Function",
 ]  # fmt: skip

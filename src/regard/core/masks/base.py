@@ -42,7 +42,7 @@ class Mask:
 
     >>> import regard as rg
     >>> rg.causal & rg.window(before=2)
-    causal & window(before=2, after=0)
+    causal & Window(before=2)
     >>> print((rg.causal & rg.window(before=1)).draw(4, 4))
     ■ · · ·
     ■ ■ · ·

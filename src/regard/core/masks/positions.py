@@ -1,4 +1,4 @@
-"""Masks by position alone: `causal`, `window`, `window2d`, `global_tokens`."""
+"""Masks by position alone: `causal`, `Window`, `window2d`, `global_tokens`."""
 
 from dataclasses import dataclass
 
@@ -38,7 +38,7 @@ class Band(Mask):
     def __repr__(self) -> str:
         if (self.before, self.after) == (None, 0):
             return "causal"
-        return f"window(before={self.before}, after={self.after})"
+        return f"Band(before={self.before}, after={self.after})"
 
 
 causal: Mask = Band(None, 0)
@@ -52,17 +52,46 @@ causal: Mask = Band(None, 0)
 """
 
 
-def window(before: int = 0, after: int = 0) -> Mask:
-    """A query sees `before` keys before it, `after` keys after it, and itself always.
+@dataclass(frozen=True, repr=False)
+class Window(Band):
+    """A sliding window: besides itself, a token sees `before` tokens before it and `after` tokens after it.
+
+    It is a mask, and the value of `window` in configs. Windows with the same numbers are equal.
 
     >>> import regard as rg
-    >>> print(rg.window(before=1, after=1).draw(4))
+    >>> rg.Window(before=15), rg.Window(8, 8).width, rg.Window(2) == rg.window(before=2)
+    (Window(before=15), 17, True)
+    >>> print(rg.Window(before=1, after=1).draw(4))
     ■ ■ · ·
     ■ ■ ■ ·
     · ■ ■ ■
     · · ■ ■
     """
-    return Band(count("before", before), count("after", after))
+
+    before: int
+    after: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "before", count("before", self.before))
+        object.__setattr__(self, "after", count("after", self.after))
+
+    @property
+    def width(self) -> int:
+        """How many tokens a token sees, including itself."""
+        return self.before + 1 + self.after
+
+    def __repr__(self) -> str:
+        return f"Window(before={self.before}{f', after={self.after}' if self.after else ''})"
+
+
+def window(before: int = 0, after: int = 0) -> Window:
+    """A sliding window: besides itself, a token sees `before` tokens before it and `after` tokens after it.
+
+    >>> import regard as rg
+    >>> rg.window(after=2)
+    Window(before=0, after=2)
+    """
+    return Window(before, after)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
