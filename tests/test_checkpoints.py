@@ -142,7 +142,9 @@ def test_a_mechanism_of_ones_own_is_passed_to_load_since_a_file_imports_no_code(
     for mechanisms in ([], [rg.Softmax, rg.Elu()]):
         with pytest.raises(rg.CheckpointError, match=r"mechanism: expected mechanisms=\[Kernel\(feature_map=…\)\]"):
             rg.load(folder, mechanisms=mechanisms)
-    with pytest.raises(rg.CheckpointError, match=r"mechanisms: expected a value Kernel\(feature_map=…\), .* the class"):
+    with pytest.raises(
+        rg.CheckpointError, match=r"mechanisms: expected an instance Kernel\(feature_map=…\), .* the class"
+    ):
         rg.load(folder, mechanisms=[rg.Kernel])
     tokens = torch.tensor([[1, 2, 3]])
     assert torch.equal(rg.load(folder, mechanisms=[rg.Elu, mechanism])(tokens), model(tokens))

@@ -152,9 +152,9 @@ def test_a_head_that_is_not_there_is_one_error():
         model(torch.zeros(1, 41, dtype=torch.long))
     with pytest.raises(ValueError, match="segments: expected tokens from 0 to 1"):
         model(torch.zeros(1, 3, dtype=torch.long), torch.full((1, 3), 2))
-    with pytest.raises(ValueError, match=r"segments: expected one a token, \(1, 3\), got \(1, 2\)"):
+    with pytest.raises(ValueError, match=r"segments: expected one per token, \(1, 3\), got \(1, 2\)"):
         model(torch.zeros(1, 3, dtype=torch.long), torch.zeros(1, 2, dtype=torch.long))
-    with pytest.raises(ValueError, match="segments: expected none"):
+    with pytest.raises(ValueError, match="segments: expected None"):
         made(num_segments=0)(torch.zeros(1, 3, dtype=torch.long), torch.zeros(1, 3, dtype=torch.long))
 
 

@@ -150,7 +150,7 @@ def test_a_layer_that_cannot_be_is_one_error(arguments, message):
     [
         ({}, lambda layer, x: layer(x[..., :12]), r"query: expected \(B, T, 16\), got \(2, 5, 12\)"),
         ({}, lambda layer, x: layer(x[0]), r"query: expected \(B, T, 16\), got \(5, 16\)"),
-        ({}, lambda layer, x: layer(x, value=x), "key: expected one beside value, got None"),
+        ({}, lambda layer, x: layer(x, value=x), "key: expected a tensor, since value is given, got None"),
         ({}, lambda layer, x: layer(x.double()), "query: expected the layer's dtype torch.float32, got torch.float64"),
         ({}, lambda layer, x: layer(x.long()), "query: expected the layer's dtype torch.float32, got torch.int64"),
         ({}, lambda layer, x: layer(x, x.half()), "key: expected the layer's dtype torch.float32, got torch.float16"),
@@ -161,7 +161,7 @@ def test_a_layer_that_cannot_be_is_one_error(arguments, message):
         ({"key_dim": 8}, lambda layer, x: layer(x), r"key: expected an input of width 8 \(key_dim\), got None"),
         ({"key_dim": 8}, lambda layer, x: layer(x, x), r"key: expected \(B, T, 8\), got \(2, 5, 16\)"),
         ({"value_dim": 8}, lambda layer, x: layer(x, x), r"value: expected \(B, T, 8\), got \(2, 5, 16\)"),
-        ({"rotary": Rotary(length=4)}, lambda layer, x: layer(x, x), "key: expected none with rotary heads"),
+        ({"rotary": Rotary(length=4)}, lambda layer, x: layer(x, x), "key: expected None with rotary heads"),
         (
             {"rotary": Rotary(length=4)},
             lambda layer, x: layer(x, positions=torch.arange(7)),
@@ -234,7 +234,9 @@ def test_dynamic_rotations_of_rows_are_those_of_each_alone():
     positions = torch.stack([torch.arange(20).clamp(max=last) for last in (2, 7, 8, 19)])
     for row, (cos, sin) in zip(positions, zip(*rotary.tables(positions), strict=True), strict=True):
         assert all(map(torch.equal, (cos[0], sin[0]), rotary.tables(row)))
-    with pytest.raises(ValueError, match="length: expected at least 4, dynamic scaling divides by length - 2, got 2"):
+    with pytest.raises(
+        ValueError, match="length: expected at least 4, since dynamic scaling divides by length - 2, got 2"
+    ):
         Rotary(length=2, scaling=rotary.scaling)
 
 

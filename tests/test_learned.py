@@ -215,10 +215,10 @@ def test_a_layer_refuses_what_it_cannot_register(feature_map):
 def test_a_layer_names_what_it_cannot_register():
     with pytest.raises(ValueError, match=r"Kernel, whose function captures WEIGHT \(4, 6\)$"):
         rg.MultiHeadAttention(8, 2, mechanism=rg.Kernel(feature_map=CAPTURES["a global"]))
-    with pytest.raises(ValueError, match=r"^W: expected an nn.Parameter, .* got a tensor that learns$"):
+    with pytest.raises(ValueError, match=r"^W: expected an nn.Parameter, .* got a tensor with requires_grad$"):
         attention(Bilinear(W=torch.randn(8, 8, requires_grad=True), shift=torch.ones(1)))
     with pytest.raises(
-        ValueError, match=r"^mechanism: expected one for heads of qk_length = 8, got Kernel, which raises "
+        ValueError, match=r"^mechanism: expected one that works with qk_length = 8, got Kernel, which raises "
     ):
         attention(rg.Kernel(feature_map=nn.Linear(5, 5)))
 

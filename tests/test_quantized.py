@@ -252,19 +252,23 @@ def test_what_int8_weights_cannot_do_is_refused(tmp_path):
         with pytest.raises(ValueError, match=r"model: expected one with its own weights, got a quantized one"):
             rg.save(small, tmp_path / "model", layout=layout)
     assert not (tmp_path / "model").exists()
-    with pytest.raises(ValueError, match="expected eval mode, int8 weights do not learn, got training mode"):
+    with pytest.raises(ValueError, match="expected eval mode, since int8 weights cannot be trained, got training mode"):
         small.train()(tokens)
     small.eval()(tokens)
     x = torch.randn(1, 64, requires_grad=True)
-    with pytest.raises(ValueError, match="x: expected no gradients, int8 weights have none"):
+    with pytest.raises(ValueError, match="x: expected no gradients, since int8 weights have none"):
         small.stack.blocks[0].network.up(x)
     with torch.no_grad():
         small.stack.blocks[0].network.up(x)
-    with pytest.raises(ValueError, match=r"expected float32 on the CPU, for int8 weights, got torch\.bfloat16"):
+    with pytest.raises(
+        ValueError, match=r"expected float32 on the CPU, since the weights are int8, got torch\.bfloat16"
+    ):
         rg.quantized(decoder(tied=False), least=0).to(torch.bfloat16)(tokens)
-    with pytest.raises(ValueError, match=r"expected float32 on the CPU, for int8 weights, got .* weights on meta"):
+    with pytest.raises(
+        ValueError, match=r"expected float32 on the CPU, since the weights are int8, got .* weights on meta"
+    ):
         rg.quantized(model, least=0).stack.blocks[0].network.up.to("meta")(torch.randn(1, 64))
-    with pytest.raises(ValueError, match="expected one with float32 weights, got a quantized one"):
+    with pytest.raises(ValueError, match="expected float32 weights, got a quantized model"):
         rg.quantized(rg.quantized(model))
     with pytest.raises(ValueError, match=r"expected float32 weights on the CPU, got embedding\.weight in torch\.bfl"):
         rg.quantized(decoder().bfloat16())
@@ -286,7 +290,7 @@ def test_float_of_a_quantized_model_changes_nothing():
 def test_another_device_is_refused():
     with pytest.raises(ValueError, match=r"expected float32 weights on the CPU, got .* on cuda"):
         rg.quantized(decoder().cuda())
-    with pytest.raises(ValueError, match="expected float32 on the CPU, for int8 weights"):
+    with pytest.raises(ValueError, match="expected float32 on the CPU, since the weights are int8"):
         rg.quantized(decoder(), least=0).cuda()(torch.zeros(1, 4, dtype=torch.long, device="cuda"))
 
 

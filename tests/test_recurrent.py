@@ -208,7 +208,7 @@ def test_other_masks_and_biases_are_refused_with_a_reason(mechanism: rg.Mechanis
 def test_models_that_look_both_ways_or_at_another_sequence_are_refused(name: str) -> None:
     """A class token that comes first would see nothing of its sentence or picture."""
     sizes = {"vocabulary_size": 11, "embedding_dim": 16, "num_layers": 1, "num_heads": 2, "mechanism": name}
-    both = r"^mechanism: expected one for tokens that see each other both ways, got .* causal by itself$"
+    both = r"^mechanism: expected one for tokens that see each other both ways, got .* always causal$"
     for build in (
         lambda: rg.Encoder(rg.EncoderConfig(**sizes)),
         lambda: rg.Transformer(rg.TransformerConfig(**sizes)),

@@ -80,7 +80,7 @@ def test_an_image():
     assert "FLOPs at 16×32 pixels" in str(rg.VisionTransformer(wide).summary())
     with pytest.raises(ValueError, match="length: expected a whole number of at least 1, got 0"):
         davit.summary(0)
-    with pytest.raises(ValueError, match="images: expected sides that leave something"):
+    with pytest.raises(ValueError, match="images: expected sides large enough"):
         davit.summary(1)
     for model in (vision, davit):
         assert sum(one.parameters for one in model.summary().parts) == model.summary().parameters

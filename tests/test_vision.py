@@ -323,7 +323,7 @@ BAD = {
     "head": (VisionConfig, {"head": "deep"}, "head: expected linear or mlp, got 'deep'"),
     "positions": (VisionConfig, {"positions": "rotary"}, "positions: expected learned or none"),
     "mechanism": (VisionConfig, {"mechanism": "nope"}, "mechanism: expected one of"),
-    "stages": (DaViTConfig, {"num_heads": (2, 4)}, "num_heads: expected 3 values, one a stage"),
+    "stages": (DaViTConfig, {"num_heads": (2, 4)}, "num_heads: expected 3 values, one per stage"),
     "one number": (DaViTConfig, {"embedding_dim": 8}, r"embedding_dim: expected tuple\[int, \.\.\.\], got 8"),
     "groups": (DaViTConfig, {"num_groups": (3, 2, 6)}, "num_groups: expected divisors of embedding_dim"),
     "stride": (DaViTConfig, {"patch_stride": (4, 0, 2)}, "patch_stride: expected whole numbers of at least 1"),

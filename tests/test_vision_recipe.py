@@ -653,7 +653,7 @@ def test_class_names_go_to_hugging_faces_config_and_back(tmp_path):
 
 def test_configs_check_names_and_windows():
     for config in (rg.VisionConfig(**SIZES), rg.DaViTConfig(num_classes=3)):
-        with pytest.raises(ValueError, match="class_names: expected 3, one a class, or none, got 2"):
+        with pytest.raises(ValueError, match="class_names: expected 3, one per class, or none, got 2"):
             replace(config, class_names=("x", "y"))
         with pytest.raises(ValueError, match="class_names: expected tuple"):
             replace(config, class_names=(1, 2, 3))

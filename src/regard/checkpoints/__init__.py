@@ -20,7 +20,7 @@ from regard.core.files import write_folder
 from regard.core.mechanisms.text import made
 from regard.models.base import Model, expect
 from regard.models.registry import MODELS
-from regard.models.stored import Known, check_known, is_own
+from regard.models.stored import UserMechanism, check_user_mechanisms, is_own
 
 __all__ = ["NAMES", "CheckpointError", "Tokenizer", "check_target", "load", "load_with", "resolve", "save"]
 
@@ -37,7 +37,7 @@ def load(
     name_or_path: str | Path,
     *,
     mechanism: Mechanism | str | None = None,
-    mechanisms: Sequence[Known] = (),
+    mechanisms: Sequence[UserMechanism] = (),
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
 ) -> Model:
@@ -70,7 +70,7 @@ def load(
     tensor(0.5000, requires_grad=True)
     """
     _check_place(dtype, device)
-    check_known(mechanisms)
+    check_user_mechanisms(mechanisms)
     path = resolve(name_or_path)
     options: dict[str, Any] = {"mechanism": mechanism, "dtype": dtype, "device": device}
     if path.is_file():
@@ -92,7 +92,7 @@ def load(
 
 def load_with(
     name_or_path: str | Path,
-    mechanism: Known | None,
+    mechanism: UserMechanism | None,
     *,
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",

@@ -13,7 +13,7 @@ from regard.checkpoints.sources import open_folder
 from regard.core.families.mechanism import Mechanism
 from regard.models.base import Model
 from regard.models.registry import MODELS
-from regard.models.stored import Known, is_own, own_from_json
+from regard.models.stored import UserMechanism, is_own, own_from_json
 
 VERSION = 1
 
@@ -23,7 +23,7 @@ def load(
     values: dict[str, Any],
     *,
     mechanism: Mechanism | str | None = None,
-    mechanisms: Sequence[Known] = (),
+    mechanisms: Sequence[UserMechanism] = (),
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
 ) -> Model:

@@ -28,7 +28,7 @@ from regard.models.base import expect
 
 if TYPE_CHECKING:
     from regard.models.base import Model
-    from regard.models.stored import Known
+    from regard.models.stored import UserMechanism
 
 TOGETHER = 16
 """Sequences that are generated as one batch: more would take more memory, and gain little on a CPU."""
@@ -71,7 +71,7 @@ class Plan:
     stream: dict[str, Any]
     """Options of `rg.stream`."""
     quantized: bool
-    mechanism: "Known | None"
+    mechanism: "UserMechanism | None"
     dtype: torch.dtype | None
     device: str
 

@@ -1,9 +1,9 @@
-"""What every model is: a module with a config that answers for itself.
+"""The base classes of all models: modules that have a config and describe themselves.
 
-Nothing else asks of which class a model is. A `Model` says what it is made of (`parts`, for its summary), which of its
+No other code asks which class a model has. A `Model` says what it is made of (`parts`, for its summary), which of its
 modules repeat (`blocks`, for recomputation and sharding) and what its head shares (`tied_table`, for int8 weights). A
-`GenerativeModel` says in addition how it reads a prompt and writes the tokens after it; an `ImageModel`, how it is
-fitted to other images and classes.
+`GenerativeModel` also says how it reads a prompt and generates the tokens after it; an `ImageModel`, how it is adapted
+to other image sizes and classes.
 """
 
 from collections.abc import Iterable, Sequence
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from regard.checkpoints.tokenizer import Tokenizer
 
 LONGEST = 4096
-"""Tokens at which a summary is made if no length is given, or the context if that is shorter."""
+"""The default length of a summary, in tokens; the context length if that is shorter."""
 
 SomeModel = TypeVar("SomeModel", bound="Model")
 
@@ -36,14 +36,14 @@ class Model(nn.Module):
     noun: ClassVar[str] = "one of regard's models"
     """What errors call it."""
     unit: ClassVar[Literal["token", "image"]] = "token"
-    """What a summary counts FLOPs of."""
+    """A summary counts the FLOPs of one of these."""
     config: Config
     tokenizer: "Tokenizer | None" = None
     quantized: bool = False
-    """Whether its projections hold int8 weights; see `regard.quantized`."""
+    """Whether its projections have int8 weights; see `regard.quantized`."""
 
     def initialise(self, spread: float = 0.02) -> None:
-        """Small random weights, as GPT-2 and BERT begin; norms, biases and a mechanism's tensors as they are."""
+        """Small random weights, as in GPT-2 and BERT, and biases of 0. Norms and mechanisms stay as they were built."""
         for module in without_mechanisms(self):
             if isinstance(module, nn.Linear | nn.Embedding | nn.Conv2d) and not module.weight.is_meta:
                 nn.init.normal_(module.weight, std=spread)
@@ -60,21 +60,21 @@ class Model(nn.Module):
 
     @property
     def blocks(self) -> list[nn.Module]:
-        """The modules that repeat, in the order they run: each may be computed again in the backward pass."""
+        """The repeated modules, in the order they run; activation checkpointing recomputes them one by one."""
         return []
 
     @property
     def sharded_blocks(self) -> list[nn.Module]:
-        """Those of the blocks whose weights nobody reads outside of their forward pass, so that each can be a shard."""
+        """The blocks whose weights are read only in their own forward pass, so that FSDP can shard each of them."""
         return self.blocks
 
     @property
     def tied_table(self) -> nn.Embedding | None:
-        """The embedding that is the head too, if there is one."""
+        """The embedding that is also the head, if the two are tied."""
         return None
 
     def summary(self, length: int | None = None) -> Summary:
-        """What the model is: layers, heads, parameters, state and FLOPs per token at some length. Print it."""
+        """The model in numbers: layers, heads, parameters, state and FLOPs per token at some length. Print it."""
         if length is not None and (type(length) is not int or length < 1):
             raise ValueError(f"length: expected a whole number of at least 1, got {length!r}")
         measured = self.default_length if length is None else length
@@ -96,15 +96,15 @@ class Model(nn.Module):
 
     @property
     def default_length(self) -> int:
-        """The length at which a summary is made if none is given: of a text, or of an image's sides."""
+        """The default length of a summary: tokens of a text, or pixels of an image's side."""
         return LONGEST
 
     def parts(self, length: int) -> Iterable[Part]:
-        """What the model consists of, with the FLOPs of one `unit` at some length."""
+        """The parts of the model, with the FLOPs of one `unit` at some length."""
         return children(self, {})
 
     def state_size(self, length: int) -> StateSize:
-        """Bytes of its stream's state after `length` tokens."""
+        """Bytes of the decoding state after `length` tokens."""
         return StateSize()
 
 
@@ -115,7 +115,7 @@ class TextModel(Model):
 
     @property
     def context_length(self) -> int:
-        """How many tokens it is made for."""
+        """The longest sequence that the model is made for, in tokens."""
         raise NotImplementedError
 
     @property
@@ -124,25 +124,25 @@ class TextModel(Model):
 
 
 class GenerativeModel(TextModel):
-    """A model that writes tokens one after another: what generation, beam search and saved prompts ask of it."""
+    """A model that generates token by token: the interface that sampling, beam search and saved prompts use."""
 
     noun = "a decoder or an encoder-decoder"
     reads_source: ClassVar[bool] = False
-    """Whether a prompt is another sequence than the one it writes (an encoder-decoder's source), or its beginning."""
+    """Whether the prompt is a separate source sequence (encoder-decoders) or the beginning of the output (decoders)."""
 
     @property
     def decoder_stack(self) -> Stack:
-        """The blocks that write; their states are those of a stream."""
+        """The blocks that generate; their states are the decoding state."""
         raise NotImplementedError
 
     def embed(self, tokens: Int[Tensor, "B T"], place: Int[Tensor, "..."]) -> Float[Tensor, "B T E"]:
-        """What the first block reads: tokens, and the position of each in its sequence."""
+        """The first block's input: embeddings of tokens at their positions."""
         raise NotImplementedError
 
     def advance(
         self, tokens: Int[Tensor, "B T"], state: ModelState, mask: AnyMask = None
     ) -> tuple[Float[Tensor, "B T E"], ModelState]:
-        """Hidden states of T more tokens after those of the state, and the longer state."""
+        """Hidden states of T new tokens after those in the state, and the longer state."""
         raise NotImplementedError
 
     def predict(self, hidden: Float[Tensor, "B T E"]) -> Float[Tensor, "B T D"]:
@@ -152,9 +152,9 @@ class GenerativeModel(TextModel):
     def read_prompts(
         self, prompts: Sequence[Sequence[int]], *, room: int, chunk: int, storage: torch.dtype | None
     ) -> tuple[Float[Tensor, "B D"], ModelState]:
-        """The logits of what follows each prompt, and the state, with room for `room` more tokens.
+        """The logits of the token after each prompt, and a state with room for `room` more tokens.
 
-        At most `chunk` tokens of a prompt are read at once where that saves memory. `storage` is that of `start`.
+        Prompts are read in chunks of at most `chunk` tokens where that saves memory. `storage` is as in `start`.
         """
         raise NotImplementedError
 
@@ -178,7 +178,7 @@ class ImageModel(Model):
         return 224
 
     def num_tokens(self, height: int, width: int) -> int:
-        """How many tokens its first attention sees of an image."""
+        """How many tokens the first attention layer sees of an image."""
         raise NotImplementedError
 
     def resized(self: SomeModel, image_size: int | tuple[int, int]) -> SomeModel:
@@ -186,12 +186,12 @@ class ImageModel(Model):
         raise NotImplementedError
 
     def with_classes(self: SomeModel, num_classes: int, class_names: tuple[str, ...] = ()) -> SomeModel:
-        """A copy with a new head, which begins at 0, for other classes."""
+        """A copy with a new head, initialised to 0, for other classes."""
         raise NotImplementedError
 
 
 def expect(kind: type[SomeModel], model: object, name: str = "model") -> SomeModel:
-    """The model, if it is of a kind; else a ValueError that names the argument.
+    """The model, if it is an instance of `kind`; otherwise a ValueError that names the argument.
 
     >>> import regard as rg
     >>> from regard.models.base import expect
@@ -208,8 +208,8 @@ def expect(kind: type[SomeModel], model: object, name: str = "model") -> SomeMod
 def check_tokens(name: str, tokens: Int[Tensor, "B T"], vocabulary_size: int) -> None:
     """Raise ValueError unless `tokens` is a tensor (B, T) of token ids."""
     if not isinstance(tokens, Tensor) or tokens.ndim != 2 or tokens.dtype not in (torch.int64, torch.int32):
-        given = f"{tokens.dtype} {tuple(tokens.shape)}" if isinstance(tokens, Tensor) else type(tokens).__name__
-        raise ValueError(f"{name}: expected whole numbers of shape (B, T), got {given}")
+        got = f"{tokens.dtype} {tuple(tokens.shape)}" if isinstance(tokens, Tensor) else type(tokens).__name__
+        raise ValueError(f"{name}: expected whole numbers of shape (B, T), got {got}")
     if not readable(tokens) or not tokens.numel():
         return
     low, high = (int(bound) for bound in torch.aminmax(tokens))
@@ -224,6 +224,6 @@ def check_state(state: object) -> None:
 
 
 def check_length(name: str, length: int, limit: int) -> None:
-    """Raise ValueError for a sequence longer than a model has positions for."""
+    """Raise ValueError for a sequence that is longer than the model's context."""
     if length > limit:
         raise ValueError(f"{name}: expected at most {limit} tokens (the model's context), got {length}")

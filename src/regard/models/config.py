@@ -1,4 +1,4 @@
-"""What the models' configs share: frozen values of whole words, checked when made, and written as JSON."""
+"""The base of every model's config: a frozen dataclass that is checked when created and converts to JSON and back."""
 
 from dataclasses import dataclass, fields, is_dataclass, replace
 from types import UnionType
@@ -17,7 +17,7 @@ C = TypeVar("C", bound="Config")
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """The part every model's config has. `mechanism` is a mechanism or the name of a shipped one.
+    """The fields that every model's config has. `mechanism` is a mechanism or the name of a shipped one.
 
     >>> import regard as rg
     >>> config = rg.DecoderConfig(vocabulary_size=11, embedding_dim=8, num_layers=2, num_heads=2, mechanism="elu")
@@ -27,13 +27,13 @@ class Config:
 
     mechanism: Mechanism | str = Softmax()  # noqa: RUF009 - a frozen value
     dropout: float = 0.0
-    """Of embeddings and of what each sub-layer adds, in training."""
+    """In training: of embeddings, and of each sub-layer's output."""
     attention_dropout: float = 0.0
-    """Of attention weights, in training."""
+    """In training: of attention weights."""
     start_token: int | None = None
-    """What a generated sequence begins with, if anything."""
+    """The token that a generated sequence begins with, if any."""
     end_tokens: tuple[int, ...] = ()
-    """What ends one."""
+    """The tokens that end a generated sequence."""
     padding_token: int | None = None
 
     def __post_init__(self) -> None:
@@ -45,8 +45,8 @@ class Config:
                 object.__setattr__(self, name, value)
             if name.endswith(("_size", "_dim", "_length")) or name.startswith("num_"):
                 least = 0 if name in ("num_layers", "num_classes", "num_segments") else 1
-                given = value if isinstance(value, tuple) else (value,)
-                if value is not None and not all(type(one) is int and one >= least for one in given):
+                numbers = value if isinstance(value, tuple) else (value,)
+                if value is not None and not all(type(number) is int and number >= least for number in numbers):
                     raise ValueError(f"{name}: expected a whole number of at least {least}, got {value!r}")
             if not _fits(value, hints[name]):
                 kind = getattr(hints[name], "__name__", None) if isinstance(hints[name], type) else None
@@ -56,19 +56,19 @@ class Config:
         self._check_heads()
 
     def _check_heads(self) -> None:
-        """Raise ValueError for heads that do not divide a layer's width, or key/value heads that do not divide them."""
+        """Raise ValueError unless num_heads divides embedding_dim and num_kv_heads divides num_heads."""
         width, heads = getattr(self, "embedding_dim", None), getattr(self, "num_heads", None)
-        if not isinstance(width, int) or not isinstance(heads, int):  # none, or some for each of several stages
+        if not isinstance(width, int) or not isinstance(heads, int):  # no heads, or a tuple of them, one per stage
             return
         if getattr(self, "qk_length", None) is None and width % heads:
-            given = " (or qk_length given)" if hasattr(self, "qk_length") else ""
-            raise ValueError(f"num_heads: expected a divisor of embedding_dim = {width}{given}, got {heads}")
+            or_length = " (or qk_length given)" if hasattr(self, "qk_length") else ""
+            raise ValueError(f"num_heads: expected a divisor of embedding_dim = {width}{or_length}, got {heads}")
         groups = getattr(self, "num_kv_heads", None)
         if groups is not None and heads % groups:
             raise ValueError(f"num_kv_heads: expected a divisor of num_heads = {heads}, got {groups}")
 
     def __init_subclass__(cls) -> None:
-        cls.__repr__ = Config.__repr__  # type: ignore[method-assign] # so that dataclass makes no other
+        cls.__repr__ = Config.__repr__  # type: ignore[method-assign] # so that dataclass does not generate its own
 
     def __repr__(self) -> str:
         chosen = ", ".join(f"{name}={value!r}" for name, value in self._chosen().items())
@@ -84,37 +84,37 @@ class Config:
         return {field.name: value for field, value in values.items() if value != field.default}
 
     def to_json(self) -> dict[str, Any]:
-        """The config as JSON has it."""
-        return {one.name: _plain(getattr(self, one.name)) for one in fields(self)}
+        """The config as a dict that can be written as JSON."""
+        return {field.name: _plain(getattr(self, field.name)) for field in fields(self)}
 
     @classmethod
     def from_json(cls: type[C], values: dict[str, Any]) -> C:
-        """The config of what `to_json` gave; unknown and missing fields are one ValueError."""
-        known = {one.name for one in fields(cls)}
-        if unknown := sorted(set(values) - known):
+        """The config from what `to_json` gave. Unknown and missing fields raise ValueError."""
+        names = {field.name for field in fields(cls)}
+        if unknown := sorted(set(values) - names):
             raise ValueError(f"config: expected fields of {cls.__name__}, got {', '.join(unknown)} too")
-        given = {name: _tuples(value) for name, value in values.items()}
-        if isinstance(given.get("mechanism"), dict):
-            given["mechanism"] = stored.from_json(given["mechanism"])
-        if isinstance(given.get("rotary_scaling"), dict):
-            given["rotary_scaling"] = RotaryScaling(**given["rotary_scaling"])
+        arguments = {name: _tuples(value) for name, value in values.items()}
+        if isinstance(arguments.get("mechanism"), dict):
+            arguments["mechanism"] = stored.from_json(arguments["mechanism"])
+        if isinstance(arguments.get("rotary_scaling"), dict):
+            arguments["rotary_scaling"] = RotaryScaling(**arguments["rotary_scaling"])
         try:
-            return cls(**given)
+            return cls(**arguments)
         except TypeError as error:
             raise ValueError(f"config: expected the fields of {cls.__name__}, got {error}") from None
 
     def explicit(self: C) -> C:
-        """The same config with the sizes written out that follow from others if they are not given."""
+        """The same config with every size filled in, also those that are computed from others by default."""
         return self
 
     def with_mechanism(self: C, mechanism: Mechanism | str) -> C:
-        """The same model with another attention."""
+        """The same config with another mechanism."""
         return replace(self, mechanism=mechanism)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextConfig(Config):
-    """The part that the config of every model of tokens has."""
+    """The fields that every text model's config has."""
 
     vocabulary_size: int
 
@@ -132,13 +132,13 @@ class TextConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class ImageConfig(Config):
-    """The part that the config of every model of images has."""
+    """The fields that every image model's config has."""
 
     num_channels: int = 3
     num_classes: int = 1000
-    """0 for a model without its last layer, which gives what that layer would read."""
+    """0 for a model without a head; it returns the features that the head would read."""
     class_names: tuple[str, ...] = ()
-    """What the classes are called, if anyone said so."""
+    """The names of the classes, if they have names."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -146,7 +146,7 @@ class ImageConfig(Config):
 
 
 def block_config(config: Any, **changes: Any) -> BlockConfig:
-    """The config of a model's blocks: the fields both have, and `changes`.
+    """The config of a model's blocks: the fields that both configs have, and `changes`.
 
     >>> import regard as rg
     >>> from regard.models.config import block_config
@@ -154,26 +154,26 @@ def block_config(config: Any, **changes: Any) -> BlockConfig:
     >>> block_config(rg.DecoderConfig(**sizes), cross=True).hidden_dim
     32
     """
-    shared = {one.name: getattr(config, one.name) for one in fields(BlockConfig) if hasattr(config, one.name)}
+    shared = {field.name: getattr(config, field.name) for field in fields(BlockConfig) if hasattr(config, field.name)}
     shared["hidden_dim"] = config.hidden_dim or 4 * config.embedding_dim
     return BlockConfig(**shared, **changes)
 
 
 def check_class_names(class_names: tuple[str, ...], num_classes: int) -> None:
-    """Raise ValueError for names that are not those of the classes."""
+    """Raise ValueError unless there is one name per class, or none at all."""
     if class_names and len(class_names) != num_classes:
-        raise ValueError(f"class_names: expected {num_classes}, one a class, or none, got {len(class_names)}")
+        raise ValueError(f"class_names: expected {num_classes}, one per class, or none, got {len(class_names)}")
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value is what its annotation says; known words and lengths are left to those who know them."""
+    """Whether a value has its annotation's type. The config with the field checks allowed strings and lengths."""
     parts = get_args(hint)
     if isinstance(hint, UnionType):
-        return any(_fits(value, one) for one in parts)
+        return any(_fits(value, part) for part in parts)
     if get_origin(hint) is Literal:
         return isinstance(value, str)
     if get_origin(hint) is tuple:
-        return isinstance(value, tuple) and all(_fits(one, parts[0]) for one in value)
+        return isinstance(value, tuple) and all(_fits(entry, parts[0]) for entry in value)
     if hint is float:
         return type(value) in (int, float)
     return type(value) is hint if hint in (int, bool) else isinstance(value, hint)
@@ -183,9 +183,9 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mechanism):
         return stored.to_json(value)
     if is_dataclass(value) and not isinstance(value, type):
-        return {one.name: _plain(getattr(value, one.name)) for one in fields(value)}
-    return [_plain(one) for one in value] if isinstance(value, tuple) else value
+        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+    return [_plain(entry) for entry in value] if isinstance(value, tuple) else value
 
 
 def _tuples(value: Any) -> Any:
-    return tuple(_tuples(one) for one in value) if isinstance(value, list) else value
+    return tuple(_tuples(entry) for entry in value) if isinstance(value, list) else value

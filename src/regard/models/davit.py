@@ -6,11 +6,12 @@
     logits            = head(norm(mean over the last map))
 
 Both are linear in the tokens: windows see every channel of few tokens, channels see every token of few channels. The
-convolutions are depthwise, 3×3, and all that tells the model where a token stands, so images may have any size.
+convolutions are depthwise, 3×3, and the only source of positions, so images may have any size.
 
-A map whose sides are no multiples of w is padded with zeros at its right and bottom before queries, keys and values are
-made, and **the padding is attended to**: its keys and values are the projections' biases. A mask would be cleaner, but
-published weights were trained this way, and the computation here is theirs (Florence-2's vision tower, to rounding).
+A map whose sides are not multiples of w is padded with zeros at its right and bottom before queries, keys and values
+are computed, and **the padding is attended to**: its keys and values are the projections' biases. A mask would be
+cleaner, but published weights were trained this way, and this code computes the same as they do (Florence-2's vision
+tower, up to rounding).
 
 Ding et al. 2022, "DaViT: Dual Attention Vision Transformers".
 """
@@ -39,7 +40,7 @@ from regard.models.vision import check_pictures, zero_head
 
 @dataclass(frozen=True, kw_only=True)
 class DaViTConfig(ImageConfig):
-    """A DaViT; `mechanism` is that of the windows. Tuples have one number a stage. The defaults are DaViT-Tiny.
+    """A DaViT; `mechanism` is that of the windows. Tuples have one number per stage. The defaults are DaViT-Tiny.
 
     Florence-2's vision tower has `patch_size=(7, 3, 3, 3)`, `patch_padding=(3, 1, 1, 1)`, `window_size=12`.
 
@@ -50,7 +51,7 @@ class DaViTConfig(ImageConfig):
 
     embedding_dim: tuple[int, ...] = (96, 192, 384, 768)
     num_layers: tuple[int, ...] = (1, 1, 3, 1)
-    """Each is a half for windows and a half for channels."""
+    """Of each stage; a layer is a window attention half and a channel attention half."""
     num_heads: tuple[int, ...] = (3, 6, 12, 24)
     """Of attention in windows."""
     num_groups: tuple[int, ...] = (3, 6, 12, 24)
@@ -62,7 +63,7 @@ class DaViTConfig(ImageConfig):
     """Whether a stage's embedding has its norm before the convolution, or after it."""
     window_size: int = 7
     network_ratio: float = 4.0
-    """How many times wider than the map the position-wise network is."""
+    """Width of the position-wise network, as a multiple of embedding_dim."""
     channel_scale: Literal["tokens", "channels"] = "tokens"
     """`rg.Channel`'s scale: Florence-2 divides by the root of the tokens, the first DaViT by that of the channels."""
     norm_epsilon: float = 1e-5
@@ -74,13 +75,13 @@ class DaViTConfig(ImageConfig):
         super().__post_init__()
         stages = ("embedding_dim", "num_layers", "num_heads", "num_groups", "patch_size", "patch_stride")
         for name in (*stages, "patch_padding", "norm_first"):
-            found = getattr(self, name)
-            if not found:
-                raise ValueError(f"{name}: expected a tuple of one value a stage, got {found!r}")
-            if len(found) != self.num_stages:
-                raise ValueError(f"{name}: expected {self.num_stages} values, one a stage, got {found!r}")
+            values = getattr(self, name)
+            if not values:
+                raise ValueError(f"{name}: expected a tuple of one value per stage, got {values!r}")
+            if len(values) != self.num_stages:
+                raise ValueError(f"{name}: expected {self.num_stages} values, one per stage, got {values!r}")
         for name, least in (("patch_stride", 1), ("patch_padding", 0)):
-            if any(type(one) is not int or one < least for one in getattr(self, name)):
+            if any(type(number) is not int or number < least for number in getattr(self, name)):
                 raise ValueError(f"{name}: expected whole numbers of at least {least}, got {getattr(self, name)}")
         for name in ("num_heads", "num_groups"):
             for width, parts in zip(self.embedding_dim, getattr(self, name), strict=True):
@@ -132,7 +133,7 @@ class DaViT(ImageModel):
         return tuple(maps)
 
     def with_classes(self, num_classes: int, class_names: tuple[str, ...] = ()) -> "DaViT":
-        """A copy to fine-tune on other classes: a head that begins at 0 in place of this one.
+        """A copy to fine-tune on other classes, with a new head that is initialised to 0.
 
         >>> import regard as rg, torch
         >>> config = rg.DaViTConfig(embedding_dim=(8, 16, 32, 32), num_heads=(1, 2, 4, 4), num_groups=(1, 2, 4, 4))
@@ -153,7 +154,7 @@ class DaViT(ImageModel):
         return [half for stage in self.stages for half in stage.halves]  # type: ignore[union-attr]
 
     def num_tokens(self, height: int, width: int) -> int:
-        """The places of the first stage's map."""
+        """The positions of the first stage's map."""
         stride = self.config.patch_stride[0]
         return -(-height // stride) * -(-width // stride)
 
@@ -171,7 +172,7 @@ class DaViT(ImageModel):
 
 
 class Stage(nn.Module):
-    """A smaller map with more channels, then layers of two halves: windows and channels."""
+    """Downsampling to a smaller map with more channels, then layers of two halves: windows and channels."""
 
     def __init__(self, config: DaViTConfig, index: int) -> None:
         super().__init__()
@@ -202,7 +203,7 @@ class Stage(nn.Module):
         return x
 
     def part(self, name: str, side: int, dtype: torch.dtype) -> Part:
-        """The stage in numbers, on a map of side × side places."""
+        """The stage in numbers, on a map of side × side positions."""
         flops = products(self.embed) * side**2 + sum(half.flops(side, dtype) for half in self.halves)  # type: ignore[operator]
         return Part(
             name=name,
@@ -216,8 +217,7 @@ class Stage(nn.Module):
 
 class Half(nn.Module):
     """Attention, in windows of `window_size` or over the whole map, and a position-wise network, each after a
-    convolution. In training `dropout` is of what they add; the published models drop all of it at once (stochastic
-    depth)."""
+    convolution. In training `dropout` applies to both outputs; the published models use stochastic depth instead."""
 
     def __init__(
         self,
@@ -254,7 +254,7 @@ class Half(nn.Module):
         return rearrange(tokens, "b y x e -> b e y x")
 
     def flops(self, side: int, dtype: torch.dtype) -> int:
-        """FLOPs on a map of side × side places."""
+        """FLOPs on a map of side × side positions."""
         everywhere = products(self.attention_conv) + products(self.network_conv) + products(self.network)
         across = 1 if self.window_size is None else -(-side // self.window_size)
         tokens = side**2 if self.window_size is None else self.window_size**2
@@ -263,10 +263,10 @@ class Half(nn.Module):
 
     def _attend(self, x: Float[Tensor, "B Y X E"]) -> Float[Tensor, "B Y X E"]:
         if self.window_size is None:
-            found = self.attention(rearrange(x, "b y x e -> b (y x) e"))
-            return rearrange(found, "b (y x) e -> b y x e", y=x.shape[1])
-        found = self.attention(windows(x, self.window_size))
-        return unwindowed(found, x.shape[1], x.shape[2], self.window_size)
+            out = self.attention(rearrange(x, "b y x e -> b (y x) e"))
+            return rearrange(out, "b (y x) e -> b y x e", y=x.shape[1])
+        out = self.attention(windows(x, self.window_size))
+        return unwindowed(out, x.shape[1], x.shape[2], self.window_size)
 
 
 def windows(x: Float[Tensor, "B Y X E"], size: int) -> Float[Tensor, "N T E"]:
@@ -299,18 +299,18 @@ def _normed(x: Float[Tensor, "B E Y X"], norm: nn.Module) -> Float[Tensor, "B E 
     return rearrange(norm(rearrange(x, "b e y x -> b y x e")), "b y x e -> b e y x")
 
 
-def check_sides(given: tuple[int, int], config: DaViTConfig) -> None:
-    """Raise ValueError for the sides of images that are too small."""
-    sides: tuple[int, ...] = given
+def check_sides(image_sides: tuple[int, int], config: DaViTConfig) -> None:
+    """Raise ValueError for images that are too small."""
+    sides: tuple[int, ...] = image_sides
     for index in range(config.num_stages):
         sides = tuple(_next_side(side, config, index) for side in sides)
         if min(sides) < 1:
             raise ValueError(
-                f"images: expected sides that leave something at each stage, got {given}, "
+                f"images: expected sides large enough for {config.num_stages} stages, got {image_sides}, "
                 f"of which nothing is left at stage {index + 1}"
             )
 
 
 def _next_side(side: int, config: DaViTConfig, index: int) -> int:
-    """The side of the map that a stage's embedding makes of one of `side`."""
+    """The side of the map after a stage's embedding, from a map of `side`."""
     return (side + 2 * config.patch_padding[index] - config.patch_size[index]) // config.patch_stride[index] + 1

@@ -1,4 +1,4 @@
-"""Decoders: each token sees the ones before it and predicts the next. GPT-2's form and Llama's.
+"""Decoders: each token sees those before it and predicts the next. GPT-2's form and Llama's.
 
     x      = embedding(tokens) [+ positions(place)]
     x      = x + attention(norm(x));  x = x + network(norm(x))          for each layer
@@ -69,15 +69,17 @@ class DecoderConfig(TextConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        known = ("rotary", "learned", "sinusoidal", "alibi", "none")
-        if self.positions not in known:
-            raise ValueError(f"positions: expected one of {', '.join(known)}, got {self.positions!r}")
+        kinds = ("rotary", "learned", "sinusoidal", "alibi", "none")
+        if self.positions not in kinds:
+            raise ValueError(f"positions: expected one of {', '.join(kinds)}, got {self.positions!r}")
         if self.window is not None and (type(self.window) is not int or self.window < 1):
             raise ValueError(f"window: expected at least 1 token, got {self.window!r}")
         if any(not 0 <= index < self.num_layers for index in self.window_layers or ()):
             raise ValueError(f"window_layers: expected layers below {self.num_layers}, got {self.window_layers}")
         if self.positions == "rotary" and self.head_length % 2:
-            raise ValueError(f"qk_length: expected an even number, rotations turn pairs, got {self.head_length}")
+            raise ValueError(
+                f"qk_length: expected an even number (rotary positions rotate pairs), got {self.head_length}"
+            )
 
     @classmethod
     def gpt2(cls, **changes: Any) -> "DecoderConfig":
@@ -91,7 +93,7 @@ class DecoderConfig(TextConfig):
         return self.qk_length or self.embedding_dim // self.num_heads
 
     def explicit(self) -> "DecoderConfig":
-        """The same config with the sizes written out that follow from others if they are not given."""
+        """The same config with every size filled in, also those that are computed from others by default."""
         layers = tuple(index for index, size in enumerate(self.windows) if size is not None)
         return replace(
             self,
@@ -110,7 +112,7 @@ class DecoderConfig(TextConfig):
 
 
 class Decoder(GenerativeModel):
-    """A decoder: `decoder(tokens, mask=None)` gives the logits of each next token. Causality is its own.
+    """A decoder: `decoder(tokens, mask=None)` gives the logits of each next token. It is always causal.
 
     >>> import regard as rg, torch
     >>> model = rg.Decoder(rg.DecoderConfig(vocabulary_size=50, embedding_dim=16, num_layers=2, num_heads=4))
@@ -141,11 +143,11 @@ class Decoder(GenerativeModel):
         self.initialise()
 
     def forward(self, tokens: Int[Tensor, "B T"], mask: AnyMask = None) -> Float[Tensor, "B T D"]:
-        """Logits (B, T, vocabulary). `mask` adds to causality, usually `rg.padding(lengths)`, left or right."""
+        """Logits (B, T, vocabulary). `mask` comes on top of causality: usually `rg.padding(lengths)`, left or right."""
         return self.predict(self._run(tokens, mask, None)[0])
 
     def start(self, *, batch: int, capacity: int | None = None, storage: torch.dtype | None = None) -> ModelState:
-        """An empty state for `extend`, with room for `capacity` tokens, the context's length if not given.
+        """An empty state for `extend`, with room for `capacity` tokens (by default the context length).
 
         `storage=torch.int8` keeps keys and values in 8 bits; see `Mechanism.start`.
         """
@@ -155,9 +157,9 @@ class Decoder(GenerativeModel):
     def extend(
         self, tokens: Int[Tensor, "B T"], state: ModelState, mask: AnyMask = None
     ) -> tuple[Float[Tensor, "B T D"], ModelState]:
-        """Logits of T more tokens after what the state has met, and the longer state.
+        """Logits of T new tokens after those in the state, and the longer state.
 
-        The mask speaks of the whole history; what was padding when it came stays padding.
+        The mask covers the whole history; a token that was padding when it was added stays padding.
         """
         hidden, longer = self.advance(tokens, state, mask)
         return self.predict(hidden), longer
@@ -165,20 +167,20 @@ class Decoder(GenerativeModel):
     def advance(
         self, tokens: Int[Tensor, "B T"], state: ModelState, mask: AnyMask = None
     ) -> tuple[Float[Tensor, "B T E"], ModelState]:
-        """`extend` without its last step: what `predict` makes logits of, for those who need but the last token's."""
+        """`extend` without the head: hidden states, so that `predict` can compute the last token's logits alone."""
         check_state(state)
         hidden, longer = self._run(tokens, mask, state)
         assert longer is not None
         return hidden, longer
 
     def predict(self, hidden: Float[Tensor, "B T E"]) -> Float[Tensor, "B T D"]:
-        """Logits from the last layer's tokens."""
+        """Logits from hidden states."""
         return tied_head(hidden, self.embedding) if self.config.tied else self.head(hidden)
 
     def read_prompts(
         self, prompts: Sequence[Sequence[int]], *, room: int, chunk: int, storage: torch.dtype | None
     ) -> tuple[Float[Tensor, "B D"], ModelState]:
-        """The logits of what follows each prompt, and the state. Prompts are padded on the left to one length."""
+        """The logits of the token after each prompt, and the state. Prompts are padded on the left to one length."""
         rows = pad_rows(prompts, side="left")
         tokens, longest = rows.tokens.to(self.device), rows.tokens.shape[1]
         state = self.start(batch=len(prompts), capacity=longest + room, storage=storage)
@@ -214,7 +216,7 @@ class Decoder(GenerativeModel):
         return self.embedding if self.config.tied else None
 
     def parts(self, length: int) -> Iterator[Part]:
-        """Embeddings, the stack, and the head, for one token after `length` tokens, itself included."""
+        """Embeddings, the stack, and the head, for the last of `length` tokens."""
         yield from children(self, {"stack": stack_part("stack", self.stack, length, self.dtype, stream=True)})
         if self.config.tied:
             yield Part(name="head (tied)", parameters=0, flops=2 * self.embedding.weight.numel())
@@ -225,13 +227,13 @@ class Decoder(GenerativeModel):
         rule = as_mask(mask)
         place = places(tokens, rule, state)
         if self.config.positions == "learned":
-            # Padding has no position; a trace cannot read how much of it there is.
+            # Padding takes no position. Under torch.compile nobody can read how much padding there is.
             reach = past + tokens.shape[1] if place.ndim == 1 or not readable(place) else int(place.max()) + 1
             check_length("tokens", reach, self.config.context_length)
         return self.stack(self.embed(tokens, place), rule, positions=place, state=state)
 
     def embed(self, tokens: Int[Tensor, "B T"], place: Int[Tensor, "..."]) -> Float[Tensor, "B T E"]:
-        """What the first layer reads: tokens, and where each stands in its sequence."""
+        """The first layer's input: embeddings of tokens at their positions."""
         x = self.embedding(tokens)
         if self.config.positions == "learned":
             x = x + self.positions(place)

@@ -1,11 +1,10 @@
-"""Encoders: each token sees all others. BERT's form and ALBERT's.
+"""Encoders: every token sees all others. BERT's form and ALBERT's.
 
     x = norm(embedding(tokens) + segment(segments) + positions(place))     [· W, from a narrower embedding: ALBERT]
     x = norm(x + attention(x));  x = norm(x + network(x))                  for each layer, or the same layer L times
 
-Heads, where they exist: the words under masks, whether the second sentence follows the first, whether it is the first
-one inverted, classes of a sequence; and a sentence's embedding, pooled from its tokens. A padded batch computes only
-its real tokens.
+Optional heads: masked words, next sentence, inverted sentence (whether the second sentence is the first one inverted),
+and classes of a sequence. `embed` pools the tokens of a sentence into one vector. Padding is not computed.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -47,9 +46,9 @@ class EncoderConfig(TextConfig):
     hidden_dim: int | None = None
     """Of the position-wise network; 4 · embedding_dim if not given."""
     factor_dim: int | None = None
-    """Width of the embedding table where it is narrower than the model (ALBERT)."""
+    """Width of the embedding table, if it is narrower than the model (ALBERT)."""
     num_shared: int | None = None
-    """How many different blocks there are; one for each layer if not given."""
+    """How many different blocks the layers share; by default every layer has its own."""
     context_length: int = 512
     window: int | None = None
     """How many tokens each sees before it and after it; the first token sees all and is seen by all."""
@@ -59,29 +58,29 @@ class EncoderConfig(TextConfig):
     pre_norm: bool = False
     activation: str = "gelu"
     pooler: bool = False
-    """Whether the first token has a layer of its own, on which the sequence's heads stand."""
+    """Whether there is a pooler: a layer on the first token, whose output the heads for whole sequences read."""
     masked_words: bool = False
     next_sentence: bool = False
     inverted_sentence: bool = False
     num_classes: int = 0
     class_names: tuple[str, ...] = ()
-    """What the classes are called, if anyone said so."""
+    """The names of the classes, if they have names."""
     tied: bool = True
-    """Whether the words under masks are scored by the embedding."""
+    """Whether the head for masked words shares its weights with the embedding."""
     pooling: tuple[str, ...] = ("mean",)
-    """What `embed` makes of a text's hidden states, a key of POOLINGS; several are concatenated."""
+    """How `embed` pools a text's hidden states: keys of POOLINGS, whose results are concatenated."""
     normalized: bool = True
     """Whether `embed` gives vectors of length 1."""
     text_length: int | None = None
-    """Of how many tokens `embed` reads; longer texts are cut. If not given, texts beyond the context are refused."""
+    """`embed` truncates texts to this many tokens. If not given, texts longer than the context are refused."""
     text_prefix: str = ""
-    """What `embed` puts before each text."""
+    """`embed` puts this before each text."""
     prefix_pooled: bool = True
-    """Whether the prefix's tokens are pooled too; they are read in any case."""
+    """Whether the prefix's tokens are pooled too; the model reads them in any case."""
 
     @classmethod
     def bert(cls, **changes: Any) -> "EncoderConfig":
-        """BERT's form as it is pre-trained: words under masks and the next sentence."""
+        """BERT's form as it is pre-trained: heads for masked words and the next sentence."""
         return cls(**{"pooler": True, "masked_words": True, "next_sentence": True, **changes})
 
     @classmethod
@@ -90,7 +89,7 @@ class EncoderConfig(TextConfig):
         return cls(**{"num_shared": 1, "factor_dim": 128, "activation": "gelu_tanh", **changes})
 
     def explicit(self) -> "EncoderConfig":
-        """The same config with the sizes written out that follow from others if they are not given."""
+        """The same config with every size filled in, also those that are computed from others by default."""
         return replace(
             self,
             num_kv_heads=self.num_kv_heads or self.num_heads,
@@ -101,7 +100,7 @@ class EncoderConfig(TextConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if (self.next_sentence or self.inverted_sentence or self.num_classes) and not self.pooler:
-            raise ValueError("pooler: expected True where there are heads for the whole sequence, got False")
+            raise ValueError("pooler: expected True, since a head reads the whole sequence, got False")
         check_class_names(self.class_names, self.num_classes)
         if not self.pooling or not set(self.pooling) <= POOLINGS.keys():
             raise ValueError(f"pooling: expected some of {', '.join(POOLINGS)}, got {self.pooling!r}")
@@ -156,17 +155,19 @@ class Encoder(TextModel):
     def forward(
         self, tokens: Int[Tensor, "B T"], segments: Int[Tensor, "B T"] | None = None, mask: AnyMask = None
     ) -> Float[Tensor, "B T E"]:
-        """Hidden states; exactly 0 where `mask` has padding. `segments` (0 or 1) tells two sentences apart."""
+        """Hidden states; exactly 0 at padding. `segments` has 0 for the first sentence and 1 for the second."""
         check_tokens("tokens", tokens, self.config.vocabulary_size)
         check_length("tokens", tokens.shape[1], self.config.context_length)
         rule = as_mask(mask)
         x = self.embedding(tokens)
         if segments is not None:
             if not self.config.num_segments:
-                raise ValueError("segments: expected none, the model tells no sentences apart, got some")
+                raise ValueError("segments: expected None, since the model has no segment embedding, got a tensor")
             check_tokens("segments", segments, self.config.num_segments)
             if segments.shape != tokens.shape:
-                raise ValueError(f"segments: expected one a token, {tuple(tokens.shape)}, got {tuple(segments.shape)}")
+                raise ValueError(
+                    f"segments: expected one per token, {tuple(tokens.shape)}, got {tuple(segments.shape)}"
+                )
         if self.config.num_segments:
             segments = torch.zeros_like(tokens) if segments is None else segments
             x = x + self.segments(segments)
@@ -191,17 +192,17 @@ class Encoder(TextModel):
         rule, size = as_mask(mask), self.config.window
         if size is None:
             return rule
-        found = padding_between(rule, 0, length, length)
+        padding = padding_between(rule, 0, length, length)
         near: Mask = window(before=size, after=size)
-        if found is None or (found.rows is not None and all(start == 0 for start, _ in found.rows)):
+        if padding is None or (padding.rows is not None and all(start == 0 for start, _ in padding.rows)):
             near = near | global_tokens(1)
-        else:  # rows padded on the left begin elsewhere
-            first = found.valid(length, self.device).long().argmax(-1)
+        else:  # rows padded on the left begin later
+            first = padding.valid(length, self.device).long().argmax(-1)
             near = near | (lambda b, h, q, k: (q == first[b]) | (k == first[b]))
         return near if rule is None else near & rule
 
     def masked_words(self, hidden: Float[Tensor, "*b E"]) -> Float[Tensor, "*b D"]:
-        """Logits of the word at each place."""
+        """Logits of the word at each position."""
         self._has("masked_words")
         return self.words(hidden, self.embedding.weight)
 
@@ -221,21 +222,21 @@ class Encoder(TextModel):
         return self.classes(self.dropout(self.pooled(hidden, mask)))
 
     def pooled(self, hidden: Float[Tensor, "B T E"], mask: AnyMask = None) -> Float[Tensor, "B E"]:
-        """The first token, through its own layer: the first real one, where `mask` says that rows are padded."""
+        """The pooler's output for the first token: the first real token, if `mask` has padding."""
         self._has("pooler")
-        found = padding_between(as_mask(mask), 0, hidden.shape[1], hidden.shape[1])
-        if found is None:
+        padding = padding_between(as_mask(mask), 0, hidden.shape[1], hidden.shape[1])
+        if padding is None:
             return torch.tanh(self.pooler(hidden[:, 0]))
-        first = found.valid(hidden.shape[1], hidden.device).long().argmax(-1)
+        first = padding.valid(hidden.shape[1], hidden.device).long().argmax(-1)
         return torch.tanh(self.pooler(hidden[torch.arange(hidden.shape[0], device=hidden.device), first]))
 
     def embed(
         self, texts: Sequence[str], *, normalize: bool | None = None, batch_size: int = 32
     ) -> Float[Tensor, "B D"]:
-        """Embeddings of sentences: their tokens' hidden states, pooled as the config says.
+        """Embeddings of sentences: the hidden states of their tokens, pooled as the config says.
 
-        That is the mean, of length 1, unless a checkpoint (a sentence-transformers folder) says otherwise. `normalize`
-        overrules whether the length is 1.
+        By default that is the mean, normalised to length 1; a sentence-transformers checkpoint may say otherwise.
+        `normalize` overrides whether vectors are normalised.
         """
         config = self.config
         skipped = 0 if config.prefix_pooled else self._prefix_tokens()
@@ -250,7 +251,7 @@ class Encoder(TextModel):
         return F.normalize(vectors, dim=-1) if (config.normalized if normalize is None else normalize) else vectors
 
     def probabilities(self, texts: Sequence[str], *, batch_size: int = 32) -> Float[Tensor, "B D"]:
-        """How likely each class is for each text. Of longer texts than the model's context, the beginning counts."""
+        """The probability of each class for each text. Texts longer than the context are truncated."""
         self._has("num_classes")
         logits = self._of_texts(texts, batch_size, self.classify, self.config.num_classes, self.config.context_length)
         return logits.float().softmax(-1)
@@ -264,7 +265,7 @@ class Encoder(TextModel):
         length: int | None = None,
         prefix: str = "",
     ) -> Tensor:
-        """What a head makes of each text behind a prefix; with `length`, of so many tokens."""
+        """A head's output for each text after a prefix, truncated to `length` tokens if given."""
         if self.tokenizer is None:
             raise ValueError("model: expected one with a tokenizer to read texts, got none")
         if isinstance(texts, str) or not isinstance(texts, Iterable):
@@ -275,9 +276,9 @@ class Encoder(TextModel):
         if type(batch_size) is not int or batch_size < 1:
             raise ValueError(f"batch_size: expected a whole number of at least 1, got {batch_size!r}")
         rows = [self.tokenizer.encode(prefix + text, length=length) for text in texts]
-        # Texts of like length go together, so that little is padding.
+        # Batches have texts of similar length, so that there is little padding.
         order = sorted(range(len(rows)), key=lambda index: len(rows[index]))
-        found = torch.empty(len(rows), size, dtype=self.dtype, device=self.device)
+        outputs = torch.empty(len(rows), size, dtype=self.dtype, device=self.device)
         training = self.training
         self.eval()
         try:
@@ -285,13 +286,13 @@ class Encoder(TextModel):
                 for start in range(0, len(order), batch_size):
                     chosen = order[start : start + batch_size]
                     tokens, mask, _ = pad_rows([rows[index] for index in chosen])
-                    found[chosen] = head(self(tokens.to(self.device), mask=mask), mask)
+                    outputs[chosen] = head(self(tokens.to(self.device), mask=mask), mask)
         finally:
             self.train(training)
-        return found
+        return outputs
 
     def _prefix_tokens(self) -> int:
-        """How many tokens come before a text's own: the prefix's, and those that the tokenizer puts before any text."""
+        """How many tokens come before the text: the prefix's, and the special tokens that begin every sequence."""
         if self.tokenizer is None or not self.config.text_prefix:
             return 0
         tokens = self.tokenizer.encode(self.config.text_prefix)
@@ -309,7 +310,7 @@ class Encoder(TextModel):
     def parts(self, length: int) -> Iterator[Part]:
         """Embeddings, the stack and the heads, for one token of a text of `length`."""
         counted = {
-            # A head that reads one token of each sequence costs next to nothing per token.
+            # A head that reads one token per sequence costs next to nothing per token.
             name: Part(name=name, parameters=size(head), flops=0)
             for name, head in self.named_children()
             if name in ("pooler", "order", "inversion", "classes")
@@ -326,7 +327,7 @@ class Encoder(TextModel):
 
 
 class _Words(nn.Module):
-    """Scores every word at every place: a layer, a norm, and the embedding or a table of its own."""
+    """The head for masked words: a layer, a norm, and the tied embedding or a separate table."""
 
     def __init__(self, config: EncoderConfig, narrow: int) -> None:
         super().__init__()
@@ -344,7 +345,7 @@ class _Words(nn.Module):
 def pool(
     hidden: Float[Tensor, "B T E"], mask: AnyMask = None, modes: Sequence[str] = ("mean",), skipped: int = 0
 ) -> Float[Tensor, "B D"]:
-    """One vector a sequence from its real tokens but the first `skipped`; 0 for a sequence without any.
+    """One vector per sequence, pooled from its real tokens except the first `skipped`; 0 if there are none.
 
     `modes` are keys of POOLINGS; the vectors of several are concatenated.
 
@@ -361,7 +362,7 @@ def pool(
     if valid is None:
         valid = torch.ones(hidden.shape[:2], dtype=torch.bool, device=hidden.device)
     places = valid.cumsum(-1) * valid
-    # Sums of half precision are accumulated and divided in float32.
+    # Half-precision tokens are summed and divided in float32.
     wide = hidden.float() if hidden.dtype.itemsize < 4 else hidden
     counted = places > skipped
     parts = [POOLINGS[mode](wide, counted[..., None].to(wide), places[..., None].to(wide)) for mode in modes]
@@ -369,7 +370,7 @@ def pool(
 
 
 def _sum(hidden: Tensor, weights: Tensor) -> Tensor:
-    """The weighted sum; hidden states without a weight may be anything."""
+    """The weighted sum over tokens; a NaN at a token with weight 0 has no effect."""
     return (hidden * weights).masked_fill(weights == 0, 0).sum(1)
 
 
@@ -381,5 +382,5 @@ POOLINGS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "mean_sqrt_length": lambda x, counted, places: _sum(x, counted) / counted.sum(1).sqrt(),
     "weighted_mean": lambda x, counted, places: _sum(x, places * counted) / (places * counted).sum(1),
 }
-"""How hidden states (B, T, E) become one vector each, given which tokens count (0 or 1) and their places (from 1; 0 for
-padding), both (B, T, 1). `weighted_mean` weighs tokens by their places."""
+"""Functions that pool hidden states (B, T, E) to (B, E), from which tokens count (0 or 1) and their positions (from 1;
+0 for padding), both (B, T, 1). `weighted_mean` weighs tokens by their positions."""

@@ -1,4 +1,4 @@
-"""Rows of tokens of many lengths as one table, padded on one side: the one place where batches are padded."""
+"""Token sequences of different lengths as one padded batch; all padding of batches happens here."""
 
 from collections.abc import Sequence
 from itertools import chain
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from regard.core.masks import Mask, padding
 
-if TYPE_CHECKING:  # models are computed without NumPy
+if TYPE_CHECKING:  # models run without NumPy
     import numpy as np
     from numpy.typing import NDArray
 
@@ -19,7 +19,7 @@ Side = Literal["left", "right"]
 
 
 class PaddedRows(NamedTuple):
-    """A table of tokens (B, T) and which of them are real."""
+    """A batch of tokens (B, T) and which of them are real."""
 
     tokens: Tensor
     mask: Mask
@@ -28,7 +28,7 @@ class PaddedRows(NamedTuple):
 
 
 def pad_rows(rows: Sequence[Sequence[int]], *, filling: int = 0, side: Side = "right") -> PaddedRows:
-    """Lists of tokens as one table, with `filling` on one side of the shorter ones.
+    """Lists of tokens as one batch, the shorter ones filled up with `filling` on one side.
 
     >>> from regard.models.padded_rows import pad_rows
     >>> padded = pad_rows([[5, 6, 7], [8]], side="left")
@@ -51,7 +51,7 @@ def pad_rows(rows: Sequence[Sequence[int]], *, filling: int = 0, side: Side = "r
 def pad_ranges(
     values: "Integers", starts: "Integers", lengths: "Integers", *, filling: int = 0, side: Side = "right"
 ) -> "NDArray[np.int64]":
-    """`values[start : start + length]` for each start and length, as one table (B, T).
+    """`values[start : start + length]` for each start and length, as one padded array (B, T).
 
     >>> import numpy as np
     >>> from regard.models.padded_rows import pad_ranges
@@ -65,7 +65,7 @@ def pad_ranges(
 
 
 def _places(lengths: Tensor, side: Side) -> tuple[Tensor, Tensor]:
-    """For each cell of the table, which token of its row it has, and whether there is such a token."""
+    """For each cell of the batch, the index of its token in its row, and whether there is such a token."""
     if side not in ("left", "right"):
         raise ValueError(f"side: expected 'left' or 'right', got {side!r}")
     longest = int(lengths.max()) if len(lengths) else 0

@@ -15,7 +15,7 @@ MODELS: dict[str, tuple[type[Model], type[Config]]] = {
     "VisionTransformer": (VisionTransformer, VisionConfig),
     "DaViT": (DaViT, DaViTConfig),
 }
-"""Every model and its config, by the name files have for it."""
+"""Every model and its config, by the name that checkpoints use."""
 
 
 def build(config: Config) -> Model:

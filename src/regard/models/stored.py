@@ -1,8 +1,8 @@
 """A mechanism as JSON, for a model's config.
 
-A shipped one is its class and fields. Of a user's own, which may hold anything, JSON has the name of the class and what
-it can hold of the fields; tensors are in the weights' file. A file imports no code: whoever loads it passes the class,
-or a value where a field is a function or a module that the class has no default for.
+A shipped mechanism is stored as its class and fields. A user's mechanism may contain anything: JSON gets the name of
+the class and the fields that JSON can represent, and tensors go into the weights file. Loading imports no code: the
+caller passes the class, or an instance if a field is a function or a module for which the class has no default.
 """
 
 import math
@@ -15,15 +15,15 @@ from torch import Tensor, nn
 from regard.core.families.mechanism import Mechanism
 from regard.core.mechanisms import REGISTRY
 
-SHIPPED: dict[str, type[Mechanism]] = {type(one).__name__: type(one) for one in REGISTRY.values()}
-"""The shipped mechanisms by class: those that a file needs no code of a user's for."""
+SHIPPED: dict[str, type[Mechanism]] = {type(mechanism).__name__: type(mechanism) for mechanism in REGISTRY.values()}
+"""The shipped mechanisms by class name; files with these load without code from the user."""
 
-Known: TypeAlias = Mechanism | type[Mechanism]
-"""A mechanism that may be loaded, or a class of them."""
+UserMechanism: TypeAlias = Mechanism | type[Mechanism]
+"""What a user passes to load a checkpoint with a mechanism of theirs: an instance, or its class."""
 
 
 def is_shipped(mechanism: object) -> bool:
-    """Whether a file can name the mechanism by itself.
+    """Whether a file can describe the mechanism completely, so that loading needs no code from the user.
 
     >>> import regard as rg, torch
     >>> is_shipped(rg.Elu()), is_shipped(rg.Kernel(feature_map=torch.relu)), is_shipped(rg.Gated(gate=torch.nn.Tanh()))
@@ -31,11 +31,11 @@ def is_shipped(mechanism: object) -> bool:
     """
     if not isinstance(mechanism, Mechanism) or SHIPPED.get(type(mechanism).__name__) is not type(mechanism):
         return False
-    return not any(_apart(_encoded(getattr(mechanism, one.name))) for one in _arguments(mechanism))
+    return not any(_apart(_encoded(getattr(mechanism, field.name))) for field in _arguments(mechanism))
 
 
 def to_json(mechanism: Mechanism) -> dict[str, Any]:
-    """The mechanism as JSON has it.
+    """The mechanism as a dict that can be written as JSON.
 
     >>> import regard as rg, torch
     >>> to_json(rg.Argmax())
@@ -43,37 +43,40 @@ def to_json(mechanism: Mechanism) -> dict[str, Any]:
     >>> to_json(rg.Kernel(feature_map=torch.nn.Linear(4, 6)))
     {'name': 'Kernel', 'shipped': False, 'fields': {'feature_map': {'object': 'Linear'}}}
     """
-    name, values = type(mechanism).__name__, {one.name: getattr(mechanism, one.name) for one in _arguments(mechanism)}
+    name, values = (
+        type(mechanism).__name__,
+        {field.name: getattr(mechanism, field.name) for field in _arguments(mechanism)},
+    )
     if is_shipped(mechanism):
         return {"name": name, **{key: "inf" if value == math.inf else value for key, value in values.items()}}
     return {"name": name, "shipped": False, "fields": {key: _encoded(value) for key, value in values.items()}}
 
 
 def from_json(values: dict[str, Any]) -> Mechanism:
-    """The shipped mechanism of what `to_json` gave."""
+    """The shipped mechanism from what `to_json` gave."""
     if is_own(values):
         _refuse_unknown(values)
-    given = {key: math.inf if value == "inf" else value for key, value in values.items() if key != "name"}
+    arguments = {key: math.inf if value == "inf" else value for key, value in values.items() if key != "name"}
     name = values.get("name")
     if name not in SHIPPED:
         raise ValueError(f"mechanism: expected one of {', '.join(SHIPPED)}, got {name!r}")
     try:
-        return SHIPPED[name](**given)
+        return SHIPPED[name](**arguments)
     except TypeError as error:
         raise ValueError(f"mechanism: expected the fields of {name}, got {error}") from None
 
 
 def is_own(values: object) -> bool:
-    """Whether JSON is that of a user's own mechanism."""
+    """Whether JSON describes a user's mechanism, not a shipped one."""
     return isinstance(values, dict) and values.get("shipped") is False
 
 
 def own_from_json(
-    values: dict[str, Any], mechanisms: Sequence[Known], read: Callable[[str], Tensor | None]
+    values: dict[str, Any], mechanisms: Sequence[UserMechanism], read: Callable[[str], Tensor | None]
 ) -> Mechanism:
-    """A user's mechanism of what `to_json` gave: the value among `mechanisms` with the same class name and fields, or
-    the class of that name, made with those fields. `read` gives the tensor of a field, which a model's layers replace
-    by their own.
+    """A user's mechanism from what `to_json` gave: the instance among `mechanisms` with the same class name and fields,
+    or a new instance of the class with that name. `read` gives the tensor of a field, which a model's layers replace by
+    their own.
 
     >>> import regard as rg
     >>> from dataclasses import dataclass
@@ -86,42 +89,44 @@ def own_from_json(
     stored = values.get("fields", {})
     if not isinstance(stored, dict):
         raise ValueError(f"mechanism: expected its fields by name, got {stored!r:.80}")
-    named = [one for one in mechanisms if _class(one).__name__ == values.get("name")]
+    named = [candidate for candidate in mechanisms if _class(candidate).__name__ == values.get("name")]
     if not named:
         _refuse_unknown(values)
-    for one in named:
-        if isinstance(one, Mechanism) and all(_agrees(one, field, value) for field, value in stored.items()):
-            return one
-    for one in named:
-        if isinstance(one, type):
-            return _made(one, stored, read)
+    for candidate in named:
+        if isinstance(candidate, Mechanism) and all(
+            _agrees(candidate, field, value) for field, value in stored.items()
+        ):
+            return candidate
+    for candidate in named:
+        if isinstance(candidate, type):
+            return _made(candidate, stored, read)
     plain = ", ".join(f"{field}={_decoded(value)!r}" for field, value in stored.items() if not _apart(value))
     raise ValueError(f"mechanisms: expected {values['name']}({plain:.80}), as the file has it, got {named[0]!r:.80}")
 
 
-def check_known(mechanisms: Sequence[Known]) -> None:
-    """Raise ValueError for what is no list of mechanisms and classes of them.
+def check_user_mechanisms(mechanisms: Sequence[UserMechanism]) -> None:
+    """Raise ValueError unless `mechanisms` is a list of mechanisms or mechanism classes.
 
     >>> import regard as rg
-    >>> check_known([rg.Softmax, rg.Elu()])
+    >>> check_user_mechanisms([rg.Softmax, rg.Elu()])
     """
     if isinstance(mechanisms, Mechanism | type | str):
         raise ValueError(f"mechanisms: expected a list like [Mine], got {mechanisms!r}")
-    for one in mechanisms:
-        if not issubclass(_class(one), Mechanism):
-            raise ValueError(f"mechanisms: expected classes like Mine or values like Mine(…), got {one!r}")
+    for entry in mechanisms:
+        if not issubclass(_class(entry), Mechanism):
+            raise ValueError(f"mechanisms: expected classes like Mine or values like Mine(…), got {entry!r}")
 
 
-def _class(known: Known) -> type[Mechanism]:
-    return known if isinstance(known, type) else type(known)
+def _class(mechanism: UserMechanism) -> type[Mechanism]:
+    return mechanism if isinstance(mechanism, type) else type(mechanism)
 
 
-def _arguments(mechanism: Known) -> list[Any]:
-    return [one for one in fields(mechanism) if one.init]
+def _arguments(mechanism: UserMechanism) -> list[Any]:
+    return [field for field in fields(mechanism) if field.init]
 
 
 def _encoded(value: Any) -> Any:
-    """A field as JSON has it: what JSON cannot hold is an object that says what it was."""
+    """A field's value for JSON; what JSON cannot represent becomes a dict that describes it."""
     if isinstance(value, Tensor):
         return {"tensor": list(value.shape), "parameter": isinstance(value, nn.Parameter)}
     if isinstance(value, float):
@@ -137,7 +142,7 @@ def _encoded(value: Any) -> Any:
 
 
 def described(value: Any) -> str:
-    """What tells an object from others, in every process: a function's full name, or what it looks like.
+    """A description of an object that is the same in every process: a function's full name, or its repr.
 
     >>> import torch
     >>> described(torch.nn.functional.relu), described({"a": 1})
@@ -156,7 +161,7 @@ def _decoded(value: Any) -> Any:
 
 
 def _apart(value: Any) -> bool:
-    """Whether JSON does not hold a field's value itself."""
+    """Whether JSON has only a description of a field, not its value."""
     return isinstance(value, dict) and "float" not in value
 
 
@@ -166,21 +171,21 @@ def _agrees(mechanism: Mechanism, field: str, value: Any) -> bool:
 
 
 def _made(kind: type[Mechanism], stored: dict[str, Any], read: Callable[[str], Tensor | None]) -> Mechanism:
-    """A mechanism of a class with the stored fields; the class's default for what a file does not hold."""
-    defaults = {one.name: _encoded(_default(one)) for one in _arguments(kind)}
-    given: dict[str, Any] = {}
+    """An instance with the stored fields, and the class's defaults for those that a file does not store."""
+    defaults = {field.name: _encoded(_default(field)) for field in _arguments(kind)}
+    arguments: dict[str, Any] = {}
     for field, value in stored.items():
         if not _apart(value):
-            given[field] = _decoded(value)
+            arguments[field] = _decoded(value)
         elif "tensor" in value and (tensor := read(field)) is not None:
-            given[field] = nn.Parameter(tensor) if value.get("parameter") is True else tensor
+            arguments[field] = nn.Parameter(tensor) if value.get("parameter") is True else tensor
         elif "object" in value and defaults.get(field) != value:
             raise ValueError(
-                f"mechanisms: expected a value {kind.__name__}({field}=…), since a file does not hold a "
+                f"mechanisms: expected an instance {kind.__name__}({field}=…), since a file does not store a "
                 f"{value.get('object', 'tensor')!s:.40}, got the class"
             )
     try:
-        return kind(**given)
+        return kind(**arguments)
     except TypeError as error:
         raise ValueError(f"mechanisms: expected the fields of {kind.__name__}, got {error}") from None
 

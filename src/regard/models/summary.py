@@ -2,7 +2,7 @@
 
 FLOPs are those of matrix products and convolutions, 2 for each multiply-add, as in `regard.core.cost`. For a model that
 streams they are those of one token after `length` tokens, itself included; for an encoder those of one token in a text
-of `length`; for vision models those of one image. Each model lists its parts (`Model.parts`) with the functions below.
+of `length`; for vision models those of one image. Each model lists its parts (`Model.parts`) with these functions.
 """
 
 from collections.abc import Iterator, Mapping
@@ -34,12 +34,12 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class StateSize:
-    """Bytes of a stream's state; both are 0 for a model without a stream."""
+    """Bytes of a decoding state; both are 0 for a model that does not generate."""
 
     per_token: int = 0
     """What each token adds."""
     fixed: int = 0
-    """What does not grow: a kernel's sums, an encoder-decoder's source."""
+    """What does not grow: the sums of linear attention, an encoder-decoder's source."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -48,8 +48,8 @@ class Summary:
 
     >>> import regard as rg
     >>> model = rg.Decoder(rg.DecoderConfig(vocabulary_size=100, embedding_dim=32, num_layers=2, num_heads=4))
-    >>> found = model.summary(length=64)
-    >>> found.parameters, found.state_per_token
+    >>> summary = model.summary(length=64)
+    >>> summary.parameters, summary.state_per_token
     (36128, 512)
     """
 
@@ -57,14 +57,14 @@ class Summary:
     parts: tuple[Part, ...]
     parameters: int
     unit: str
-    """What the FLOPs are of: a token, or an image."""
+    """The FLOPs are those of one token, or of one image."""
     length: int | tuple[int, int]
     """Of the text; of an image's sides, both if they differ."""
     flops: int
     state_per_token: int
-    """Bytes that each token adds to a stream's state; 0 without a stream."""
+    """Bytes that each token adds to the decoding state; 0 for a model that does not generate."""
     state_fixed: int
-    """Bytes of a state that do not grow: a kernel's sums, and an encoder-decoder's source."""
+    """Bytes of the state that do not grow: the sums of linear attention, an encoder-decoder's source."""
     dtype: str
 
     def __str__(self) -> str:
@@ -88,7 +88,7 @@ class Summary:
         return table(rows, right=list(rows[0])[4:], notes=self.notes())
 
     def rows(self) -> list[dict[str, str]]:
-        """A row of a table for each part, and one for all of them."""
+        """One table row per part, and one for the total."""
         total = Part(name="total", parameters=self.parameters, flops=self.flops)
         return [
             {
@@ -103,7 +103,7 @@ class Summary:
         ]
 
     def notes(self) -> list[str]:
-        """What the numbers are counted at, and what a stream's state takes."""
+        """The length that the numbers are for, and the size of the decoding state."""
         down, across = self.length if isinstance(self.length, tuple) else (self.length, self.length)
         at = f"{down}×{across} pixels" if self.unit == "image" else f"{down:,} tokens"
         notes = [f"{self.model}, {self.dtype}; FLOPs at {at}"]
@@ -114,12 +114,12 @@ class Summary:
         return notes
 
     def to_json(self) -> dict[str, Any]:
-        """The numbers, as JSON has them."""
+        """The numbers as a dict that can be written as JSON."""
         return asdict(self)
 
 
 def children(model: nn.Module, counted: Mapping[str, Part]) -> Iterator[Part]:
-    """A part for each child module that has parameters: the one in `counted`, or the FLOPs of its products."""
+    """One part per child module with parameters: the part in `counted`, or one with the FLOPs of its products."""
     for name, child in model.named_children():
         if name in counted:
             yield counted[name]
@@ -136,7 +136,7 @@ def stack_part(
     stream: bool = False,
     mask: Mask | None = None,
 ) -> Part:
-    """A stack in a text of `length` tokens: the FLOPs of its last token if it streams, of one among all if not."""
+    """A stack on `length` tokens. FLOPs are those of the last token for `stream`, otherwise the average per token."""
     flops, queries = 0, 1 if stream else length
     for block, visible in zip(stack.layers, stack.windows, strict=True):
         rule = causal if mask is None and stack.causal else mask
@@ -144,7 +144,7 @@ def stack_part(
             rule = window(before=visible - 1, after=0 if stack.causal else visible - 1)
         flops += products(block) + attention_flops(block.attention, queries, length, dtype, rule) // queries
         if block.cross is not None:
-            # Its keys and values are made once for each source, not for each token.
+            # Cross-attention computes its keys and values once per source, not once per token.
             flops -= products(block.cross.W_k) + products(block.cross.W_v)
             flops += attention_flops(block.cross, 1, length, dtype, cached=False)
     first = stack.layers[0].attention if stack.layers else None
@@ -232,6 +232,6 @@ def size(module: nn.Module) -> int:
 
 
 def products(module: nn.Module) -> int:
-    """FLOPs of one token, or one place of a map, in the projections and convolutions of a module."""
+    """FLOPs of a module's projections and convolutions for one token, or one position of a feature map."""
     layers = (layer for layer in without_mechanisms(module) if isinstance(layer, nn.Linear | nn.Conv2d))
     return sum(2 * layer.weight.numel() for layer in layers)

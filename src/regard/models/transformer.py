@@ -1,4 +1,4 @@
-"""The encoder-decoder: one stack reads the source, another writes the target and looks back at it. Two forms.
+"""The encoder-decoder: an encoder reads the source, a decoder generates the target and attends to it. Two forms.
 
     memory = encoder(embedding(source) [· √E + positions])
     x      = embedding(target) [· √E + positions]
@@ -6,8 +6,8 @@
     logits = head(x [/ √E])
 
 The original Transformer (Vaswani et al. 2017): norms after each sum, sinusoids, ReLU, biases. T5 (Raffel et al. 2019):
-norms before each sub-layer, without means; a learned bias by distance in self-attention, one for all layers of a stack;
-scores as they are, not divided by √K; no biases; v1.1 gates its networks.
+RMSNorm before each sub-layer; a learned bias by distance in self-attention, shared by all layers of a stack; scores not
+divided by √K; projections without bias; in v1.1, gated networks.
 """
 
 import math
@@ -51,7 +51,7 @@ class TransformerConfig(TextConfig):
     num_layers: int
     num_heads: int
     target_vocabulary_size: int | None = None
-    """If given, the target has an embedding of its own; if not, both sides share one."""
+    """If given, the target has a separate embedding; if not, source and target share one."""
     num_decoder_layers: int | None = None
     """As many as the encoder's if not given."""
     num_kv_heads: int | None = None
@@ -60,12 +60,12 @@ class TransformerConfig(TextConfig):
     hidden_dim: int | None = None
     """Of the position-wise network; 4 · embedding_dim if not given."""
     context_length: int = 512
-    """How many positions learned ones have; for all, the room `start` makes if not told."""
+    """The size of the table of learned positions, and the default capacity of `start`."""
     positions: Positions = "sinusoidal"
     num_buckets: int = 32
     """Of relative positions."""
     longest_distance: int = 128
-    """From which on relative positions are alike."""
+    """All larger distances share one relative position."""
     window: int | None = None
     """How many tokens the source's see on each side of them, and how many the target's see of the target, themselves
     included; the target sees all of the source. Everything if not given."""
@@ -81,14 +81,14 @@ class TransformerConfig(TextConfig):
     tied: bool = True
     """Whether the head is the target's embedding."""
     scaled_output: bool = False
-    """Whether what the head reads is divided by √E."""
+    """Whether the head's input is divided by √E."""
     start_token: int | None = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        known = ("sinusoidal", "relative", "learned", "none")
-        if self.positions not in known:
-            raise ValueError(f"positions: expected one of {', '.join(known)}, got {self.positions!r}")
+        kinds = ("sinusoidal", "relative", "learned", "none")
+        if self.positions not in kinds:
+            raise ValueError(f"positions: expected one of {', '.join(kinds)}, got {self.positions!r}")
         if self.positions == "relative" and not self.longest_distance > self.num_buckets // 2:
             least = self.num_buckets // 2
             raise ValueError(
@@ -110,7 +110,7 @@ class TransformerConfig(TextConfig):
         return self.qk_length or self.embedding_dim // self.num_heads
 
     def explicit(self) -> "TransformerConfig":
-        """The same config with the sizes written out that follow from others if they are not given."""
+        """The same config with every size filled in, also those that are computed from others by default."""
         return replace(
             self,
             num_decoder_layers=self.decoder_layers,
@@ -133,7 +133,7 @@ class TransformerConfig(TextConfig):
 class Transformer(GenerativeModel):
     """An encoder-decoder: `transformer(source, target)` gives the logits of each next token of the target.
 
-    A mask's padding of the source hides it from both stacks; other masks of the source are the encoder's alone.
+    Padding in `source_mask` is hidden from encoder and decoder; other parts of that mask apply to the encoder only.
 
     >>> import regard as rg, torch
     >>> model = rg.Transformer(rg.TransformerConfig(vocabulary_size=50, embedding_dim=16, num_layers=2, num_heads=4))
@@ -180,7 +180,7 @@ class Transformer(GenerativeModel):
         self.initialise()
 
     def initialise(self, spread: float = 1.0) -> None:
-        """Random weights that keep the size of tokens at about 1, `spread` times as wide; norms and biases plain."""
+        """Random weights that keep activations at a scale of about 1, times `spread`; biases are 0."""
         config = self.config
         for module in without_mechanisms(self):
             if isinstance(module, nn.Linear | nn.Embedding) and not module.weight.is_meta:
@@ -193,7 +193,7 @@ class Transformer(GenerativeModel):
             if isinstance(module, RelativeBias) and not module.table.weight.is_meta:
                 nn.init.normal_(module.table.weight, std=spread * config.embedding_dim**-0.5)
             elif isinstance(module, MultiHeadAttention) and module.mechanism == Softmax(beta=1.0):
-                # Scores that nothing divides by √K must start small enough by themselves.
+                # Scores are not divided by √K here, so W_q starts smaller instead.
                 module.W_q.weight.data.mul_(config.head_length**-0.5)
 
     def forward(
@@ -205,9 +205,9 @@ class Transformer(GenerativeModel):
         *,
         at: Bool[Tensor, "B T"] | None = None,
     ) -> Float[Tensor, "*b D"]:
-        """Logits (B, T, vocabulary). Masks are usually `rg.padding(…)`, left or right; causality is the model's own.
+        """Logits (B, T, vocabulary). Masks are usually `rg.padding(…)`, left or right; the decoder is always causal.
 
-        With `at`, logits (N, vocabulary) of those places alone, one after another: others are not computed.
+        With `at`, logits (N, vocabulary) of the positions where it is True, in order; others are not computed.
         """
         rule, target_rule = self._check("source", source, source_mask), self._check("target", target, target_mask)
         if target.shape[0] != (batch := source.shape[0]):
@@ -221,7 +221,7 @@ class Transformer(GenerativeModel):
         return self.predict(hidden if at is None else hidden[at])
 
     def encode(self, source: Int[Tensor, "B S"], source_mask: AnyMask = None) -> Float[Tensor, "B S E"]:
-        """What the encoder makes of the source, exactly 0 where it is padding."""
+        """The encoder's output, exactly 0 at padding."""
         return self._encode(source, self._check("source", source, source_mask))
 
     def start(
@@ -233,7 +233,7 @@ class Transformer(GenerativeModel):
     ) -> ModelState:
         """A state for `extend` with no target yet: the source is encoded here, once.
 
-        `capacity` is the room for target tokens, the context's length if not given. `storage=torch.int8` keeps keys and
+        `capacity` is the room for target tokens (by default the context length). `storage=torch.int8` keeps keys and
         values in 8 bits, those of the source too; see `Mechanism.start`.
         """
         rule = self._check("source", source, source_mask)
@@ -249,9 +249,9 @@ class Transformer(GenerativeModel):
     def extend(
         self, target: Int[Tensor, "B T"], state: ModelState, mask: AnyMask = None
     ) -> tuple[Float[Tensor, "B T D"], ModelState]:
-        """Logits of T more target tokens after what the state has met, and the longer state.
+        """Logits of T new target tokens after those in the state, and the longer state.
 
-        The mask speaks of the whole target; what was padding when it came stays padding.
+        The mask covers the whole target; a token that was padding when it was added stays padding.
         """
         hidden, longer = self.advance(target, state, mask)
         return self.predict(hidden), longer
@@ -259,7 +259,7 @@ class Transformer(GenerativeModel):
     def advance(
         self, target: Int[Tensor, "B T"], state: ModelState, mask: AnyMask = None
     ) -> tuple[Float[Tensor, "B T E"], ModelState]:
-        """`extend` without its last step: what `predict` makes logits of, for those who need but the last token's."""
+        """`extend` without the head: hidden states, so that `predict` can compute the last token's logits alone."""
         check_state(state)
         if state.memory is None:
             raise ValueError("state: expected one from start(source, …), got one without a source")
@@ -269,7 +269,7 @@ class Transformer(GenerativeModel):
         return hidden, longer
 
     def predict(self, hidden: Float[Tensor, "*b E"]) -> Float[Tensor, "*b D"]:
-        """Logits from the decoder's last tokens."""
+        """Logits from the decoder's hidden states."""
         config = self.config
         if config.scaled_output:
             hidden = hidden * config.embedding_dim**-0.5
@@ -278,7 +278,7 @@ class Transformer(GenerativeModel):
     def read_prompts(
         self, prompts: Sequence[Sequence[int]], *, room: int, chunk: int, storage: torch.dtype | None
     ) -> tuple[Float[Tensor, "B D"], ModelState]:
-        """The logits of each target's first token, and the state. Sources are padded on the right, and read at once."""
+        """The logits of each target's first token, and the state. Sources are padded on the right, read in one pass."""
         rows = pad_rows(prompts)
         mask = rows.mask if rows.ragged else None
         state = self.start(rows.tokens.to(self.device), mask, capacity=1 + room, storage=storage)
@@ -307,7 +307,7 @@ class Transformer(GenerativeModel):
 
     @property
     def sharded_blocks(self) -> list[nn.Module]:
-        """The encoder's: a decoder block's cross-attention makes its keys and values before the block runs."""
+        """The encoder's blocks: a decoder block's cross-attention computes its keys and values before it runs."""
         return list(self.encoder.blocks)
 
     @property
@@ -315,7 +315,7 @@ class Transformer(GenerativeModel):
         return self._table("target") if self.config.tied else None
 
     def parts(self, length: int) -> Iterator[Part]:
-        """Embeddings, both stacks, and the head, for one target token at `length` over a source as long."""
+        """Embeddings, both stacks, and the head, for the last of `length` target tokens and a source as long."""
         encoder = stack_part("encoder", self.encoder, length, self.dtype)
         decoder = stack_part("decoder", self.decoder, length, self.dtype, stream=True)
         yield from children(self, {"encoder": encoder, "decoder": decoder})
@@ -342,7 +342,7 @@ class Transformer(GenerativeModel):
     def embed(
         self, tokens: Int[Tensor, "B T"], place: Int[Tensor, "..."], side: Side = "target"
     ) -> Float[Tensor, "B T E"]:
-        """What the first layer of a side reads: tokens, and where each stands in its sequence."""
+        """The first layer's input on one side: embeddings of tokens at their positions."""
         config = self.config
         x = self._table(side)(tokens)
         if config.scaled_embedding:
@@ -355,8 +355,8 @@ class Transformer(GenerativeModel):
         return self.dropout(x)
 
     def _table(self, side: Side) -> nn.Embedding:
-        own = side == "target" and self.config.target_vocabulary_size is not None
-        return self.target_embedding if own else self.embedding
+        separate = side == "target" and self.config.target_vocabulary_size is not None
+        return self.target_embedding if separate else self.embedding
 
 
 def _bias(config: TransformerConfig, *, bidirectional: bool) -> RelativeBias | None:

@@ -4,8 +4,8 @@
     x      = x + attention(norm(x));  x = x + network(norm(x))          for each layer
     logits = head(norm(x) of the class token)                 linear, or linear(tanh(linear(·))) in pre-training
 
-The positions are learned, one for each patch in reading order; nothing else tells the model where a patch stands. For
-images of another size they are interpolated on the grid of patches, and the rest of the model stays as it is.
+Positions are learned, one per patch in reading order; the model gets positions in no other way. For images of another
+size they are interpolated on the grid of patches, and the rest of the model does not change.
 
 With a window a patch sees the patches around it and the class token, which sees all: `window2d` on the grid, and the
 class token global.
@@ -35,7 +35,7 @@ from regard.models.layers.linear import Linear
 from regard.models.summary import Part, Summary, products, size, stack_part
 
 SPREAD = 0.02
-"""Of the first weights."""
+"""Standard deviation of the initial class token and positions."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ class VisionConfig(ImageConfig):
     hidden_dim: int | None = None
     """Of the position-wise network; 4 · embedding_dim if not given."""
     head: Literal["linear", "mlp"] = "linear"
-    """`mlp` has a hidden tanh layer, for pre-training; `linear` is the one of fine-tuning."""
+    """`mlp` has a hidden tanh layer and is used for pre-training; `linear` for fine-tuning."""
     representation_dim: int | None = None
     """Of the MLP head's hidden layer; embedding_dim if not given."""
     positions: Literal["learned", "none"] = "learned"
@@ -72,9 +72,9 @@ class VisionConfig(ImageConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, known in (("head", ("linear", "mlp")), ("positions", ("learned", "none"))):
-            if (found := getattr(self, name)) not in known:
-                raise ValueError(f"{name}: expected {' or '.join(known)}, got {found!r}")
+        for name, allowed in (("head", ("linear", "mlp")), ("positions", ("learned", "none"))):
+            if (value := getattr(self, name)) not in allowed:
+                raise ValueError(f"{name}: expected {' or '.join(allowed)}, got {value!r}")
         image, patch = pair("image_size", self.image_size), pair("patch_size", self.patch_size)
         if any(side % part for side, part in zip(image, patch, strict=True)):
             raise ValueError(f"image_size: expected multiples of patch_size = {patch}, got {image}")
@@ -84,7 +84,7 @@ class VisionConfig(ImageConfig):
             raise ValueError(f"window: expected none with {self.mechanism!r}, which takes no window, got {self.window}")
 
     def explicit(self) -> "VisionConfig":
-        """The same config with the sizes written out that follow from others if they are not given."""
+        """The same config with every size filled in, also those that are computed from others by default."""
         return replace(
             self,
             num_kv_heads=self.num_kv_heads or self.num_heads,
@@ -133,8 +133,8 @@ class VisionTransformer(ImageModel):
         self.initialise()
 
     def initialise(self, spread: float = SPREAD) -> None:
-        """Weights that keep the size of tokens at every width (Glorot & Bengio 2010), a small class token and small
-        positions."""
+        """Weights that keep the scale of activations at every width (Glorot & Bengio 2010); a small class token and
+        small positions."""
         super().initialise(spread)
         for module in without_mechanisms(self):
             if isinstance(module, nn.Linear) and not module.weight.is_meta:
@@ -147,7 +147,7 @@ class VisionTransformer(ImageModel):
 
     def forward(self, images: Float[Tensor, "B C Y X"], mask: AnyMask = None) -> Float[Tensor, "B D"]:
         """Logits (B, num_classes). Without classes: the class token's features, after the MLP head's hidden layer if
-        there is one. `mask` says which tokens see which, the class token being the first."""
+        there is one. In `mask` the class token is the first token."""
         return self.predict(self.features(images, mask))
 
     def features(self, images: Float[Tensor, "B C Y X"], mask: AnyMask = None) -> Float[Tensor, "B T E"]:
@@ -170,7 +170,7 @@ class VisionTransformer(ImageModel):
         return x if self.head is None else self.head(x)
 
     def resized(self, image_size: int | tuple[int, int]) -> "VisionTransformer":
-        """A copy for images of another size: the patches' positions interpolated (bicubic), the class token's kept.
+        """A copy for images of another size: the positions of patches are interpolated (bicubic).
 
         >>> import regard as rg, torch
         >>> config = rg.VisionConfig(image_size=32, patch_size=8, embedding_dim=16, num_layers=1, num_heads=4)
@@ -189,7 +189,7 @@ class VisionTransformer(ImageModel):
         return model
 
     def with_classes(self, num_classes: int, class_names: tuple[str, ...] = ()) -> "VisionTransformer":
-        """A copy to fine-tune on other classes: one linear layer, which begins at 0, in place of the head.
+        """A copy to fine-tune on other classes: the head becomes one linear layer, initialised to 0.
 
         >>> import regard as rg, torch
         >>> shape = {"image_size": 32, "patch_size": 8, "embedding_dim": 16, "num_layers": 1, "num_heads": 4}
@@ -214,9 +214,11 @@ class VisionTransformer(ImageModel):
         return 1 + self.config.num_patches
 
     def summary(self, length: int | None = None) -> Summary:
-        """What the model is, in numbers; FLOPs are those of one image of its size."""
+        """The model in numbers; FLOPs are those of one image."""
         if length is not None:
-            raise ValueError(f"length: expected none, the model's images are {self.config.image_size}, got {length}")
+            raise ValueError(
+                f"length: expected None, since images always have image_size = {self.config.image_size}, got {length}"
+            )
         high, wide = pair("image_size", self.config.image_size)
         return replace(super().summary(), length=high if high == wide else (high, wide))
 
@@ -235,7 +237,7 @@ class VisionTransformer(ImageModel):
 
 @kept(64)
 def local(grid: tuple[int, int], radius: int, device: torch.device) -> Mask:
-    """Which tokens see which: patches those within a radius, the class token before them all, and all see it.
+    """The mask of local attention: a patch sees patches within a radius; the class token sees all and is seen by all.
 
     >>> import torch
     >>> from regard.models.vision import local
@@ -246,13 +248,13 @@ def local(grid: tuple[int, int], radius: int, device: torch.device) -> Mask:
     ■ · ■ ■
     """
     patches = grid[0] * grid[1]
-    with torch.device("cpu"):  # also where a model is being built without memory
+    with torch.device("cpu"):  # also while a model is built on the meta device
         table = window2d(grid, radius).visible(1, 1, patches, patches)
     return dense(F.pad(table, (1, 0, 1, 0), value=True).to(device))
 
 
 def zero_head(width: int, num_classes: int, like: Model) -> Linear:
-    """A last layer that begins at 0, with a model's dtype and on its device.
+    """A classification layer initialised to 0, in a model's dtype and on its device.
 
     >>> import regard as rg
     >>> from regard.models.vision import zero_head
@@ -281,19 +283,19 @@ def pair(name: str, size: int | tuple[int, int]) -> tuple[int, int]:
 
 
 def check_pictures(images: Tensor, num_channels: int) -> None:
-    """Raise ValueError for images that are none."""
+    """Raise ValueError unless `images` is a float tensor (B, C, height, width)."""
     if not isinstance(images, Tensor) or images.ndim != 4 or not images.is_floating_point():
-        given = f"{images.dtype} {tuple(images.shape)}" if isinstance(images, Tensor) else type(images).__name__
-        raise ValueError(f"images: expected floating-point numbers of shape (B, C, height, width), got {given}")
+        got = f"{images.dtype} {tuple(images.shape)}" if isinstance(images, Tensor) else type(images).__name__
+        raise ValueError(f"images: expected floating-point numbers of shape (B, C, height, width), got {got}")
     if images.shape[1] != num_channels:
         raise ValueError(f"images: expected {num_channels} channels, got {images.shape[1]} in {tuple(images.shape)}")
 
 
 def _check_images(images: Tensor, config: VisionConfig) -> None:
     check_pictures(images, config.num_channels)
-    expected, given = pair("image_size", config.image_size), tuple(images.shape[2:])
-    if given != expected:
+    expected, sides = pair("image_size", config.image_size), tuple(images.shape[2:])
+    if sides != expected:
         raise ValueError(
-            f"images: expected {expected[0]}×{expected[1]} (image_size), got {given[0]}×{given[1]}; "
-            f"model.resized({given}) gives a model for those"
+            f"images: expected {expected[0]}×{expected[1]} (image_size), got {sides[0]}×{sides[1]}; "
+            f"model.resized({sides}) gives a model for that size"
         )

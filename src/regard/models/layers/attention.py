@@ -3,9 +3,9 @@
     q, k, v = split(W_q x_q), split(W_k x_k), split(W_v x_v)
     out     = W_o combine(attend(q, k, v))
 
-`num_kv_heads` gives the grouped (GQA) and multi-query (MQA, one) forms. Any mechanism serves; the layer adds nothing to
-it but projections, rotations and, in training, dropout of the weights. The mechanism's tensors are the layer's: they
-are among its `parameters()` and in its `state_dict()`, and move with it.
+`num_kv_heads` gives grouped-query (GQA) and, with 1, multi-query attention (MQA). Any mechanism works; the layer only
+adds projections, rotary positions and, in training, dropout of attention weights. The mechanism's tensors belong to the
+layer: they are in its `parameters()` and `state_dict()`, and `.to` moves them.
 """
 
 import copy
@@ -35,7 +35,7 @@ AnyMask = Mask | MaskFunction | Tensor | None
 
 
 def as_mechanism(mechanism: Mechanism | str) -> Mechanism:
-    """A mechanism, or the shipped one of a name.
+    """The mechanism itself, or the shipped mechanism with that name.
 
     >>> from regard.models.layers.attention import as_mechanism
     >>> as_mechanism("quadratic")
@@ -49,7 +49,7 @@ def as_mechanism(mechanism: Mechanism | str) -> Mechanism:
 
 
 def own_copy(mechanism: Mechanism | str) -> Mechanism:
-    """A mechanism with tensors of its own, for one layer among many: each learns its own, as it does its projections.
+    """A mechanism with copies of its tensors, for one layer: layers do not share what they learn.
 
     >>> import regard as rg, torch
     >>> shared = rg.Kernel(feature_map=torch.nn.Linear(4, 6))
@@ -61,28 +61,32 @@ def own_copy(mechanism: Mechanism | str) -> Mechanism:
 
 
 def without_mechanisms(module: nn.Module) -> Iterator[nn.Module]:
-    """The modules of a module, without those that its mechanisms brought."""
+    """The modules of a module, without those that belong to mechanisms."""
     places = [inner for inner in module.modules() if isinstance(inner, Attend)]
     brought = {id(inner) for place in places for inner in place.modules() if inner is not place}
     return (inner for inner in module.modules() if id(inner) not in brought)
 
 
 def check_learned(mechanism: Mechanism, qk_length: int) -> None:
-    """Raise ValueError for a mechanism that learns something a layer cannot register, or that has no heads so long."""
+    """Raise ValueError for a mechanism with parameters that a layer cannot register, or one that fails at qk_length."""
     for name, tensor in mechanism.tensors().items():
         if isinstance(tensor, Tensor) and tensor.requires_grad and not isinstance(tensor, nn.Parameter):
-            raise ValueError(f"{name}: expected an nn.Parameter, which a layer registers, got a tensor that learns")
+            raise ValueError(
+                f"{name}: expected an nn.Parameter, which a layer can register, got a tensor with requires_grad"
+            )
     try:
         strays = mechanism.captured(qk_length)
     except RuntimeError as error:
         raise ValueError(
-            f"mechanism: expected one for heads of qk_length = {qk_length}, got {type(mechanism).__name__}, "
+            f"mechanism: expected one that works with qk_length = {qk_length}, got {type(mechanism).__name__}, "
             f"which raises {str(error).splitlines()[0]}"
         ) from error
     if strays:
         holders = (*vars(mechanism).values(), type(mechanism).similarity)
         names = {id(tensor): name for holder in holders for name, tensor in named_tensors(holder).items()}
-        listed = ", ".join(f"{names.get(id(one), 'one without a name')} {tuple(one.shape)}" for one in strays)
+        listed = ", ".join(
+            f"{names.get(id(tensor), 'tensor without a name')} {tuple(tensor.shape)}" for tensor in strays
+        )
         raise ValueError(
             f"mechanism: expected its learned tensors in fields, as nn.Parameter or nn.Module, so that a layer "
             f"registers them, got {type(mechanism).__name__}, whose function captures {listed}"
@@ -90,11 +94,11 @@ def check_learned(mechanism: Mechanism, qk_length: int) -> None:
 
 
 class Attend(nn.Module):
-    """A mechanism as a module: the one place in a model where attention happens, so that a trace can stand at it.
+    """A mechanism as a module. All attention of a model goes through modules of this class, where a trace records it.
 
-    The mechanism's tensors and modules are registered under the names of its fields, as they are, not copied.
+    The mechanism's tensors and modules are registered under the names of its fields; they are not copied.
 
-    `dropout` drops weights in training, but none where a state is extended.
+    `dropout` drops attention weights in training, except when a state is extended.
 
     >>> import regard as rg, torch
     >>> from regard.models.layers.attention import Attend
@@ -110,8 +114,8 @@ class Attend(nn.Module):
         for name, value in mechanism.tensors().items():
             if hasattr(self, name):
                 raise ValueError(
-                    f"{name}: expected a field of another name, since a layer, where it is registered, has one of its "
-                    f"own, got {type(mechanism).__name__}"
+                    f"{name}: expected a field of another name, since the layer that registers it has an attribute of "
+                    f"that name, got {type(mechanism).__name__}"
                 )
             if isinstance(value, nn.Module):
                 self.add_module(name, value)
@@ -122,12 +126,12 @@ class Attend(nn.Module):
 
     @property
     def mechanism(self) -> Mechanism:
-        """The mechanism, with the tensors that are registered now: `.to`, `load_state_dict` and
-        `torch.func.functional_call` put others in the place of the first."""
-        held = {name: getattr(self, name) for name in self._fields}
-        if all(value is getattr(self._mechanism, name) for name, value in held.items()):
+        """The mechanism with the tensors that are registered now: `.to`, `load_state_dict` and
+        `torch.func.functional_call` replace the original ones."""
+        tensors = {name: getattr(self, name) for name in self._fields}
+        if all(value is getattr(self._mechanism, name) for name, value in tensors.items()):
             return self._mechanism
-        return replaced(self._mechanism, held)
+        return replaced(self._mechanism, tensors)
 
     def forward(
         self,
@@ -140,9 +144,9 @@ class Attend(nn.Module):
         *,
         cross: bool = False,
     ) -> tuple[Float[Tensor, "B H T V"], Any]:
-        """The output, and the longer state if one was given: then k and v are those of the new tokens alone.
+        """The output and, if a state was given, the longer state; k and v are then those of the new tokens only.
 
-        `cross` says that keys and values are of another sequence than the queries, which a trace cannot tell.
+        `cross` tells a trace that keys and values come from another sequence than the queries.
         """
         mechanism = self.mechanism
         if isinstance(state, Slot):
@@ -150,7 +154,8 @@ class Attend(nn.Module):
         if state is not None:
             return mechanism.extend(q, k, v, state, mask, bias=bias)
         if self.training and self.dropout > 0:
-            # Dropping weights needs the weights: the plain form, in training only. A weight of 0 does not hide a NaN.
+            # Dropout needs the attention weights, so the plain formula computes them. Only a mask keeps a NaN out,
+            # since 0 · NaN is NaN.
             mask = ordered(mechanism, as_mask(mask))
             bad = None if mask is None else bad_keys(k, v)
             kept = F.dropout(weights(q, cleaned(k, bad), mechanism, mask, bias=bias), self.dropout)
@@ -164,7 +169,7 @@ class Attend(nn.Module):
 
 
 class MultiHeadAttention(nn.Module):
-    """Attention with projections, (B, T, E) to (B, T, E); self-attention, or cross-attention over inputs of any width.
+    """Attention with projections, (B, T, E) to (B, T, E): self-attention, or cross-attention to inputs of any width.
 
     >>> import regard as rg, torch
     >>> layer = rg.MultiHeadAttention(embedding_dim=32, num_heads=4, num_kv_heads=2, mechanism="quadratic")
@@ -192,10 +197,10 @@ class MultiHeadAttention(nn.Module):
         value_dim: int | None = None,
         rotary: Rotary | None = None,
     ) -> None:
-        """`bias` is that of all projections, `output_bias` of W_o if it differs. `key_dim` and `value_dim` are the
-        widths of the inputs that keys and values are made of, the queries' if not given. The tensors of `mechanism` are
-        registered as they are: layers made with the same one share them. `dropout` drops weights in training; none in
-        `extend`."""
+        """`bias` is for all projections, `output_bias` for W_o if it differs. `key_dim` and `value_dim` are the widths
+        of the inputs that keys and values are computed from, by default embedding_dim. The tensors of `mechanism` are
+        not copied: layers built with the same mechanism share them. `dropout` drops attention weights in training,
+        except in `extend`."""
         super().__init__()
         groups = num_heads if num_kv_heads is None else num_kv_heads
         lengths = {"qk_length": qk_length, "value_length": value_length, "key_dim": key_dim, "value_dim": value_dim}
@@ -221,9 +226,9 @@ class MultiHeadAttention(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the layer computes in: its weights' dtype, float32 where they are int8."""
-        own = self.W_o.weight.dtype
-        return own if own.is_floating_point else torch.float32
+        """The dtype that the layer computes in: that of its weights, float32 if they are int8."""
+        dtype = self.W_o.weight.dtype
+        return dtype if dtype.is_floating_point else torch.float32
 
     def split_heads(self, x: Float[Tensor, "B T D"], length: int) -> Float[Tensor, "B H T K"]:
         """(B, T, H·K) to (B, H, T, K), for heads of `length`."""
@@ -246,16 +251,16 @@ class MultiHeadAttention(nn.Module):
     ) -> Float[Tensor, "*b E"]:
         """Attention of `query` to itself, or to `key` and `value` (which is `key` if not given).
 
-        `positions`, (T,) or (B, T), is where the tokens stand, for rotary heads, or the rotary's tables of them, for
-        layers that share them; 0, 1, … if not given. With `ragged`, `query` is the packed (N, E) of a padded batch,
-        and so is the result.
+        `positions`, (T,) or (B, T), are the token positions for rotary heads, by default 0, 1, …; layers that share
+        rotary tables pass those instead. With `ragged`, `query` and the result are the packed (N, E) of a padded
+        batch.
         """
         if key is not None:
             if self.rotary is not None or positions is not None or ragged is not None:
-                raise ValueError("key: expected none with rotary heads, positions or a ragged batch, got another input")
+                raise ValueError("key: expected None with rotary heads, positions or a ragged batch, got a tensor")
             return self.cross(query, *self.remember(key, value), mask, bias=bias)
         if value is not None:
-            raise ValueError("key: expected one beside value, got None")
+            raise ValueError("key: expected a tensor, since value is given, got None")
         if ragged is not None and (rule := self._packed(query, mask, bias, ragged)) is not None:
             q, k, v = self.project(query[None], ragged.packed_positions(positions))
             out, _ = self.attend(q, k, v, rule)
@@ -265,8 +270,8 @@ class MultiHeadAttention(nn.Module):
         return self._finish(out, ragged)
 
     def _packed(self, x: Tensor, mask: AnyMask, bias: Tensor | None, ragged: Ragged) -> Mask | None:
-        """The mask of a ragged batch as sequences one after another, where a kernel takes them so: padding then costs
-        nothing. None where they are padded: a trace wants to see rows, and so does a bias."""
+        """The mask of a ragged batch as packed sequences, if a kernel can compute those: padding then costs nothing.
+        Otherwise None, and the batch is padded; a trace and a bias need rows."""
         mechanism, hooks = self.mechanism, self.attend._forward_hooks or self.attend._forward_pre_hooks
         if bias is not None or hooks or (self.training and self.attend.dropout > 0) or not gpu.packs(x):
             return None
@@ -274,18 +279,18 @@ class MultiHeadAttention(nn.Module):
         if split.scale(mechanism, self.qk_length) is None or (turned is not None and turned.kind == "dynamic"):
             return None
         tokens = ragged.valid.shape[1]
-        known = structure_of(as_mask(mask), tokens, tokens)
-        if known.rows is None or known.rest is not None or max(self.qk_length, self.value_length) > gpu.LONGEST:
+        structure = structure_of(as_mask(mask), tokens, tokens)
+        if structure.rows is None or structure.rest is not None or max(self.qk_length, self.value_length) > gpu.LONGEST:
             return None
-        rule = Packed(tuple(max(0, high - low) for low, high in known.rows))
+        rule = Packed(tuple(max(0, high - low) for low, high in structure.rows))
         if sum(rule.lengths) != len(x):
             return None
-        return rule if not known.positional else rule & Band(known.before, known.after)
+        return rule if not structure.positional else rule & Band(structure.before, structure.after)
 
     def project(
         self, x: Tensor, positions: Tensor | Tables | None = None, ragged: Ragged | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of self-attention, in heads and turned to their positions."""
+        """Queries, keys and values of self-attention, split into heads and rotated by their positions."""
         self._check_input("query", x, self.embedding_dim, 3 if ragged is None else 2)
         if self.W_k.in_features != self.embedding_dim or self.W_v.in_features != self.embedding_dim:
             raise ValueError(f"key: expected an input of width {self.W_k.in_features} (key_dim), got None")
@@ -306,12 +311,12 @@ class MultiHeadAttention(nn.Module):
                 q, k = elementwise.turn(q, k, *tables, self.rotary.pairing == "neighbours")
             elif torch.is_grad_enabled() or q.shape[2] > 1:
                 q, k = self.rotary.turn(q, tables), self.rotary.turn(k, tables)
-            else:  # one token: fewer steps count for more than a copy
+            else:  # for one token, fewer operations save more than the copy costs
                 q, k = self.rotary.turn(torch.cat([q, k], 1), tables).split([self.num_heads, self.num_kv_heads], 1)
         return q, k, self.split_heads(v, self.value_length)
 
     def remember(self, key: Tensor, value: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The keys and values of cross-attention, in heads: computed once, used at every step."""
+        """The keys and values of cross-attention, split into heads: computed once, used at every decode step."""
         value = key if value is None else value
         self._check_input("key", key, self.W_k.in_features)
         self._check_input("value", value, self.W_v.in_features)
@@ -321,7 +326,7 @@ class MultiHeadAttention(nn.Module):
     def cross(
         self, query: Tensor, k: Tensor, v: Tensor, mask: AnyMask = None, *, bias: Tensor | None = None
     ) -> Float[Tensor, "B T E"]:
-        """Attention of `query` to what `remember` gave."""
+        """Attention of `query` to the keys and values that `remember` gave."""
         self._check_input("query", query, self.embedding_dim)
         out, _ = self.attend(self.split_heads(self.W_q(query), self.qk_length), k, v, mask, bias, cross=True)
         return self._finish(out, None)
@@ -355,10 +360,10 @@ class MultiHeadAttention(nn.Module):
         if positions is None:
             count = x.shape[1] if ragged is None else ragged.valid.shape[1]
             positions = state.length + torch.arange(count, device=x.device)
-        # The state keeps the layer's dtype, also where autocast makes the projections another.
+        # The state has the layer's dtype, also if autocast gives the projections another.
         q, k, v = self.project(x, positions, ragged)
-        if q.dtype != (own := self.dtype):
-            q, k, v = q.to(own), k.to(own), v.to(own)
+        if q.dtype != (dtype := self.dtype):
+            q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
         out, state = self.attend(q, k, v, mask, bias, state)
         return self._finish(out, ragged), state
 
@@ -368,14 +373,14 @@ class MultiHeadAttention(nn.Module):
 
     def _check_input(self, name: str, x: Tensor, width: int, axes: int = 3) -> None:
         if not isinstance(x, Tensor) or x.ndim != axes or x.shape[-1] != width:
-            given = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-            raise ValueError(f"{name}: expected {'(B, T, ' if axes == 3 else '(N, '}{width}), got {given}")
-        own = self.W_o.weight.dtype
-        if x.dtype == own or not own.is_floating_point:  # int8 projections say themselves what they take
+            got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"{name}: expected {'(B, T, ' if axes == 3 else '(N, '}{width}), got {got}")
+        dtype = self.W_o.weight.dtype
+        if x.dtype == dtype or not dtype.is_floating_point:  # int8 projections check their input themselves
             return
-        # Autocast makes any floating-point input the projections' dtype.
+        # Autocast converts any floating-point input to the projections' dtype.
         if not x.is_floating_point() or x.is_meta or not torch.is_autocast_enabled(x.device.type):
-            raise ValueError(f"{name}: expected the layer's dtype {own}, got {x.dtype}")
+            raise ValueError(f"{name}: expected the layer's dtype {dtype}, got {x.dtype}")
 
 
 def _check_heads(embedding_dim: int, num_heads: int, groups: int, dropout: float, **lengths: int | None) -> None:

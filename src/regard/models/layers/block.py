@@ -4,7 +4,7 @@
     post-norm   norm(x + f(x))        the original Transformer, BERT
 
 A stack applies its blocks one after another; with `num_shared` below the number of layers it applies the same block
-several times (ALBERT). It streams through the states of its mechanisms.
+several times (ALBERT). For token-by-token decoding it keeps one state per layer.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ from regard.models.layers.streaming import ModelState, recalled
 
 @dataclass(frozen=True, kw_only=True)
 class BlockConfig:
-    """What a block is made of; the models' configs build theirs from their own fields."""
+    """The config of one block; each model's config builds it from its fields."""
 
     embedding_dim: int
     num_heads: int
@@ -49,7 +49,7 @@ class BlockConfig:
     attention_dropout: float = 0.0
     rotary: Rotary | None = None
     cross: bool = False
-    """Whether there is attention over another sequence between the two."""
+    """Whether there is cross-attention between self-attention and the network."""
 
 
 class Block(nn.Module):
@@ -99,24 +99,24 @@ class Block(nn.Module):
         memory: tuple[Tensor, Tensor] | None = None,
         memory_mask: Mask | None = None,
     ) -> tuple[Float[Tensor, "*b E"], Any]:
-        """The tokens after this block, and the longer state if one was given."""
+        """The tokens after this block and, if a state was given, the longer state."""
         options: dict[str, Any] = {"bias": bias, "positions": positions, "ragged": ragged}
         inner = self.attention_norm(x) if self.pre_norm else x
         if state is None:
-            found = self.attention(inner, mask=mask, **options)
+            out = self.attention(inner, mask=mask, **options)
         else:
-            found, state = self.attention.extend(inner, state, mask, **options)
-        x = self._add(x, found, self.attention_norm)
+            out, state = self.attention.extend(inner, state, mask, **options)
+        x = self._add(x, out, self.attention_norm)
         if self.cross is not None and memory is not None:
             inner = self.cross_norm(x) if self.pre_norm else x
             inner = inner if ragged is None else ragged.pad(inner)
-            found = self.cross.cross(inner, *memory, memory_mask)
-            x = self._add(x, found if ragged is None else ragged.pack(found), self.cross_norm)
+            out = self.cross.cross(inner, *memory, memory_mask)
+            x = self._add(x, out if ragged is None else ragged.pack(out), self.cross_norm)
         inner = self.network_norm(x) if self.pre_norm else x
         return self._add(x, self.network(inner), self.network_norm), state
 
-    def _add(self, x: Tensor, found: Tensor, normed: nn.Module) -> Tensor:
-        x = x + (self.dropout(found) if self.training else found)
+    def _add(self, x: Tensor, out: Tensor, normed: nn.Module) -> Tensor:
+        x = x + (self.dropout(out) if self.training else out)
         return x if self.pre_norm else normed(x)
 
 
@@ -141,7 +141,7 @@ class Stack(nn.Module):
             raise ValueError(f"mechanism: expected one that can be causal, got {mechanism!r}")
         if mechanism.ordered and (config.cross or not causal):
             task = "attention over another sequence" if config.cross else "tokens that see each other both ways"
-            raise ValueError(f"mechanism: expected one for {task}, got {mechanism!r}, which is causal by itself")
+            raise ValueError(f"mechanism: expected one for {task}, got {mechanism!r}, which is always causal")
         if bias is not None and refusal(mechanism, bias=True) is not None:
             raise ValueError(f"mechanism: expected one with additive scores, for a bias by distance, got {mechanism!r}")
         qk_length = config.qk_length or config.embedding_dim // config.num_heads
@@ -173,7 +173,7 @@ class Stack(nn.Module):
         memory: tuple[tuple[Tensor, ...], ...] | None = None,
         memory_mask: Mask | None = None,
     ) -> tuple[Float[Tensor, "B T E"], ModelState | None]:
-        """The tokens after all blocks, exactly 0 where the mask's padding hides them; and the longer state, if any."""
+        """The tokens after all blocks, exactly 0 at padding, and the longer state, if any."""
         rule = as_mask(mask)
         tokens, past = x.shape[1], 0 if state is None else state.length
         if rule is not None:
@@ -189,7 +189,7 @@ class Stack(nn.Module):
         bias = None if self.bias is None else self.bias(tokens, past + tokens, x)
         states = []
         for index, (block, size) in enumerate(zip(self.layers, self.windows, strict=True)):
-            held, gone = (None, 0) if state is None else _held(state, index, size, tokens)
+            layer_state, gone = (None, 0) if state is None else _layer_state(state, index, size, tokens)
             if (size, gone) not in masks:
                 masks[size, gone] = self._masked(rule if gone == 0 else _recent(rule, gone, past + tokens), size)
             x, longer = block(
@@ -198,7 +198,7 @@ class Stack(nn.Module):
                 bias=None if bias is None else bias[..., gone:],
                 positions=turns,
                 ragged=ragged,
-                state=held,
+                state=layer_state,
                 memory=None if memory is None else recalled(memory[index], x.dtype),
                 memory_mask=memory_mask,
             )
@@ -227,20 +227,20 @@ class Stack(nn.Module):
         return tuple(block.cross.remember(memory) for block in self.layers if block.cross is not None)
 
 
-def _held(state: ModelState, index: int, size: int | None, tokens: int) -> tuple[Any, int]:
+def _layer_state(state: ModelState, index: int, size: int | None, tokens: int) -> tuple[Any, int]:
     """A layer's state with room for more tokens if it has a window, and how many tokens have left it."""
-    held = state.layers[index]
+    layer_state = state.layers[index]
     if size is not None:
-        held = held.windowed(size - 1, tokens)
-    return held, state.length - held.length
+        layer_state = layer_state.windowed(size - 1, tokens)
+    return layer_state, state.length - layer_state.length
 
 
 def _recent(rule: Mask | None, gone: int, keys: int) -> Mask | None:
-    """What a mask says of the keys that are left once the first ones are gone."""
-    known = structure_of(rule, keys, keys)
-    if known.rest is not None:
+    """The mask of the keys that are left after the first `gone` were dropped."""
+    structure = structure_of(rule, keys, keys)
+    if structure.rest is not None:
         raise ValueError(f"mask: expected padding or a band, for a window that has left tokens behind, got {rule!r}")
-    # A band speaks of distances, which stay what they were.
-    band = None if (known.before, known.after) == (None, None) else Band(known.before, known.after)
+    # A band is defined by distances, which dropping keys does not change.
+    band = None if (structure.before, structure.after) == (None, None) else Band(structure.before, structure.after)
     padding = padding_between(rule, gone, keys, keys)
     return band if padding is None else padding if band is None else band & padding

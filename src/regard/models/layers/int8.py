@@ -1,9 +1,9 @@
-"""Projections with int8 weights, a quarter of the bytes that a token must read.
+"""Projections with int8 weights: a decode step reads a quarter of the bytes.
 
-    W ≈ scale · Q      Q of 8 bits, rounded to nearest; scale = max |W| / 127 for each row
+    W ≈ scale · Q      Q in int8, rounded to nearest; scale = max |W| / 127 for each row
 
-Tokens stay float32, and so do all sums: machine code (linear_code.py) widens the weights in registers, or a few rows of
-them at a time in the core's own cache. One token takes a quarter of float32's time, a prompt at most as long.
+Tokens and all sums stay float32: JIT-compiled code (linear_code.py) converts the weights in registers, or a few rows at
+a time in the CPU core's cache. One token takes a quarter of float32's time, a prompt at most as long as in float32.
 """
 
 import torch
@@ -60,7 +60,7 @@ class Int8Linear(Linear):
 
 
 class Int8Embedding(nn.Embedding):
-    """A table of int8 rows that become float32 when they are looked up; `tied_head` uses it as it is.
+    """An embedding with int8 rows, which lookup converts to float32; `tied_head` multiplies by the int8 table itself.
 
     >>> import torch
     >>> from regard.models.layers.int8 import Int8Embedding
@@ -85,7 +85,7 @@ class Int8Embedding(nn.Embedding):
 
 
 def tied_head(x: Float[Tensor, "*b D"], table: nn.Embedding) -> Float[Tensor, "*b E"]:
-    """x against each row of a table.
+    """x W^T, for the table W of an embedding: the logits of a tied head.
 
     >>> import torch
     >>> from regard.models.layers.int8 import tied_head
@@ -100,9 +100,11 @@ def tied_head(x: Float[Tensor, "*b D"], table: nn.Embedding) -> Float[Tensor, "*
 
 def _check(x: Tensor, module: Int8Linear | Int8Embedding) -> None:
     if module.training:
-        raise ValueError("model: expected eval mode, int8 weights do not learn, got training mode")
+        raise ValueError("model: expected eval mode, since int8 weights cannot be trained, got training mode")
     if x.dtype != torch.float32 or x.device.type != "cpu" or module.weight.device.type != "cpu":
-        given = f"{x.dtype} on {x.device}, weights on {module.weight.device}"
-        raise ValueError(f"model: expected float32 on the CPU, for int8 weights, got {given}")
+        got = f"{x.dtype} on {x.device}, weights on {module.weight.device}"
+        raise ValueError(f"model: expected float32 on the CPU, since the weights are int8, got {got}")
     if recorded(x):
-        raise ValueError("x: expected no gradients, int8 weights have none, got some; use torch.no_grad()")
+        raise ValueError(
+            "x: expected no gradients, since int8 weights have none, got requires_grad; use torch.no_grad()"
+        )

@@ -1,9 +1,9 @@
-"""Projections: x W^T + b, by the fastest product there is on a CPU.
+"""Projections, x W^T + b, with the fastest matrix product that a CPU has.
 
-In float32 torch sends linear layers to its BLAS, which is made for many rows. Where no gradient is recorded there are
-two others. For few rows machine code of our own (linear_code.py) reads the weights once: 1.1 to 2 times as fast as the
-better of torch's, 1.7 times for a decoder's head (AMD EPYC, AVX-512 and AVX2). oneDNN, which torch sends half precision
-to, is 1.2 to 1.7 times as fast as BLAS for up to 256 rows of large weights.
+Torch computes float32 linear layers with BLAS, which is optimised for many rows. Without gradients there are two
+alternatives. For few rows, our JIT-compiled code (linear_code.py) reads the weights once: 1.1 to 2 times as fast as the
+better of torch's two products, 1.7 times for a decoder's head (AMD EPYC, AVX-512 and AVX2). oneDNN, which torch uses
+for half precision, is 1.2 to 1.7 times as fast as BLAS for up to 256 rows and large weights.
 """
 
 import ctypes
@@ -23,13 +23,13 @@ from regard.core.eager import readable
 from regard.core.paths import decode
 
 LEAST_WEIGHTS, LEAST_WEIGHTS_BY_ONEDNN = 100_000, 4_000_000
-"""Smaller weights are BLAS's: it starts sooner."""
+"""BLAS multiplies smaller weights, since it has less overhead per call."""
 MULTIPLE = 16
-"""Machine code is made for rows whose width is a multiple of this, the lanes of the widest registers."""
+"""Machine code needs a width that is a multiple of this, the number of lanes of the widest registers."""
 MOST_NUMBERS = 4096
-"""Of several rows, for machine code: they must stay in the core's smallest cache."""
+"""For machine code, more than two rows may have at most this many numbers: they must fit into the L1 cache."""
 MOST_TOKENS_WIDE = 98_304
-"""Numbers of tokens that meet a weight at a time, so that they stay in the core's own cache."""
+"""At most this many numbers of tokens are multiplied at a time, so that they stay in the CPU core's cache."""
 
 _onednn: Any = torch.ops.mkldnn._linear_pointwise if torch.backends.mkldnn.is_available() else None
 
@@ -52,7 +52,7 @@ def linear(x: Float[Tensor, "*b D"], weight: Float[Tensor, "E D"], bias: Float[T
 
 
 def by_machine_code(x: Tensor, weight: Tensor) -> bool:
-    """Whether our own product serves and is faster than torch's."""
+    """Whether our JIT-compiled product can be used and is faster than torch's."""
     rows, width = _rows(x, weight), weight.shape[1]
     return (
         rows > 0
@@ -66,8 +66,8 @@ def by_machine_code(x: Tensor, weight: Tensor) -> bool:
 
 
 def by_onednn(x: Tensor, weight: Tensor) -> bool:
-    """Whether oneDNN's product serves and is faster than the BLAS's. Elsewhere it gains a tenth or two, and has two to
-    three times the rounding error, which a model of many layers would see in its logits; not so for one row."""
+    """Whether oneDNN's product can be used and is clearly faster than BLAS. Elsewhere it gains 10 or 20 % and, except
+    for one row, has two to three times the rounding error, which would show in the logits of a deep model."""
     rows = _rows(x, weight)
     return (
         0 < rows <= 256
@@ -79,12 +79,12 @@ def by_onednn(x: Tensor, weight: Tensor) -> bool:
 
 
 def _rows(x: Tensor, weight: Tensor) -> int:
-    """How many rows there are to multiply; 0 in a trace, which may hold their number open and takes torch's product."""
+    """The number of rows to multiply; 0 under torch.compile, where it may be symbolic and torch's product is used."""
     return 0 if torch.compiler.is_compiling() else x.numel() // max(1, weight.shape[1])
 
 
 def _plainly(x: Tensor, weight: Tensor) -> bool:
-    """Whether nobody wants derivatives, a trace, or another dtype than float32."""
+    """Whether this is a plain float32 product on the CPU: no gradients, no tracing, no autocast."""
     return (
         not torch.is_grad_enabled()
         and x.dtype is weight.dtype is torch.float32
@@ -103,8 +103,8 @@ class Linear(nn.Linear):
 
 
 def projections(x: Float[Tensor, "*b D"], *layers: nn.Module) -> Sequence[Float[Tensor, "*b E"]]:
-    """What each layer makes of one input, by one product where that is faster: in training on a GPU, and where machine
-    code serves and `lay_together` made their weights one.
+    """The outputs of several layers for one input, by a single product where that is faster: in training on a GPU, and
+    where machine code is used and `lay_together` has joined the weights.
 
     >>> import torch
     >>> from regard.models.layers.linear import Linear, lay_together, projections
@@ -112,7 +112,7 @@ def projections(x: Float[Tensor, "*b D"], *layers: nn.Module) -> Sequence[Float[
     >>> lay_together(*layers)
     >>> x = torch.randn(1, 512)
     >>> with torch.no_grad():
-    ...     [torch.allclose(one, layer(x), atol=1e-5) for one, layer in zip(projections(x, *layers), layers)]
+    ...     [torch.allclose(out, layer(x), atol=1e-5) for out, layer in zip(projections(x, *layers), layers)]
     [True, True, True]
     """
     if torch.is_grad_enabled():
@@ -126,7 +126,7 @@ def projections(x: Float[Tensor, "*b D"], *layers: nn.Module) -> Sequence[Float[
 
 
 def _joined(x: Tensor, layers: Sequence[nn.Module]) -> Tensor | None:
-    """The product with all weights, put together for this once; None if a layer is not a plain one."""
+    """The product with the concatenated weights of all layers; None if one of them is not a plain layer."""
     if not all(_plain(layer) for layer in layers) or len({layer.bias is None for layer in layers}) > 1:
         return None
     weight = torch.cat([cast(Tensor, layer.weight) for layer in layers])
@@ -135,23 +135,23 @@ def _joined(x: Tensor, layers: Sequence[nn.Module]) -> Tensor | None:
 
 
 def _plain(layer: nn.Module) -> bool:
-    """Whether a layer is nothing but its weight and bias: no other class, nobody who watches."""
+    """Whether a layer is exactly its weight and bias: a `Linear`, not a subclass, without hooks."""
     return type(layer) is Linear and not layer._forward_hooks and not layer._forward_pre_hooks
 
 
 def lay_together(*layers: nn.Linear) -> None:
-    """Let the weights of projections of one input lie one after another in memory. Their values stay as they are."""
+    """Place the weights of several projections one after another in memory. Their values do not change."""
     parts = torch.cat([layer.weight.detach() for layer in layers]).split([layer.out_features for layer in layers])
     for layer, part in zip(layers, parts, strict=True):
         layer.weight.data = part
 
 
 def _one_weight(x: Tensor, layers: Sequence[nn.Module]) -> Tensor | None:
-    """The weights of layers as one, if they are plain ones without bias whose weights lie together."""
+    """The weights of layers as one tensor, if they are plain, have no bias and lie one after another in memory."""
     if not all(_plain(layer) and layer.bias is None for layer in layers):
         return None
     weights = [cast(Tensor, layer.weight) for layer in layers]
-    if not _plainly(x, weights[0]):  # asked first: the tensors of a trace or a transform have no address
+    if not _plainly(x, weights[0]):  # checked first: tensors of a trace or a transform have no address
         return None
     end, rows = None, 0
     for weight in weights:
@@ -160,7 +160,7 @@ def _one_weight(x: Tensor, layers: Sequence[nn.Module]) -> Tensor | None:
         end, rows = weight.data_ptr() + weight.nbytes, rows + len(weight)
     first = weights[0]
     numbers = first.storage_offset() + rows * first.shape[1]
-    if first.untyped_storage().nbytes() < numbers * first.element_size():  # neighbours by chance
+    if first.untyped_storage().nbytes() < numbers * first.element_size():  # separate tensors, adjacent by chance
         return None
     return first.as_strided((rows, first.shape[1]), first.stride())
 
@@ -170,7 +170,7 @@ _LIBRARY.define("linear(Tensor x, Tensor weight, Tensor? scale) -> Tensor")
 
 
 def _multiply(x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
-    """x (…, D) in float32 with weights (E, D) in float32, or in int8 with a float32 scale for each row."""
+    """x (…, D) in float32 times weights (E, D) in float32, or in int8 with a float32 scale for each row."""
     if (reason := decode.missing()) is not None:
         raise ValueError(f"linear: expected a machine that can run it, got one that cannot: {reason}")
     (rows, width), kind, threads = weight.shape, "float32" if scale is None else "int8", torch.get_num_threads()
@@ -187,8 +187,8 @@ def _multiply(x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
     tokens, most = _rows(x, weight), max(24, MOST_TOKENS_WIDE // width)
     for first in range(0, tokens, most):
         count, read, written = min(most, tokens - first), x.data_ptr() + 4 * first * width, 4 * first * rows
-        told = fields(0, tasks, count, width, rows, step, block, read, *places, out.data_ptr() + written)
-        cpu.in_parallel(code, ctypes.addressof(told), threads if tasks > 1 else 1)
+        arguments = fields(0, tasks, count, width, rows, step, block, read, *places, out.data_ptr() + written)
+        cpu.in_parallel(code, ctypes.addressof(arguments), threads if tasks > 1 else 1)
     return out
 
 
@@ -197,7 +197,7 @@ _KINDS = {"float32": torch.float32, "int8": torch.int8}
 
 @cache
 def _program(kind: str, rows: int, width: int, threads: int, lanes: int) -> tuple[int, Any, int, int, int]:
-    """The code, the type of what it is told, and how the weights are split: tasks, rows of each, and columns."""
+    """The code, the type of its arguments, and how the weights are split: tasks, rows per task, and columns."""
     # llvmlite is imported only when a product needs it.
     from regard.core.paths.compiler import compiled
     from regard.models.layers.linear_code import COLUMNS, FIELDS, ROWS, source
@@ -217,6 +217,6 @@ def _count_flops(x: Any, weight: Any, *args: Any, **kwargs: Any) -> int:
 
 _LIBRARY.impl("linear", _multiply, "CPU")
 torch.library.register_fake("regard::linear", _shape)
-for operation in (torch.ops.regard.linear, _onednn):  # torch's counter knows its own product only
+for operation in (torch.ops.regard.linear, _onednn):  # torch's FLOP counter does not know these two
     if operation is not None and operation not in flop_registry:
         register_flop_formula(operation)(_count_flops)

@@ -2,9 +2,10 @@
 
     out[m, e] = scale[e] · sum over d of x[m, d] W[e, d]
 
-A few tokens take as long as reading the weights, so these are read once, in the order they lie in, ahead of their use,
-and become float32 in registers. From `DIRECT` tokens on, `ROWS` rows of int8 weights at a time become float32 in the
-core's own cache, and tiles of weights and tokens are multiplied in registers. Threads draw rows of the weights.
+For a few tokens the time is that of reading the weights, so these are read once, in memory order and with prefetching,
+and converted to float32 in registers. With more than `DIRECT` tokens, `ROWS` rows of int8 weights at a time are
+converted to float32 in the CPU core's cache, and tiles of weights and tokens are multiplied in registers. Each thread
+takes the next rows of the weights when it is done with its last.
 """
 
 from typing import Any
@@ -13,17 +14,16 @@ from regard.core.paths.machine_code import F32, I64, POINTER, Code
 from regard.models.layers.linear import MULTIPLE
 
 FIELDS = ("next", "tasks", "tokens", "width", "rows", "step", "block", "x", "weight", "scale", "out")
-"""What the code is told, 8 bytes each: a counter that all threads draw their tasks from, sizes, and addresses. A task
-is `step` rows of the weights, at most `ROWS`; `block` of their columns, at most `COLUMNS`, are widened at a time. The
-width and `block` are multiples of `MULTIPLE`."""
+"""The code's arguments, 8 bytes each: a counter from which all threads take their tasks, sizes, and addresses. A task
+is `step` rows of the weights, at most `ROWS`; `block` of their columns, at most `COLUMNS`, are converted to float32 at
+a time. The width and `block` are multiples of `MULTIPLE`."""
 DIRECT, ROWS, COLUMNS = 4, 32, 768
 _AHEAD = {"int8": 2048, "float32": 512}
-"""Weights are asked for so many numbers ahead of their use: their rows are too short for a processor to foresee the
-next."""
+"""Prefetch distance, in weights: rows are too short for the hardware prefetcher to predict the next."""
 
 
 def source(dtype: str, lanes: int) -> str:
-    """The program, in LLVM's language."""
+    """The program as LLVM IR."""
     code = Code(lanes, dtype)
     b, field = code.b, code.fields(FIELDS)
     address = {name: b.inttoptr(field[name], POINTER) for name in FIELDS[7:]}
@@ -43,7 +43,7 @@ def source(dtype: str, lanes: int) -> str:
 
 
 def _direct(code: Code, field: dict[str, Any], address: dict[str, Any], tokens: int, row: Any) -> None:
-    """One row of weights with a few tokens, several sums for each so that additions need not wait for one another."""
+    """One row of weights times a few tokens. Several sums per token, so that additions do not wait for each other."""
     b, width, group = code.b, field["width"], 4 * code.lanes
     weights = code.at(address["weight"], b.mul(row, width), code.stored)
     x = [code.at(address["x"], b.mul(I64(token), width)) for token in range(tokens)]
@@ -57,7 +57,7 @@ def _direct(code: Code, field: dict[str, Any], address: dict[str, Any], tokens: 
 
     whole = b.and_(width, I64(-group))
     with code.loop(I64(0), whole, group) as column:
-        if tokens > 2:  # below, the processor itself is fast enough
+        if tokens > 2:  # with fewer, hardware prefetching is fast enough
             code.prefetch(code.at(weights, b.add(column, I64(_AHEAD[code.dtype])), code.stored), group)
         for turn in range(4):
             add(b.add(column, I64(turn * code.lanes)), turn)
@@ -73,7 +73,7 @@ def _direct(code: Code, field: dict[str, Any], address: dict[str, Any], tokens: 
 def _tiles(
     code: Code, field: dict[str, Any], address: dict[str, Any], widened: Any, low: Any, high: Any, start: Any
 ) -> None:
-    """The rows [low, high) with all tokens, over the columns from `start` on."""
+    """The rows [low, high) times all tokens, over the block of columns that begins at `start`."""
     b = code.b
     count = code.least(b.sub(field["width"], start), field["block"])
     weights, stride, origin = address["weight"], field["width"], I64(0)
@@ -95,7 +95,7 @@ def _tiles(
         x = [code.at(address["x"], b.add(b.mul(b.add(token, I64(j)), field["width"]), start)) for j in range(tokens)]
         sums = [[code.register(code.constant(0)) for _ in range(height)] for _ in range(tokens)]
         with code.loop(I64(0), count, code.lanes) as column:
-            weight = [code.vector(one, column) for one in rows]
+            weight = [code.vector(row_weights, column) for row_weights in rows]
             for j in range(tokens):
                 number = code.vector(x[j], column)
                 for i in range(height):
@@ -104,7 +104,7 @@ def _tiles(
             total = code.sums([b.load(place) for place in sums[j]])
             _write(code, field, address, total, height, row, b.add(token, I64(j)), start)
 
-    tall, wide = 4 if code.lanes == 16 else 2, (6, 4, 2, 1)  # sums, weights and a token fill the registers
+    tall, wide = 4 if code.lanes == 16 else 2, (6, 4, 2, 1)  # sums, weights and a token then fill the registers
     whole, first = b.sub(high, b.srem(b.sub(high, low), I64(tall))), I64(0)
     for tokens in wide:
         last = b.sub(field["tokens"], b.srem(b.sub(field["tokens"], first), I64(tokens)))
@@ -126,7 +126,7 @@ def _write(
     token: Any,
     start: Any = None,
 ) -> None:
-    """Results of some rows and a token, added to what earlier columns gave."""
+    """Write the results of some rows and one token, added to those of earlier columns."""
     b = code.b
     place = b.add(b.mul(token, field["rows"]), row)
     if code.dtype == "int8":

@@ -1,4 +1,4 @@
-"""Norms and position-wise networks: what a block does to each token by itself."""
+"""Norms and position-wise networks: the parts of a block that treat each token by itself."""
 
 from collections.abc import Callable
 from functools import partial
@@ -18,9 +18,9 @@ class Activation(NamedTuple):
 
     function: Callable[[Tensor], Tensor]
     gated: bool = False
-    """Whether it is multiplied by a second projection."""
+    """Whether its output is multiplied by a second projection."""
     published: tuple[str, ...] = ()
-    """What config.json files call it; the first name is the one that is written."""
+    """Its names in config.json files; saving writes the first."""
 
 
 _gelu_tanh = partial(F.gelu, approximate="tanh")
@@ -35,18 +35,18 @@ ACTIVATIONS = {
     "geglu_tanh": Activation(_gelu_tanh, gated=True, published=("gated-gelu", "gated-gelu_new")),
     "reglu": Activation(F.relu, gated=True, published=("gated-relu",)),
 }
-"""All activations, by the names of configs."""
+"""All activations, by their names in our configs."""
 
 
-def times(own: Tensor, other: Tensor) -> Tensor:
-    """own · other, written over `own`, which nobody else may hold, where no gradient needs it.
+def times(left: Tensor, right: Tensor) -> Tensor:
+    """left · right. Without gradients the result overwrites `left`, which no other code may still use.
 
     >>> import torch
     >>> from regard.models.layers.network import times
     >>> times(torch.tensor([2.0]), torch.tensor([3.0]))
     tensor([6.])
     """
-    return own * other if torch.is_grad_enabled() or own.dtype != other.dtype else own.mul_(other)
+    return left * right if torch.is_grad_enabled() or left.dtype != right.dtype else left.mul_(right)
 
 
 class PositionWise(nn.Module):
@@ -79,9 +79,9 @@ class PositionWise(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean x² + epsilon) · weight, the mean in float32 whatever the dtype, as published checkpoints expect.
+    """x / sqrt(mean x² + epsilon) · weight, with the mean in float32 for every dtype, as published checkpoints expect.
 
-    `rounded` rounds x to float32 too, as Llama's norm does and T5's does not; it matters to float64 models alone.
+    `rounded` also rounds x to float32, as Llama's norm does and T5's does not; only float64 models notice.
 
     >>> import torch
     >>> from regard.models.layers.network import RMSNorm
@@ -98,7 +98,7 @@ class RMSNorm(nn.Module):
         if x.dtype == self.weight.dtype == torch.float32:
             if torch.is_grad_enabled() or not x.is_cpu:
                 return torch.rms_norm(x, self.weight.shape, self.weight, self.epsilon)
-            size = torch.linalg.vector_norm(x, dim=-1, keepdim=True)  # fewer, smaller steps
+            size = torch.linalg.vector_norm(x, dim=-1, keepdim=True)  # fewer and smaller operations
             scale = torch.addcmul(x.new_tensor(self.epsilon), size, size, value=1 / x.shape[-1]).rsqrt_()
             return (x * scale).mul_(self.weight)
         if x.dtype == self.weight.dtype and gpu.launches(x):
@@ -115,7 +115,7 @@ class RMSNorm(nn.Module):
 
 
 def norm(kind: str, embedding_dim: int, epsilon: float) -> nn.Module:
-    """The norm of a name: `layer`, `rms` (Llama's) or `rms_t5`.
+    """The norm with that name: `layer`, `rms` (Llama's) or `rms_t5`.
 
     >>> from regard.models.layers.network import norm
     >>> norm("rms", 4, 1e-6)

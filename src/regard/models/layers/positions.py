@@ -1,12 +1,12 @@
-"""Where a token stands: sinusoids, rotations, distances.
+"""Positions of tokens: sinusoids, rotary positions, biases by distance.
 
     sinusoidal   added to the embedding: sin and cos of position · base^(-2i/E)          Vaswani et al. 2017
-    rotary       pairs of coordinates of queries and keys turned by position · frequency   Su et al. 2021
+    rotary       pairs of coordinates of queries and keys, rotated by position · frequency  Su et al. 2021
     ALiBi        a bias on the scores: minus slope · distance                              Press et al. 2021
     buckets      a learned bias on the scores by bucketed distance                         Raffel et al. 2019 (T5)
 
-A learned table of positions is an `nn.Embedding` and needs nothing here. Rotary tables are float32 whatever the model's
-dtype: in half precision neighbouring positions beyond 256 would be turned alike.
+A learned table of positions is an `nn.Embedding` and needs no code here. Rotary tables are float32 for every dtype of
+the model: in half precision neighbouring positions beyond 256 would get the same rotation.
 """
 
 import math
@@ -22,7 +22,7 @@ Tables = tuple[Tensor, Tensor]
 
 
 def sinusoidal(positions: Int[Tensor, "*t"], embedding_dim: int, base: float = 10000.0) -> Float[Tensor, "*t E"]:
-    """The table of the original Transformer, sin and cos in turn, float32.
+    """The table of the original Transformer, sin and cos alternating, in float32.
 
     >>> import torch
     >>> from regard.models.layers.positions import sinusoidal
@@ -36,7 +36,7 @@ def sinusoidal(positions: Int[Tensor, "*t"], embedding_dim: int, base: float = 1
 
 @dataclass(frozen=True, kw_only=True)
 class RotaryScaling:
-    """How a rotary model was stretched to a longer context than it was first trained on.
+    """How a rotary model was extended to a longer context than it was first trained on.
 
     `linear` divides every frequency by `factor`. `dynamic` raises the base once a sequence is longer than the context.
     `llama3` divides the low frequencies, leaves the high ones, and blends in between.
@@ -67,7 +67,7 @@ class RotaryScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class Rotary:
-    """Rotations of pairs of coordinates by position: q·k then depends on the distance of the two alone.
+    """Rotary positions: pairs of coordinates are rotated by position, so that q·k depends only on the distance.
 
     `pairing` says which coordinates are a pair: `halves` (i and i + K/2, Hugging Face's) or `neighbours` (2i and
     2i + 1, the paper's and GGUF's).
@@ -86,31 +86,33 @@ class Rotary:
     scaling: RotaryScaling | None = None
     pairing: Literal["halves", "neighbours"] = "halves"
     context_length: int = 2048
-    """The length from which `dynamic` scaling sets in."""
+    """Longer sequences get `dynamic` scaling."""
 
     def __post_init__(self) -> None:
         if self.length < 2 or self.length % 2:
-            raise ValueError(f"length: expected an even number of at least 2 (rotations turn pairs), got {self.length}")
+            raise ValueError(
+                f"length: expected an even number of at least 2 (rotary positions rotate pairs), got {self.length}"
+            )
         if self.length == 2 and self.scaling is not None and self.scaling.kind == "dynamic":
-            raise ValueError("length: expected at least 4, dynamic scaling divides by length - 2, got 2")
+            raise ValueError("length: expected at least 4, since dynamic scaling divides by length - 2, got 2")
         if not 0 < self.base < math.inf:
             raise ValueError(f"base: expected a number above 0, got {self.base}")
         if self.pairing not in ("halves", "neighbours"):
             raise ValueError(f"pairing: expected halves or neighbours, got {self.pairing!r}")
 
     def frequencies(self, reach: int = 0) -> Float[Tensor, "pairs"]:
-        """Radians a position for each pair; `reach` is the length of the sequence, for `dynamic` scaling."""
+        """Radians per position for each pair; `reach` is the length of the sequence, for `dynamic` scaling."""
         return _frequencies(self.length, self.base, self.scaling, self.context_length, reach)
 
     def tables(self, positions: Int[Tensor, "*t"]) -> Tables:
-        """Cosines and sines, float32: (T, K) for all sequences alike, (B, 1, T, K) for positions (B, T)."""
+        """Cosines and sines in float32: (T, K) for positions (T,), (B, 1, T, K) for positions (B, T)."""
         if self.scaling is not None and self.scaling.kind == "dynamic" and positions.numel():
             if torch.compiler.is_exporting():
                 raise ValueError(
                     "rotary_scaling: expected none, linear or llama3 for torch.export, "
                     "got dynamic, which reads how long each sequence is"
                 )
-            # Every sequence by its own length: a longer one beside it must not change it.
+            # Each sequence is scaled by its length: a longer one in the same batch must not change it.
             rows = positions if positions.ndim == 2 else positions.reshape(1, -1)
             frequencies = torch.stack([self.frequencies(int(last) + 1) for last in rows.amax(-1).tolist()])
             frequencies = frequencies[:, None] if positions.ndim == 2 else frequencies[0]
@@ -126,7 +128,7 @@ class Rotary:
         return angles.cos(), angles.sin()
 
     def turn(self, x: Float[Tensor, "*b T K"], tables: Tables) -> Float[Tensor, "*b T K"]:
-        """Turn queries or keys by tables that broadcast to them."""
+        """Rotate queries or keys by tables that broadcast to them."""
         cos, sin = tables
         if self.pairing == "halves":
             left, right = x.chunk(2, dim=-1)
@@ -135,17 +137,17 @@ class Rotary:
             across = torch.stack([-x[..., 1::2], x[..., ::2]], dim=-1).flatten(-2)
         if torch.is_grad_enabled() or cos.dtype != x.dtype:
             return (x * cos + across * sin).to(x.dtype)
-        return (x * cos).add_(across.mul_(sin))  # the same, with fewer tensors
+        return (x * cos).add_(across.mul_(sin))  # the same, with fewer temporary tensors
 
     def __call__(self, x: Float[Tensor, "*b T K"], positions: Int[Tensor, "*t"]) -> Float[Tensor, "*b T K"]:
-        """Turn queries or keys that stand at `positions`."""
+        """Rotate queries or keys at `positions`."""
         return self.turn(x, self.tables(positions))
 
 
 def _frequencies(length: int, base: float, scaling: RotaryScaling | None, context: int, reach: int) -> Tensor:
-    """Radians a position, for each pair (K/2,)."""
+    """Radians per position, for each pair (K/2,)."""
     if scaling is not None and scaling.kind == "dynamic":
-        # Beyond the context the reference computes the base in float32; up to it, the base is as it was.
+        # Transformers computes the base in float32 for sequences beyond the context, and keeps it for shorter ones.
         longest = torch.tensor(reach) if reach > context else context
         stretched = base * ((scaling.factor * longest / context) - (scaling.factor - 1)) ** (length / (length - 2))
     else:
@@ -160,7 +162,7 @@ def _frequencies(length: int, base: float, scaling: RotaryScaling | None, contex
     shortest_divided = scaling.original_context_length / scaling.low_frequency_factor
     spread = scaling.high_frequency_factor - scaling.low_frequency_factor
     blend = (scaling.original_context_length / wavelength - scaling.low_frequency_factor) / spread
-    # The products in the order of the reference: in another they differ in the last bit.
+    # The order of these products is that of Transformers; another order differs in the last bit.
     blended = (1 - blend) * turns / scaling.factor + blend * turns
     outside = torch.where(wavelength > shortest_divided, turns / scaling.factor, turns)
     between = (wavelength >= longest_kept) & (wavelength <= shortest_divided)
@@ -168,7 +170,7 @@ def _frequencies(length: int, base: float, scaling: RotaryScaling | None, contex
 
 
 def alibi_slopes(num_heads: int) -> Float[Tensor, "H"]:
-    """ALiBi's slope of each head: 2^(-8/n), 2^(-16/n), …; for other than powers of two, filled up from 2n's.
+    """ALiBi's slope of each head: 2^(-8/n), 2^(-16/n), …; if n is not a power of two, the rest come from 2n heads.
 
     >>> from regard.models.layers.positions import alibi_slopes
     >>> alibi_slopes(8).tolist()[:2]
@@ -181,7 +183,7 @@ def alibi_slopes(num_heads: int) -> Float[Tensor, "H"]:
 
 
 class Alibi(nn.Module):
-    """A bias that falls with the distance, its own slope for each head; nothing to learn.
+    """A bias that falls with the distance, with a fixed slope for each head.
 
     >>> from regard.models.layers.positions import Alibi
     >>> Alibi(2)(queries=1, keys=3).shape
@@ -201,7 +203,7 @@ class Alibi(nn.Module):
 
 
 class RelativeBias(nn.Module):
-    """T5's bias: one learned number for each head and bucket of distances, exact when near, logarithmic when far.
+    """T5's bias: one learned number per head and bucket of distances, exact when near, logarithmic when far.
 
     >>> from regard.models.layers.positions import RelativeBias
     >>> RelativeBias(num_heads=4, bidirectional=True)(queries=3, keys=5).shape
@@ -220,8 +222,8 @@ class RelativeBias(nn.Module):
 
     def forward(self, queries: int, keys: int, like: Tensor | None = None) -> Float[Tensor, "1 H T S"]:
         """The bias for the last `queries` of `keys` positions."""
-        found = self.table(self.buckets(_distance(queries, keys, self.table.weight.device)))
-        return found.permute(2, 0, 1)[None]
+        bias = self.table(self.buckets(_distance(queries, keys, self.table.weight.device)))
+        return bias.permute(2, 0, 1)[None]
 
     def buckets(self, distance: Int[Tensor, "T S"]) -> Int[Tensor, "T S"]:
         """The bucket of each distance, key position minus query position."""
@@ -239,6 +241,6 @@ class RelativeBias(nn.Module):
 
 
 def _distance(queries: int, keys: int, device: torch.device | None) -> Tensor:
-    """Key position minus query position, (T, S); the last query stands at the last key."""
+    """Key position minus query position, (T, S); the last query is at the last key."""
     place = torch.arange(keys, device=device)
     return place - place[keys - queries :, None]

@@ -1,8 +1,8 @@
 """A padded batch without its padding.
 
-Norms, projections and position-wise networks treat each token by itself, so they need not see padding at all: the real
-tokens of all rows stand one after another, and only attention sees the padded batch, whose mask hides the rest. A batch
-that is half padding then costs half.
+Norms, projections and position-wise networks treat each token by itself and need no padding: they get the real tokens
+of all rows, one after another. Only attention sees the padded batch, with a mask that hides the padding. A batch that
+is half padding then costs half.
 """
 
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class Ragged:
 
     @cached_property
     def index(self) -> Tensor:
-        """Where the real tokens stand in the flattened batch, (N,)."""
+        """The index of each real token in the flattened batch, (N,)."""
         return self.valid.flatten().nonzero()[:, 0]
 
     def pack(self, x: Float[Tensor, "B T E"]) -> Float[Tensor, "N E"]:
@@ -43,7 +43,7 @@ class Ragged:
         return room.index_copy(0, self.index, x).unflatten(0, tuple(self.valid.shape))
 
     def packed_positions(self, positions: Tensor | tuple[Tensor, Tensor] | None) -> Any:
-        """Where the real tokens stand, (N,), or rotary tables of that, (N, K), from those of the padded batch."""
+        """The positions of the real tokens, (N,), or their rotary tables, (N, K), from those of the padded batch."""
         batch, tokens = self.valid.shape
         if positions is None:
             positions = torch.arange(tokens, device=self.valid.device)

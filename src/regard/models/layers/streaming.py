@@ -1,4 +1,4 @@
-"""What a model keeps while it streams, and where its next tokens stand."""
+"""A model's decoding state, and the positions of new tokens."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,9 +15,9 @@ from regard.core.states.buffer import quantize
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ModelState:
-    """What a model keeps of the tokens it has met: its layers' states, which tokens were real, and what it reads from.
+    """A model's decoding state: the states of its layers, which tokens are real, and the source of an encoder-decoder.
 
-    A value like the states in it: extending gives a new one.
+    It is a value, like the states in it: `extend` returns a new one.
 
     >>> import regard as rg, torch
     >>> model = rg.Decoder(rg.DecoderConfig(vocabulary_size=11, embedding_dim=8, num_layers=2, num_heads=2))
@@ -32,22 +32,22 @@ class ModelState:
     padding: Padding | None = None
     """Which of the tokens are real; None while all are."""
     memory: tuple[tuple[Tensor, ...], ...] | None = None
-    """Keys and values of each layer's cross-attention; as int8 numbers they are followed by the scales of both."""
+    """Keys and values of each layer's cross-attention, and, if they are int8, the scales of both."""
     memory_mask: Mask | None = None
     windows: tuple[int | None, ...] = ()
     """How many tokens each layer sees; such a layer forgets older ones."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes really held, room to spare included."""
-        held = [t for pair in self.memory or () for t in pair]
-        return sum(state.nbytes for state in self.layers) + sum(t.numel() * t.element_size() for t in held)
+        """Bytes allocated, spare room included."""
+        tensors = [t for pair in self.memory or () for t in pair]
+        return sum(state.nbytes for state in self.layers) + sum(t.numel() * t.element_size() for t in tensors)
 
     def __repr__(self) -> str:
         return f"ModelState(length={self.length}, layers={len(self.layers)}, nbytes={self.nbytes})"
 
     def reorder(self, index: Tensor) -> "ModelState":
-        """The state of other batch rows: row i becomes row `index[i]`. Rows may repeat (beam search)."""
+        """The state with other batch rows: new row i is old row `index[i]`. Rows may repeat (beam search)."""
         index = torch.as_tensor(index)
         memory, mask = self.memory, self.memory_mask
         if memory is not None:
@@ -77,7 +77,7 @@ class ModelState:
         return replace(self, layers=layers, length=length, padding=padding)
 
     def extended(self, layers: tuple[Any, ...], tokens: int, fresh: Padding | None) -> "ModelState":
-        """The state with its layers' longer states, `tokens` more, of which `fresh` says which are real."""
+        """The state after `tokens` more tokens, with the longer states of its layers; `fresh` is the new padding."""
         padding = self.padding
         if fresh is not None or padding is not None:
             batch = next(part.batch for part in (fresh, padding) if part is not None)
@@ -86,7 +86,7 @@ class ModelState:
 
 
 def rounded(memory: tuple[tuple[Tensor, ...], ...]) -> tuple[tuple[Tensor, ...], ...]:
-    """Keys and values of cross-attention as int8 numbers, with the scales of both.
+    """Keys and values of cross-attention as int8, with the scales of both.
 
     >>> import torch
     >>> from regard.models.layers.streaming import recalled, rounded
@@ -100,15 +100,15 @@ def rounded(memory: tuple[tuple[Tensor, ...], ...]) -> tuple[tuple[Tensor, ...],
 
 
 def recalled(layer: tuple[Tensor, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Keys and values of one layer's cross-attention, as they go into it."""
+    """Keys and values of one layer's cross-attention, dequantized if they are int8."""
     k, v, *scales = layer
     return ((k * scales[0]).to(dtype), (v * scales[1]).to(dtype)) if scales else (k, v)
 
 
 def places(tokens: Int[Tensor, "B T"], mask: Mask | None, state: ModelState | None = None) -> Int[Tensor, "..."]:
-    """Where new tokens stand in their own sequences: how many real tokens come before each. (T,) if no row is padded.
+    """Positions of new tokens: how many real tokens come before each in its row. (T,) if no row is padded, else (B, T).
 
-    A row padded on the left starts at 0 with its first real token, so that it computes as it would alone.
+    In a row padded on the left the first real token has position 0, so that padding does not change the result.
 
     >>> import regard as rg, torch
     >>> from regard.models.layers.streaming import places
@@ -122,7 +122,7 @@ def places(tokens: Int[Tensor, "B T"], mask: Mask | None, state: ModelState | No
         return torch.arange(past, past + count, device=tokens.device)
     if fresh is not None and fresh.batch != tokens.shape[0]:
         raise ValueError(f"mask: expected padding for {tokens.shape[0]} sequences (the batch), got {fresh.batch}")
-    ones = torch.ones_like(tokens, dtype=torch.bool)
-    valid = ones if fresh is None else fresh.valid(count, tokens.device)
+    everything = torch.ones_like(tokens, dtype=torch.bool)
+    valid = everything if fresh is None else fresh.valid(count, tokens.device)
     start = past if before is None else torch.tensor(before.counts(), device=tokens.device)[:, None]
     return (start + valid.cumsum(-1) - 1).clamp(min=0)
