@@ -86,7 +86,7 @@ def test_what_a_template_may_need_grows_with_the_messages():
     with pytest.raises(CheckpointError, match="expected a template that needs at most"):
         render("{{ 'x' * 10000000 }}", {"messages": messages[:1]})
     assert len(render("{{ 'x' * 10000000 }}", {"messages": messages})) == 10_000_000
-    with pytest.raises(CheckpointError, match="expected at most 32,768 letters, got 40,000"):
+    with pytest.raises(CheckpointError, match="expected at most 32,768 characters, got 40,000"):
         render("x" * 40_000, {})
 
 

@@ -82,7 +82,7 @@ def test_what_could_not_be_loaded_again_is_not_saved(tmp_path):
     for model, message in (
         (torch.nn.Linear(2, 2), "model: expected one of regard's models, got Linear"),
         (Mine(rg.DecoderConfig(**SIZES)), "model: expected one of Decoder, .* got Mine"),
-        (shared, "model: expected weights of their own, or tied=True"),
+        (shared, "model: expected separate weights, or tied=True"),
     ):
         with pytest.raises(ValueError, match=message):
             rg.save(model, tmp_path / "model")
@@ -105,7 +105,7 @@ def test_saving_over_a_link_replaces_what_it_leads_to(tmp_path):
         ({"dtype": "float16"}, "dtype: expected a floating-point dtype"),
         ({"dtype": torch.int64}, "dtype: expected a floating-point dtype"),
         ({"dtype": torch.float8_e4m3fn}, "dtype: expected a floating-point dtype"),  # in which nothing is computed
-        ({"device": "abacus"}, "device: expected one that is here, got 'abacus'"),
+        ({"device": "abacus"}, "device: expected a device of this machine, got 'abacus'"),
     ],
 )
 def test_a_place_that_is_none_is_named_before_anything_is_read(options, message):
@@ -152,7 +152,7 @@ def test_a_mechanism_of_ones_own_is_passed_to_load_since_a_file_imports_no_code(
 
 def test_a_form_hugging_face_has_not_is_refused_before_anything_is_written(tmp_path):
     for change in ({"mechanism": "quadratic"}, {"positions": "alibi"}, {"value_length": 3, "qk_length": 6}):
-        words = f"form of a Hugging Face model, got one whose {next(iter(change))} a config of llama or"
+        words = f"got a model whose {next(iter(change))} cannot be written in a config of llama or"
         with pytest.raises(ValueError, match=words):
             rg.save(rg.Decoder(rg.DecoderConfig(**SIZES, **change)), tmp_path / "model", layout="huggingface")
     with pytest.raises(ValueError, match="layout: expected regard or huggingface"):
@@ -167,7 +167,7 @@ def test_saving_replaces_a_checkpoint_and_nothing_else(tmp_path):
     assert rg.load(target).config == MODELS["llama"]().config
     assert [one.name for one in tmp_path.iterdir()] == ["model"]
     (target / "notes.txt").write_text("mine")
-    with pytest.raises(ValueError, match=r"folder: expected an earlier checkpoint.*which holds notes\.txt"):
+    with pytest.raises(ValueError, match=r"folder: expected an earlier checkpoint.*which contains notes\.txt"):
         rg.save(MODELS["gpt2"](), target)
     assert (target / "notes.txt").read_text() == "mine"
     photos = tmp_path / "photos"
@@ -235,7 +235,9 @@ def test_the_same_for_hugging_face_and_gguf(tmp_path):
 
 def test_whole_numbers_are_no_weights(folder):
     change(folder, **{"stack.norm.weight": torch.ones(12, dtype=torch.int64)})
-    with pytest.raises(rg.CheckpointError, match=r"stack\.norm\.weight to hold real numbers, got torch\.int64"):
+    with pytest.raises(
+        rg.CheckpointError, match=r"stack\.norm\.weight to have floating-point numbers, got torch\.int64"
+    ):
         rg.load(folder)
 
 
@@ -248,7 +250,7 @@ def test_whole_numbers_are_no_weights(folder):
         ({"config": {"vocabulary_size": 23}}, "expected the config of a Decoder"),
         ({"config.color": "red"}, "got color too"),
         ({"config.num_layers": 10**9}, "at most 4096 layers"),
-        ({"config.num_layers": 4096}, "expected at least 4 tensors a layer, got 21 for 4096 layers"),
+        ({"config.num_layers": 4096}, "expected at least 4 tensors per layer, got 21 for 4096 layers"),
         ({"model": ["Decoder"]}, "a model of Decoder, Encoder"),
         ({"config.norm_epsilon": None}, "norm_epsilon: expected float, got None"),
         ({"config.rotary_base": 0}, "base: expected a number above 0"),
@@ -335,7 +337,7 @@ def test_a_second_copy_of_a_tied_weight_is_left_out_and_another_tensor_is_not(na
 def test_classes_of_tokens_are_refused_in_words(tmp_path):
     for kind, values in (("Bert", peers.SMALL), ("Albert", peers.ALBERT)):
         theirs = peers.build(f"{kind}ForTokenClassification", f"{kind}Config", values)
-        with pytest.raises(rg.CheckpointError, match="classes of tokens are not supported"):
+        with pytest.raises(rg.CheckpointError, match="classifiers of tokens are not supported"):
             rg.load(peers.saved(theirs, tmp_path / kind))
 
 

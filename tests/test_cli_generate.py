@@ -222,7 +222,7 @@ def test_an_interrupted_text_stays_as_far_as_it_came(endless: str, as_json: bool
         (["x", "--weights", "int4"], "int8"),
         (["x", "--weights", "int8", "--dtype", "bfloat16"], "float32"),
         (["x", "--weights", "int8", "--device", "cuda"], "--device: expected cpu, on which int8 weights compute"),
-        (["x", "--device", "cuda:99"], "--device: expected one that is here, got 'cuda:99'"),
+        (["x", "--device", "cuda:99"], "--device: expected a device of this machine, got 'cuda:99'"),
         (["x", "--state", "int4"], "int8"),
         (["x", "--mechanism", "nosuch"], "softmax"),
         (["x", "--dtype", "int8"], "float32"),

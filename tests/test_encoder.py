@@ -313,7 +313,7 @@ def test_modules_stay_inside_their_folder(path, tmp_path):
     modules = json.loads((folder / "modules.json").read_text())
     modules[1]["path"] = path
     write_json(folder / "modules.json", modules)
-    with pytest.raises(rg.CheckpointError, match="expected modules with a type and a folder beside it"):
+    with pytest.raises(rg.CheckpointError, match="expected modules with a type and a folder name"):
         rg.load(folder)
 
 
@@ -430,7 +430,7 @@ def test_the_new_fields_of_a_config_are_checked_written_and_saved(tmp_path):
     hidden = model(tokens)
     assert model.inverted_sentence(hidden).shape == (2, 2)
     for own in ({"num_kv_heads": 2}, {"window": 3}, {"inverted_sentence": True}):
-        words = f"expected the form of a Hugging Face model, got one whose {next(iter(own))} a config of bert does not"
+        words = f"got a model whose {next(iter(own))} cannot be written in a config of bert"
         with pytest.raises(ValueError, match=words):
             rg.save(made(**own), tmp_path / "theirs", layout="huggingface")
     former = {key: value for key, value in model.config.to_json().items() if key not in ("window", "class_names")}

@@ -249,7 +249,7 @@ def test_what_int8_weights_cannot_do_is_refused(tmp_path):
     model = decoder()
     small, tokens = rg.quantized(model, least=0), torch.randint(97, (1, 4))
     for layout in ("regard", "huggingface"):
-        with pytest.raises(ValueError, match=r"model: expected one with its own weights, got a quantized one"):
+        with pytest.raises(ValueError, match=r"model: expected float weights, got a quantized model"):
             rg.save(small, tmp_path / "model", layout=layout)
     assert not (tmp_path / "model").exists()
     with pytest.raises(ValueError, match="expected eval mode, since int8 weights cannot be trained, got training mode"):

@@ -252,7 +252,10 @@ DAMAGES = {
         "manifest.json: expected a checkpoint's manifest",
     ),
     "a folder": (folder_instead, "part-00000-of-00001.safetensors: expected a part of the checkpoint, got a folder"),
-    "a pipe": (pipe_instead, "manifest.json: expected a checkpoint's manifest, got no regular file"),
+    "a pipe": (
+        pipe_instead,
+        "manifest.json: expected a checkpoint's manifest, got something that is not a regular file",
+    ),
     "another version": (resealed(lambda found: {**found, "version": 2}), "manifest.json: expected version 1, got 2"),
     "no files": (resealed(lambda found: {**found, "files": []}), "manifest.json: expected files, tensors and a note"),
     "files of no size": (resealed(lambda found: {**found, "files": {"a": {}}}), "a: expected a part"),
@@ -285,7 +288,7 @@ def test_what_is_not_whole_is_skipped_with_a_reason(name, tmp_path):
         ({"chunks": 3}, "expected every tensor's type, shape and place"),
         (
             {"chunks": [{"file": "part-00000-of-00001.safetensors", "name": "w", "offsets": [0, 0], "sizes": [7, 5]}]},
-            "expected a tensor that is there, got 'w'",
+            "expected a tensor of the file, got 'w'",
         ),
         (
             {

@@ -18,7 +18,8 @@ from regard.checkpoints import names
 from regard.checkpoints.errors import CheckpointError
 from regard.checkpoints.gguf_file import open_gguf
 from regard.checkpoints.names import NAMES, resolve
-from regard.checkpoints.tokenizer import SMILES, Tokenizer
+from regard.checkpoints.tokenizer import Tokenizer
+from regard.checkpoints.tokenizer_parts import SMILES
 
 TEXTS = [
     "Hello world",

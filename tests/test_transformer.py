@@ -171,7 +171,7 @@ class TestT5:
                 FORM.read_config({**values, **change}, shapes(tensors))
 
     def test_what_is_not_t5_is_not_written_as_t5(self):
-        with pytest.raises(ValueError, match=r"got one whose .*positions.* a config of t5 does not say"):
+        with pytest.raises(ValueError, match=r"got a model whose .*positions.* cannot be written in a config of t5"):
             export(Transformer(TransformerConfig(**SIZES)))
         changes = [
             {"mechanism": "softmax"},

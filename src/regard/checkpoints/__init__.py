@@ -1,4 +1,4 @@
-"""Checkpoints: `load` and `save`, whatever the format."""
+"""Checkpoints: `load` and `save`, for every format."""
 
 import json
 import shutil
@@ -28,9 +28,9 @@ FILES = (
     *("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"),
     *(sentences.MODULES, sentences.LIMITS[0], sentences.PROMPTS),
 )
-"""All that `save` writes, beside a folder with the pooling's config.json."""
+"""All files that `save` writes, besides a folder with the pooling's config.json."""
 RUN = "run.json"
-"""What the folder of a training run has; its best model so far lies in model/."""
+"""The file that marks the folder of a training run; its best model so far is in model/."""
 
 
 def load(
@@ -41,17 +41,17 @@ def load(
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
 ) -> Model:
-    """A model with its tokenizer, in eval mode: a name of `regard models`, a folder (a checkpoint's, a training run's),
-    or a .gguf file.
+    """Load a model with its tokenizer, in eval mode, from a name of `regard models`, a folder (of a checkpoint or a
+    training run) or a .gguf file.
 
-    A checkpoint imports no code: one whose mechanism is a user's own asks for `mechanisms`, classes (or values, where a
-    field is a function or a module). The one that the file names is taken, with the file's fields and tensors.
-    `mechanism` is another attention in place of the file's, with the tensors that it has.
+    Loading imports no code. If the checkpoint's mechanism is a user's, pass its class in `mechanisms` (or an instance,
+    if a field is a function or a module); the file supplies fields and tensors. `mechanism` replaces the checkpoint's
+    mechanism by another, with that one's tensors.
 
-    All weights get one `dtype`: if not given, float32 for GGUF, otherwise the one that
-    most of the file's numbers have, but float32 for a float16 file that keeps some in more (transformers' T5). Tokens
-    that start and end texts are those of config.json and generation_config.json; how to sample is said to `generate`
-    alone. Whatever is wrong with a checkpoint is one CheckpointError, and no model.
+    All weights get one `dtype`. By default that is float32 for GGUF and otherwise the dtype of most of the file's
+    numbers, except that a float16 file with some float32 tensors (transformers' T5) becomes float32. The tokens that
+    start and end texts come from config.json and generation_config.json; sampling options are arguments of `generate`.
+    A checkpoint with any fault raises CheckpointError and gives no model.
 
     >>> import regard as rg, tempfile, torch
     >>> from dataclasses import dataclass
@@ -82,8 +82,8 @@ def load(
         model = native.load(folder, values, mechanisms=mechanisms, **options)
     else:
         model = huggingface.load(folder, values, root=path, **options)
-    known = NAMES.get(str(name_or_path))
-    tokenizer = known.tokenizer() if known is not None else Tokenizer.from_folder(folder)
+    package = NAMES.get(str(name_or_path))
+    tokenizer = package.tokenizer() if package is not None else Tokenizer.from_folder(folder)
     if tokenizer is not None and "regard" not in values and sentences.lowercase(folder):
         tokenizer = tokenizer.lowercased()
     model.tokenizer = tokenizer
@@ -97,8 +97,8 @@ def load_with(
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
 ) -> Model:
-    """`load` with the one mechanism that a command names: it is the file's own if the file says its class, with what it
-    has learned, and otherwise takes the place of the file's."""
+    """`load` with the mechanism that a command line names: if the checkpoint names the same class, the mechanism is
+    loaded with its learned tensors; otherwise it replaces the checkpoint's."""
     if mechanism is None:
         return load(name_or_path, dtype=dtype, device=device)
     if _own_class(resolve(name_or_path)) == (mechanism if isinstance(mechanism, type) else type(mechanism)).__name__:
@@ -107,16 +107,18 @@ def load_with(
 
 
 def _of_run(path: Path) -> Path:
-    """The folder of a run's model, or the folder itself."""
+    """The folder of a training run's model, or the folder itself."""
     if not (path / RUN).is_file():
         return path
     if not (path / "model").is_dir():
-        raise CheckpointError(f"{path / 'model'}: expected the model of a run, got none yet: evaluations write it")
+        raise CheckpointError(
+            f"{path / 'model'}: expected the model of a training run, got none yet: the first evaluation writes it"
+        )
     return path / "model"
 
 
 def _own_class(path: Path) -> str | None:
-    """The class of a user's own mechanism that a checkpoint names; None if it has a shipped one."""
+    """The class name of a checkpoint's mechanism if it is a user's; None if it is a shipped one."""
     config = (
         None if path.is_file() else read_json(sentences.weights_folder(_of_run(path)) / "config.json").get("config")
     )
@@ -125,10 +127,10 @@ def _own_class(path: Path) -> str | None:
 
 
 def save(model: Model, folder: str | Path, *, layout: Literal["regard", "huggingface"] = "regard") -> Path:
-    """Write a model's folder: model.safetensors, config.json, tokenizer files. Whole or not at all.
+    """Write a model to a folder, atomically: model.safetensors, config.json and tokenizer files.
 
-    `layout="huggingface"` writes what transformers, and every engine that reads its folders, loads with equal logits;
-    of an encoder that came from a sentence-transformers folder, what that library loads too.
+    `layout="huggingface"` writes a folder that transformers, and every engine that reads such folders, loads with equal
+    logits. An encoder from a sentence-transformers folder is written so that this library loads it too.
 
     >>> import regard as rg, tempfile
     >>> model = rg.Decoder(rg.DecoderConfig(vocabulary_size=9, embedding_dim=8, num_layers=1, num_heads=2))
@@ -140,10 +142,10 @@ def save(model: Model, folder: str | Path, *, layout: Literal["regard", "hugging
         from safetensors import SafetensorError
         from safetensors.torch import save_file
 
-    model = getattr(model, "_orig_mod", model)  # a compiled model is a shell around one
+    model = getattr(model, "_orig_mod", model)  # torch.compile wraps the model
     model = expect(Model, model)
     if model.quantized:
-        raise ValueError("model: expected one with its own weights, got a quantized one; save the one it was made of")
+        raise ValueError("model: expected float weights, got a quantized model; save the model it was made from")
     if layout == "huggingface":
         values, tensors = huggingface.export(model)
         files = {"config.json": values, **huggingface.other_files(model)}
@@ -168,7 +170,7 @@ def save(model: Model, folder: str | Path, *, layout: Literal["regard", "hugging
         for name, content in files.items():
             (beside / name).parent.mkdir(exist_ok=True)
             (beside / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        # safetensors writes for its owner alone, and who serves a model is often another user
+        # safetensors makes files readable by their owner only, but a model is often served by another user
         shutil.copymode(beside / "config.json", beside / "model.safetensors")
         if model.tokenizer is not None:
             model.tokenizer.save(beside)
@@ -183,35 +185,37 @@ def _check_place(dtype: object, device: torch.device | str) -> None:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, TypeError) as error:
         reason = str(error).splitlines()[0]
-        raise ValueError(f"device: expected one that is here, got {device!r}: {reason:.100}") from None
+        raise ValueError(f"device: expected a device of this machine, got {device!r}: {reason:.100}") from None
 
 
 def _check_own(tensors: dict[str, Tensor]) -> None:
-    """Raise ValueError for weights that share memory in a model whose config does not say so: the tie would be lost."""
+    """Raise ValueError for tied weights that the config does not declare: the tie would be lost."""
     names: dict[int, str] = {}
     for name, tensor in tensors.items():
         first = names.setdefault(tensor.data_ptr(), name) if tensor.numel() else name
         if first != name:
-            raise ValueError(f"model: expected weights of their own, or tied=True in its config, got {first} as {name}")
+            raise ValueError(
+                f"model: expected separate weights, or tied=True in its config, got {first} tied to {name}"
+            )
 
 
 def check_target(target: Path) -> None:
-    """Raise ValueError for a folder that `save` would not write: one that holds something else."""
+    """Raise ValueError for a folder that `save` must not replace, since it has other files in it."""
     if not target.name:
         raise ValueError(f"folder: expected a name, got {str(target)!r}")
-    above = next((one for one in target.parents if one.exists()), None)
+    above = next((folder for folder in target.parents if folder.exists()), None)
     if above is not None and not above.is_dir():
-        raise ValueError(f"folder: expected a place in a folder, got {target}, and {above} is a file")
+        raise ValueError(f"folder: expected a path inside a folder, got {target}, where {above} is a file")
     if target.exists() and not target.is_dir():
         raise ValueError(f"folder: expected a folder or nothing yet, got the file {target}")
     if not target.is_dir():
         return
-    # The whole folder is replaced, so it must hold nothing that was not written here.
+    # The whole folder is replaced, so it may contain only files that `save` writes.
     others = sorted(entry.name for entry in target.iterdir() if not _written_here(entry))
     if others:
         raise ValueError(
             f"folder: expected an earlier checkpoint, an empty folder or nothing yet, got {target}, "
-            f"which holds {others[0]}"
+            f"which contains {others[0]}"
         )
 
 

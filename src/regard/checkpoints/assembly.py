@@ -1,4 +1,4 @@
-"""A model from tensors: everything is compared before anything is read, and nothing is left half-loaded."""
+"""Fill a model with a file's tensors. All names and shapes are compared first, so no model is left half-loaded."""
 
 import re
 from collections import Counter
@@ -17,9 +17,9 @@ from regard.models.layers.attention import Attend, MultiHeadAttention
 from regard.models.layers.linear import lay_together
 
 MOST_LAYERS = 4096
-"""More is not a model but a mistake, and building it would take forever."""
+"""A file with more layers is a mistake or an attack, and building its model would take too long."""
 LEAST_TENSORS = 4
-"""Of a layer: every form has more."""
+"""Every layer of every form has at least this many tensors."""
 
 
 def assemble(
@@ -35,14 +35,15 @@ def assemble(
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
 ) -> Model:
-    """Build a model and fill it. `shapes` and `read` are the file's names, shapes and tensors; without `links` the
-    file's names are ours, and the tensors of the mechanism too, unless it is `swapped` for another. A file of several
-    dtypes gives a model of one: `common_dtype`."""
+    """Build a model and fill it with a file's tensors, by `shapes` (names and shapes) and `read`.
+
+    Without `links` the file uses our names and has the mechanism's tensors too, unless the mechanism is `swapped` for
+    another. A file with several dtypes gives a model with one, `common_dtype`."""
     _check_layers(config, len(shapes), path)
     model = _empty(build, config, path)
     brought = _brought(model)
     kept = brought if links is not None or swapped else {}
-    # The tensors of a user's mechanism may be whole numbers or bools; weights may not.
+    # The tensors of a user's mechanism may be integers or bools; weights may not.
     counts = {name: tensor.dtype for name, tensor in brought.items() if not tensor.is_floating_point()}
     wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in kept}
     pairs = [Link(name, (name,)) for name in wanted] if links is None else list(links(config))
@@ -51,24 +52,26 @@ def assemble(
     for pair in pairs:
         for name, part in pair.split(read(pair.theirs), wanted).items():
             if name not in counts and not part.is_floating_point():
-                raise CheckpointError(f"{path}: expected {pair.theirs} to hold real numbers, got {part.dtype}")
+                raise CheckpointError(
+                    f"{path}: expected {pair.theirs} to have floating-point numbers, got {part.dtype}"
+                )
             state[name] = part.to(device=device, dtype=counts.get(name) or dtype or part.dtype).contiguous()
     wanted_dtype = common_dtype(tensor for name, tensor in state.items() if name not in counts)
     for name, tensor in {**state, **kept}.items():
         state[name] = tensor.to(device=device, dtype=counts.get(name, wanted_dtype))
     model.load_state_dict(state, assign=True)
     for module in model.modules():
-        if isinstance(module, MultiHeadAttention):  # so that a token's queries, keys and values can be one product
+        if isinstance(module, MultiHeadAttention):  # one product can then compute q, k and v of a token
             lay_together(module.W_q, module.W_k, module.W_v)
     return model.eval()
 
 
 def common_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
-    """The dtype that a model computes in whose file has these tensors: that of most of its numbers.
+    """The dtype of a model whose file has these tensors: the dtype of most of its numbers, with two exceptions.
 
-    Two kinds of files ask for another. Where some of a float16 file is kept in more, as transformers keeps T5's `wo`,
-    float16's range did not suffice: the model takes float32. And 8 bits are a way to store numbers, in which nothing is
-    computed: bfloat16 holds them as they are.
+    A float16 file with some tensors in a wider dtype, like transformers' T5 with its `wo`, needs more range than
+    float16 has, so the model is float32. Nothing computes in 8-bit floats, so they become bfloat16, which represents
+    them exactly.
 
     >>> import torch
     >>> common_dtype([torch.ones(9, dtype=torch.bfloat16), torch.ones(3)])
@@ -92,7 +95,7 @@ def _brought(model: Model) -> dict[str, Tensor]:
 
 
 def _check_layers(config: Config, tensors: int, path: object) -> None:
-    """Raise CheckpointError for more layers than a file can fill, before the time is spent to build them."""
+    """Raise CheckpointError if the config has more layers than the file can fill, before any layer is built."""
     for name, value in vars(config).items():
         if name.startswith("num_") and name.endswith("layers"):
             layers = sum(value) if isinstance(value, tuple) else value or 0
@@ -100,13 +103,13 @@ def _check_layers(config: Config, tensors: int, path: object) -> None:
                 raise CheckpointError(f"{path}: expected at most {MOST_LAYERS} layers, got {name} = {value}")
             if getattr(config, "num_shared", None) is None and layers * LEAST_TENSORS > tensors:
                 raise CheckpointError(
-                    f"{path}: expected at least {LEAST_TENSORS} tensors a layer, "
+                    f"{path}: expected at least {LEAST_TENSORS} tensors per layer, "
                     f"got {tensors} for {layers} layers ({name} = {value})"
                 )
 
 
 def _empty(build: Callable[[Any], Model], config: Config, path: object) -> Model:
-    """The model without memory for its weights."""
+    """The model on the meta device: weights without memory."""
     try:
         with torch.device("meta"), _Unfilled():
             return build(config)
@@ -115,18 +118,18 @@ def _empty(build: Callable[[Any], Model], config: Config, path: object) -> Model
 
 
 class _Unfilled(TorchFunctionMode):
-    """Random numbers are not drawn: what is built is filled from a file. (On the meta device torch would load its
-    compiler to draw none, which takes a second.)"""
+    """Skips the initialisation of weights, which come from a file. (Even on the meta device torch would import its
+    compiler for it, which takes a second.)"""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = kwargs or {}
+        options = kwargs or {}
         if getattr(func, "__module__", None) == "torch.nn.init":
-            return args[0] if args else given["tensor"]
-        return func(*args, **given)
+            return args[0] if args else options["tensor"]
+        return func(*args, **options)
 
 
 def _compare(pairs: list[Link], wanted: Shapes, shapes: Shapes, ignored: str, path: object) -> None:
-    """Raise CheckpointError that lists every tensor that is missing, unexpected or of another shape."""
+    """Raise a CheckpointError that lists all tensors that are missing, unexpected or of another shape."""
     filled = {name for pair in pairs for name in pair.ours}
     assert filled == set(wanted), f"links and model differ: {sorted(filled ^ set(wanted))}"
     theirs = {pair.theirs: pair.shape(wanted) for pair in pairs}
@@ -144,5 +147,5 @@ def _compare(pairs: list[Link], wanted: Shapes, shapes: Shapes, ignored: str, pa
     ]
     if faults:
         raise CheckpointError(
-            f"{path}: expected the {len(theirs)} tensors its config asks for, got " + "; ".join(faults)
+            f"{path}: expected the {len(theirs)} tensors that its config describes, got " + "; ".join(faults)
         )

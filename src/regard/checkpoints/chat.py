@@ -1,13 +1,13 @@
-"""Chat templates, which are programs that came with a checkpoint: rendered in jinja2's sandbox, within a budget.
+"""Chat templates: programs that come with a checkpoint, rendered in jinja2's sandbox with a limit on memory and time.
 
-The sandbox keeps a template from files and functions, but not from ten gigabytes of spaces, nor from nested loops. So a
-render has a number of bytes to spend, and everything that takes memory or time is paid for before it happens: a step of
-a loop, an operation, each number and letter that is built or looked at. What an operation would build is foreseen from
-its operands. The same template and messages always cost the same, so a template that renders does so on any machine.
+The sandbox keeps a template from files and functions, but not from building ten gigabytes of spaces, nor from nested
+loops. So every render has a budget in bytes, and everything that takes memory or time is charged before it happens: a
+step of a loop, an operation, each number and character that is built or read. The size of a result is computed from the
+operands. The same template and messages always cost the same, so a template that renders does so on any machine.
 
-Every way to make something out of little is closed in one place: operators (`call_binop`), literals, slices,
-comparisons, concatenation and output (`_metered`, which rewrites the parsed template), filters and tests (`_filters`),
-and calls (`call`), which know the methods by name.
+Each way to build large values is metered in one place: operators (`call_binop`), literals, slices, comparisons,
+concatenation and output (`_metered`, which rewrites the parsed template), filters and tests (`_filter`, `_test`), and
+calls (`call`), which allow methods by name.
 """
 
 import json
@@ -24,26 +24,26 @@ if TYPE_CHECKING:
     from jinja2 import nodes
 
 MOST_LETTERS, MOST_STATEMENTS = 2**15, 20
-"""Of a template, the longest in use having some 17,000, and of statements inside one another: Python takes 20 loops."""
+"""The longest template, in characters (the longest in use has 17,000), and the deepest nesting (Python allows 20)."""
 MOST_BYTES, MOST_BYTES_A_BYTE = 2**25, 256
-"""What a render may spend: so much, and so much for each byte of what it is given."""
+"""The budget of a render in bytes: a fixed part, and a part for each byte of its input."""
 MOST_DEPTH, MOST_BITS = 64, 4096
-"""Of nested values, and of whole numbers."""
+"""The deepest nesting of values, and the longest integer."""
 STEP, LETTER = 64, 4
-"""Bytes of an object, which a step of a loop is counted as, and of a letter."""
+"""Bytes that are charged for an object or a step of a loop, and for a character."""
 
 FREE = {
     *("length", "count", "first", "last", "default", "d", "attr", "items", "safe"),
     *("map", "select", "reject", "selectattr", "rejectattr"),
 }
-"""Filters that look at nothing inside a value, or at one item after the other when it is asked for."""
+"""Filters that do not read a value's items, or read them lazily, one by one."""
 REFUSED = {"pprint", "random", "urlize", "wordwrap", "xmlattr"}
-"""Filters that no chat needs, whose results are hard to foresee."""
+"""Filters that no chat needs, and whose cost is hard to predict."""
 LISTED = {"batch", "dictsort", "groupby", "list", "max", "min", "slice", "sort", "sum", "unique", "wordcount"}
-"""Filters that make an object of each item, or compare items."""
+"""Filters that build an object for each item, or compare items."""
 COMPARED = {"!=", "<", "<=", "==", ">", ">=", "eq", "equalto", "ge", "greaterthan", "gt", "in", "le", "lessthan", "lt"}
 COMPARED |= {"ne"}
-"""Tests that look at all of a value."""
+"""Tests that read the whole value."""
 METHODS: dict[type, set[str]] = {
     str: {
         *("capitalize", "casefold", "count", "endswith", "find", "index", "isalnum", "isalpha", "isascii", "isdecimal"),
@@ -57,11 +57,11 @@ METHODS: dict[type, set[str]] = {
     list: {"copy", "count", "index"},
     tuple: {"count", "index"},
 }
-"""What may be called of a value."""
+"""The methods that a template may call, by type."""
 
 
 def render(template: str, values: Mapping[str, Any]) -> str:
-    """The text a template makes of some values, with the helpers that transformers offers to templates.
+    """The text that a template renders for some values, with the helper functions that transformers gives templates.
 
     >>> render("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}", {"messages": [{"role": "user",
     ... "content": "hi"}]})
@@ -72,24 +72,26 @@ def render(template: str, values: Mapping[str, Any]) -> str:
 for these messages, got one that needs more
     """
     if len(template) > MOST_LETTERS:
-        raise CheckpointError(f"chat_template: expected at most {MOST_LETTERS:,} letters, got {len(template):,}")
+        raise CheckpointError(f"chat_template: expected at most {MOST_LETTERS:,} characters, got {len(template):,}")
     try:
         return str(_environment(values).from_string(template).render(**values))
     except CheckpointError:
         raise
-    except Exception as error:  # whatever a program can run into
-        raise CheckpointError(f"chat_template: expected messages that it takes, got {error!s:.500}") from error
+    except Exception as error:  # a template is a program and may raise anything
+        raise CheckpointError(
+            f"chat_template: expected messages that the template accepts, got {error!s:.500}"
+        ) from error
 
 
 class Budget:
-    """What is left for a render to spend, in bytes."""
+    """The bytes that a render may still spend."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self.most = self.left = 2**62
         self.most = self.left = MOST_BYTES + MOST_BYTES_A_BYTE * self.size(dict(values))
 
     def spend(self, count: int) -> None:
-        """Take so many bytes, or raise CheckpointError."""
+        """Take `count` bytes from the budget; raise CheckpointError if there are too few."""
         self.left -= count
         if self.left < 0:
             raise CheckpointError(
@@ -98,7 +100,7 @@ class Budget:
             )
 
     def size(self, value: Any) -> int:
-        """The bytes of a value written out, where what is in it twice counts twice. More than is left is refused."""
+        """The bytes of a value; an object that it contains twice counts twice. Raises if they exceed the budget."""
         from jinja2.utils import Namespace
 
         total, inside = 0, [(value, 0)]
@@ -121,21 +123,23 @@ class Budget:
                     value = [part for pair in value.items() for part in pair]
                 if isinstance(value, list | tuple | set | frozenset | type({}.keys()) | type({}.values())):
                     if depth == MOST_DEPTH:
-                        raise CheckpointError(f"chat_template: expected values {MOST_DEPTH} deep, got deeper ones")
+                        raise CheckpointError(
+                            f"chat_template: expected values nested at most {MOST_DEPTH} deep, got deeper ones"
+                        )
                     inside.extend((part, depth + 1) for part in value)
             if total + STEP * len(inside) > self.left:
                 self.spend(total + STEP * len(inside))
         return total
 
     def measured(self, value: Any) -> Any:
-        """The value, paid for; an iterator pays when it is asked for an item."""
+        """The value, after its size is charged; the items of an iterator are charged one by one."""
         if isinstance(value, Iterator):
             return self.iterated(value)
         self.spend(self.size(value))
         return value
 
     def iterated(self, values: Any, nodes: int = 1) -> Any:
-        """Values to go through, each paid for as so many steps."""
+        """Values to iterate over, each charged as `nodes` steps."""
         if isinstance(values, Iterator):
             return (self.measured_item(item, nodes) for item in values)
         if hasattr(values, "__len__"):
@@ -147,7 +151,7 @@ class Budget:
         return item
 
     def joined(self, parts: Iterable[str]) -> str:
-        """The text of some parts, which is what jinja2 joins output with."""
+        """The concatenated parts; jinja2 joins a template's output with this."""
         kept = []
         for part in parts:
             self.spend(8 + LETTER * len(part))
@@ -155,15 +159,17 @@ class Budget:
         return "".join(kept)
 
     def printf(self, form: str, values: Any) -> int:
-        """What `form % values` may take at most: widths, and every value wherever something is put in."""
+        """An upper bound for the bytes of `form % values`: the widths, and all values at each placeholder."""
         if "*" in form:
-            raise CheckpointError("chat_template: expected widths in a format, got one from its values (*)")
+            raise CheckpointError("chat_template: expected a format with fixed widths, got a width from its values (*)")
         return form.count("%") * (self.size(values) + LETTER * _largest_number(form))
 
     def format(self, form: str, values: Any) -> int:
-        """The same for `form.format(values)`."""
+        """An upper bound for the bytes of `form.format(values)`."""
         if re.search(r"\{[^{}]*\{", form.replace("{{", "")):
-            raise CheckpointError("chat_template: expected widths in a format, got one from its values ({…{…}})")
+            raise CheckpointError(
+                "chat_template: expected a format with fixed widths, got a width from its values ({…{…}})"
+            )
         return form.count("{") * (self.size(values) + LETTER * _largest_number(form))
 
 
@@ -176,7 +182,7 @@ def _length(value: Any) -> int:
 
 
 def _parts(text: str, separator: Any = None) -> int:
-    """How many parts a text is split into at most."""
+    """An upper bound for the number of parts that a text is split into."""
     return text.count(separator) + 1 if isinstance(separator, str) and separator else len(text) // 2 + 1
 
 
@@ -184,7 +190,7 @@ def _replaced(text: Any, old: Any, new: Any, *_: Any, **__: Any) -> int:
     return LETTER * (str(text).count(str(old)) + 1) * len(str(new))
 
 
-# What a filter or a method takes beyond its operands, from its arguments.
+# The bytes that a filter or a method builds beyond the size of its operands.
 GROWING: dict[str, Callable[..., int]] = {
     "indent": lambda text, width=4, *_, **__: (
         LETTER * (str(text).count("\n") + 1) * (width if isinstance(width, int) else len(str(width)))
@@ -233,8 +239,8 @@ def _environment(values: Mapping[str, Any]) -> Any:
             owner = getattr(getattr(__target, "__wrapped__", __target), "__self__", None)
             if isinstance(__target, Macro | Undefined) or owner is budget:
                 return super().call(__context, __target, *args, **kwargs)
-            own = {name: value for name, value in kwargs.items() if name not in ("_loop_vars", "_block_vars")}
-            budget.spend(4 * budget.size((args, own)))
+            options = {name: value for name, value in kwargs.items() if name not in ("_loop_vars", "_block_vars")}
+            budget.spend(4 * budget.size((args, options)))
             if isinstance(__target, LoopContext | Joiner) or isinstance(owner, LoopContext | Cycler):
                 return super().call(__context, __target, *args, **kwargs)
             if __target in (Namespace, Cycler, Joiner) or __target in helpers:
@@ -242,21 +248,21 @@ def _environment(values: Mapping[str, Any]) -> Any:
             name = getattr(__target, "__name__", "")
             kind = next((kind for kind in METHODS if isinstance(owner, kind)), None)
             if kind is None or name not in METHODS[kind]:
-                raise CheckpointError(f"chat_template: expected a method that chats need, got {name or __target!r:.80}")
+                raise CheckpointError(f"chat_template: expected an allowed method, got {name or __target!r:.80}")
             budget.spend(0 if kind is dict and name != "copy" else 4 * budget.size(owner))
             budget.spend(STEP * sum(abs(number) for number in args if isinstance(number, int)))
             if name in ("format", "format_map"):
-                budget.spend(budget.format(str(owner), (args, own)))
+                budget.spend(budget.format(str(owner), (args, options)))
             elif name == "join":
                 args = tuple(list(budget.iterated(iter(values))) for values in args)
                 budget.spend(budget.size(args) + GROWING["join"](*args, owner))
             elif name in GROWING:
-                budget.spend(GROWING[name](owner, *args, **own))
+                budget.spend(GROWING[name](owner, *args, **options))
             result = super().call(__context, __target, *args, **kwargs)
             return budget.measured(result) if kind is str else result
 
     class Generation(ext.Extension):
-        """{% generation %} marks what the model wrote, for training; here it is only text."""
+        """{% generation %} marks the model's text for training; here it has no effect."""
 
         tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
 
@@ -268,7 +274,7 @@ def _environment(values: Mapping[str, Any]) -> Any:
         raise TemplateError(message)
 
     def strftime_now(form: str) -> str:
-        budget.spend(256 * len(form))  # where the library gives up
+        budget.spend(256 * len(form))  # no strftime result is longer
         return datetime.now().strftime(form)
 
     def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
@@ -296,8 +302,8 @@ def _environment(values: Mapping[str, Any]) -> Any:
 
 
 def _filter(name: str, function: Callable[..., Any], budget: Budget) -> Callable[..., Any]:
-    """The filter, paid for from its arguments and again from its result."""
-    first = 1 if hasattr(function, "jinja_pass_arg") else 0  # a context, an environment
+    """The filter; its arguments are charged before it runs, its result after."""
+    first = 1 if hasattr(function, "jinja_pass_arg") else 0  # jinja2 passes a context or an environment first
 
     @wraps(function)
     def paid(*args: Any, **kwargs: Any) -> Any:
@@ -313,7 +319,7 @@ def _filter(name: str, function: Callable[..., Any], budget: Budget) -> Callable
         if name == "format":
             budget.spend(budget.printf(str(operands[0]), operands[1:]))
         elif name == "sum" and not all(isinstance(number, int | float | str | None) for number in operands[1:]):
-            raise CheckpointError("chat_template: expected a sum of numbers, got another start")
+            raise CheckpointError("chat_template: expected a sum that starts with a number, got another start")
         elif name in GROWING:
             budget.spend(GROWING[name](*args[first:], **kwargs))
         return budget.measured(function(*args, **kwargs))
@@ -331,7 +337,7 @@ def _test(function: Any, budget: Budget) -> Callable[..., Any]:
 
 
 def _metered(template: "nodes.Template") -> "nodes.Template":
-    """The parsed template with every node that builds or looks at a value paid for, and every body that may repeat."""
+    """The parsed template, rewritten so that nodes that build or read a value and repeated bodies are charged."""
     from jinja2 import nodes
 
     elsewhere = (nodes.Block, nodes.Extends, nodes.FromImport, nodes.Import, nodes.Include)
@@ -348,9 +354,11 @@ def _metered(template: "nodes.Template") -> "nodes.Template":
     def rewritten(node: Any, depth: int) -> Any:
         depth += isinstance(node, nodes.Stmt)
         if isinstance(node, elsewhere):
-            raise CheckpointError(f"chat_template: expected one template, got {type(node).__name__}")
+            raise CheckpointError(f"chat_template: expected a single template, got {type(node).__name__}")
         if depth > MOST_STATEMENTS:
-            raise CheckpointError(f"chat_template: expected statements {MOST_STATEMENTS} deep, got deeper ones")
+            raise CheckpointError(
+                f"chat_template: expected statements nested at most {MOST_STATEMENTS} deep, got deeper ones"
+            )
         repeated = isinstance(node, nodes.For | nodes.Macro | nodes.CallBlock)
         steps = count(*node.body) if repeated else 0
         tested = count(node.test) if isinstance(node, nodes.For) else 0

@@ -1,8 +1,8 @@
-"""The one error of checkpoints."""
+"""The error that all faults of checkpoints raise."""
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be had or trusted: missing, cut short, inconsistent, hostile, or of an unknown form.
+    """A checkpoint that cannot be loaded: missing, truncated, inconsistent, malicious, or of an unknown architecture.
 
     >>> import regard as rg
     >>> try:

@@ -1,7 +1,7 @@
-"""GGUF files of the Llama form: config and tokenizer in their metadata, tensors perhaps quantized.
+"""GGUF files of the Llama form: config and tokenizer are in the metadata, tensors may be quantized.
 
-llama.cpp turns neighbouring coordinates where Hugging Face turns halves, so its converter reorders the rows of W_q and
-W_k, head by head; loading puts them back, the keys' by the number of key/value heads.
+For rotary positions llama.cpp pairs neighbouring coordinates, Hugging Face the two halves, so llama.cpp's converter
+reorders the rows of W_q and W_k within each head. Loading restores the order.
 """
 
 from collections.abc import Iterator
@@ -72,12 +72,12 @@ def read_config(file: GgufFile) -> DecoderConfig:
         raise CheckpointError(f"{file.path}: expected the architecture llama, got {architecture!r:.80}")
 
     def field(name: str, kind: type[int] | type[float], default: Any = None) -> Any:
-        found: Any = file.metadata.get(f"llama.{name}", default)
-        if kind is float and type(found) is int:
-            found = float(found)
-        if not isinstance(found, kind) or isinstance(found, bool) or not 0 < found < 2**31:
-            raise CheckpointError(f"{file.path}: expected llama.{name} to be {kind.__name__}, got {found!r:.80}")
-        return found
+        value: Any = file.metadata.get(f"llama.{name}", default)
+        if kind is float and type(value) is int:
+            value = float(value)
+        if not isinstance(value, kind) or isinstance(value, bool) or not 0 < value < 2**31:
+            raise CheckpointError(f"{file.path}: expected llama.{name} to be {kind.__name__}, got {value!r:.80}")
+        return value
 
     width, heads = field("embedding_length", int), field("attention.head_count", int)
     length = field("attention.key_length", int, width // heads)
@@ -87,7 +87,7 @@ def read_config(file: GgufFile) -> DecoderConfig:
                 f"{file.path}: expected llama.{name} = {expected} (qk_length), got {field(name, int)}"
             )
     if file.metadata.get("llama.expert_count"):
-        raise CheckpointError(f"{file.path}: expected one network a layer, got experts, which are not supported")
+        raise CheckpointError(f"{file.path}: expected one network per layer, got experts, which are not supported")
     base = field("rope.freq_base", float, 10000.0)
     return DecoderConfig(
         vocabulary_size=file.shapes.get("token_embd.weight", (0,))[0],
@@ -109,7 +109,7 @@ def read_config(file: GgufFile) -> DecoderConfig:
 
 
 def _scaling(file: GgufFile, length: int, base: float) -> RotaryScaling | None:
-    """A scaling from the metadata, or from a table of divisors, which is how Llama 3's comes."""
+    """The rotary scaling, from the metadata or, for Llama 3, from a tensor of divisors."""
     kind = file.metadata.get("llama.rope.scaling.type", "none")
     if kind == "linear":
         return RotaryScaling(kind="linear", factor=float(file.metadata["llama.rope.scaling.factor"]))
@@ -118,17 +118,17 @@ def _scaling(file: GgufFile, length: int, base: float) -> RotaryScaling | None:
     if "rope_freqs.weight" not in file.shapes:
         return None
     divisors = file.read("rope_freqs.weight")
-    found = RotaryScaling(kind="llama3", factor=float(divisors.max()))
-    plain, scaled = Rotary(length=length, base=base), Rotary(length=length, base=base, scaling=found)
+    scaling = RotaryScaling(kind="llama3", factor=float(divisors.max()))
+    plain, scaled = Rotary(length=length, base=base), Rotary(length=length, base=base, scaling=scaling)
     if tuple(divisors.shape) != (length // 2,) or not torch.allclose(
         plain.frequencies() / scaled.frequencies(), divisors, rtol=1e-3
     ):
         raise CheckpointError(f"{file.path}: expected rope_freqs.weight to be Llama 3's scaling, got other divisors")
-    return found
+    return scaling
 
 
 def links(config: DecoderConfig) -> Iterator[Link]:
-    """Tensor by tensor."""
+    """Which of the file's tensors are which of ours."""
     yield link("token_embd.weight", "embedding.weight")
     yield link("output_norm.weight", "stack.norm.weight")
     if not config.tied:

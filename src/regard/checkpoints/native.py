@@ -1,4 +1,4 @@
-"""Our own folders: config.json says the model and its config, model.safetensors holds its tensors by our names."""
+"""Our checkpoint folders: config.json names the model and has its config, model.safetensors has its tensors."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,11 +27,11 @@ def load(
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
 ) -> Model:
-    """The model of a folder whose config.json holds `values`."""
+    """The model of a folder whose config.json has `values`."""
     path = folder / "config.json"
-    name, own = values.get("model"), values.get("config")
-    known = isinstance(name, str) and name in MODELS
-    if values.get("regard") != VERSION or not known or not isinstance(own, dict):
+    name, config_values = values.get("model"), values.get("config")
+    listed = isinstance(name, str) and name in MODELS
+    if values.get("regard") != VERSION or not listed or not isinstance(config_values, dict):
         raise CheckpointError(
             f"{path}: expected regard = {VERSION}, a model of {', '.join(MODELS)} and its config, "
             f"got regard = {values.get('regard')!r:.40}, model = {name!r:.80}"
@@ -40,16 +40,19 @@ def load(
     source = open_folder(folder)
 
     def first_of(field: str) -> Tensor | None:
-        """The first layer's tensor of a field of the mechanism."""
+        """The tensor of a field of the mechanism in the first layer that has one."""
         names = (name for name in source.shapes if name.endswith(f".attend.{field}"))
         return next((source.read(name).clone() for name in names), None)
 
     if mechanism is not None:
-        own = {field: value for field, value in own.items() if field != "mechanism"}
+        config_values = {field: value for field, value in config_values.items() if field != "mechanism"}
     try:
-        if is_own(own.get("mechanism")):
-            own = {**own, "mechanism": own_from_json(own["mechanism"], mechanisms, first_of)}
-        config = config_class.from_json(own)
+        if is_own(config_values.get("mechanism")):
+            config_values = {
+                **config_values,
+                "mechanism": own_from_json(config_values["mechanism"], mechanisms, first_of),
+            }
+        config = config_class.from_json(config_values)
     except (ValueError, TypeError) as error:
         raise CheckpointError(f"{path}: expected the config of a {name}, got {error!s:.300}") from None
     if mechanism is not None:
@@ -59,9 +62,9 @@ def load(
         config,
         None,
         source.shapes,
-        lambda one: source.read(one).clone(),
+        lambda tensor_name: source.read(tensor_name).clone(),
         path=folder,
-        ignored=r"$^" if mechanism is None else r".*\.attend\..*",  # what the other mechanism had learned
+        ignored=r"$^" if mechanism is None else r".*\.attend\..*",  # tensors of the mechanism that is replaced
         swapped=mechanism is not None,
         dtype=dtype,
         device=device,

@@ -1,8 +1,8 @@
-"""sentence-transformers folders: how an encoder's hidden states become one vector a text.
+"""sentence-transformers folders: how an encoder's hidden states become one vector per text.
 
-Beside a Hugging Face model such a folder has modules.json, which lists what a text goes through: the encoder, a pooling
-(1_Pooling/config.json), perhaps a normalization. What `Encoder.embed` can do is read into the encoder's config and
-written back; any other module is refused, since without it the vectors would be wrong.
+Besides a Hugging Face model such a folder has modules.json, which lists the processing steps of a text: the encoder, a
+pooling (1_Pooling/config.json), possibly a normalization. Steps that `Encoder.embed` supports are read into the
+encoder's config and written back; any other is refused, since without it the vectors would be wrong.
 """
 
 import re
@@ -19,7 +19,7 @@ LIMITS = tuple(
     f"sentence_{name}_config.json"
     for name in ("bert", "albert", "roberta", "distilbert", "camembert", "xlm-roberta", "xlnet")
 )
-"""Where the longest text is said, by the names that versions of the library have written."""
+"""Files with the maximum text length; versions of the library have used these names."""
 MODES = {
     "cls": "first",
     "max": "max",
@@ -37,29 +37,29 @@ SWITCHES = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-"""What older files say, each true or false, in the order in which several are concatenated."""
+"""Fields of older files, true or false, in the order in which several poolings are concatenated."""
 ENCODERS, IGNORED = ("Transformer", "BERT", "ALBERT"), ("Dropout",)
 FIELDS = ("pooling", "normalized", "text_length", "text_prefix", "prefix_pooled")
-"""Of an encoder's config: what such a folder's files say."""
+"""The fields of an encoder's config that come from these files."""
 PLAIN = EncoderConfig(vocabulary_size=1, embedding_dim=1, num_layers=1, num_heads=1)
 
 
 def weights_folder(folder: Path) -> Path:
-    """Where the encoder of a folder is: in the folder, or in the first module's, as in the library's first layout."""
+    """The folder with the encoder: the folder itself or, in the library's first layout, that of the first module."""
     if not (folder / MODULES).exists() or (folder / "config.json").exists():
         return folder
     return folder / _modules(folder)[0][1]
 
 
 def read(folder: Path, weights: Path, config: EncoderConfig) -> dict[str, Any]:
-    """The fields of an encoder's config that a folder's modules state; nothing where it has none."""
+    """The fields of an encoder's config that a folder's modules define; none without modules.json."""
     if not (folder / MODULES).exists():
         return {}
     (kind, _), *others = _modules(folder)
     others = [module for module in others if module[0] not in IGNORED]
     if kind not in ENCODERS:
         _refuse(folder, "the encoder as the first module", kind)
-    if not others:  # nothing is said of a text's vector
+    if not others:  # the folder does not define sentence embeddings
         return {}
     (kind, pooling), *others = others
     if kind != "Pooling" or any(name != "Normalize" for name, _ in others):
@@ -85,12 +85,12 @@ def read(folder: Path, weights: Path, config: EncoderConfig) -> dict[str, Any]:
 
 
 def lowercase(weights: Path) -> bool:
-    """Whether texts are to be read in lower case, whatever the tokenizer does."""
+    """Whether texts are lowercased before the tokenizer reads them."""
     return _limits(weights).get("do_lower_case") is True
 
 
 def written(config: EncoderConfig) -> dict[str, Any]:
-    """The files, by name, that make a Hugging Face folder one of sentence-transformers; none for a plain encoder."""
+    """The files, by name, that sentence-transformers needs in addition; none for an encoder with default pooling."""
     if all(getattr(config, name) == getattr(PLAIN, name) for name in FIELDS):
         return {}
     names = {ours: theirs for theirs, ours in MODES.items()}
@@ -106,7 +106,7 @@ def written(config: EncoderConfig) -> dict[str, Any]:
         "include_prompt": config.prefix_pooled,
     }
     if modes != [mode for mode in SWITCHES.values() if mode in modes]:
-        pooling["pooling_mode"] = modes  # an order that switches cannot say, for versions that can
+        pooling["pooling_mode"] = modes  # switches have no order; newer versions of the library read this field
     files: dict[str, Any] = {
         MODULES: [
             {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{kind}"}
@@ -126,7 +126,7 @@ def _modules(folder: Path) -> list[tuple[str, str]]:
     for module in read_json_list(folder / MODULES):
         kind, path = (module.get("type"), module.get("path")) if isinstance(module, dict) else (None, None)
         if not isinstance(kind, str) or not isinstance(path, str) or not re.fullmatch(r"(?!\.)[^/\\:\0]*", path):
-            _refuse(folder / MODULES, "modules with a type and a folder beside it", f"{module!r:.80}")
+            _refuse(folder / MODULES, "modules with a type and a folder name", f"{module!r:.80}")
         modules.append((kind.rpartition(".")[2], path))
     if not modules:
         _refuse(folder / MODULES, "at least one module", "none")
@@ -146,7 +146,7 @@ def _pooling(path: Path, values: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _text_length(weights: Path, context_length: int) -> int:
-    """The tokens of the longest text: stated, or the tokenizer's, and no more than the model's."""
+    """The maximum text length in tokens: max_seq_length or the tokenizer's limit, at most the model's context."""
     stated = _limits(weights).get("max_seq_length")
     if stated is None:
         tokenizer_length = _read_if_there(weights / "tokenizer_config.json").get("model_max_length")
@@ -176,6 +176,4 @@ def _read_if_there(path: Path) -> dict[str, Any]:
 
 def _refuse(path: Path, expected: str, got: str) -> NoReturn:
     hint = "; without modules.json the encoder alone is loaded" if path.is_dir() else ""
-    raise CheckpointError(
-        f"{path}: expected {expected}, got {got}, which sentence embeddings here do not support{hint}"
-    )
+    raise CheckpointError(f"{path}: expected {expected}, got {got}, which is not supported{hint}")

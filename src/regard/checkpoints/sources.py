@@ -1,8 +1,8 @@
-"""Tensors by name out of files that nobody vouches for: safetensors, PyTorch's .bin, and folders of their shards.
+"""Tensors by name from untrusted files: safetensors, PyTorch's .bin, and folders with shards of them.
 
-Names and shapes are known and checked before any number is read; a file that does not add up raises CheckpointError
-with its path, what was expected and what is there. Files are mapped, not read: a tensor's bytes are fetched when they
-are used, and writing to a tensor never reaches its file.
+Names and shapes are checked before any number is read. An inconsistent file raises CheckpointError with its path, what
+was expected and what it has. Files are memory-mapped: the bytes of a tensor are read when they are used, and writing to
+a tensor never changes its file.
 """
 
 import io
@@ -28,9 +28,9 @@ Shape = tuple[int, ...]
 
 MOST_JSON_BYTES = 32 * 2**20
 MOST_JSON_VALUES = 1_000_000
-"""Parsed, JSON takes many times its text, so values are counted first; the largest indices hold some 200,000."""
+"""Parsed JSON takes many times the memory of its text, so values are counted first; large indices have 200,000."""
 MOST_OPCODES = 1_000_000
-"""Of a .bin file's pickle; a tensor takes about thirty."""
+"""Of the pickle in a .bin file; a tensor takes about thirty."""
 MOST_AXES = 16
 
 DTYPES = {
@@ -48,7 +48,7 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 
-# All that a state dict needs; anything else in a pickle is refused before torch looks at it.
+# All names that the pickle of a state dict needs; any other is refused before torch unpickles it.
 STATE_DICT_GLOBALS = re.compile(
     r"collections OrderedDict|torch(\.storage|\.cuda)? \w*Storage|torch\.nn\.parameter Parameter|torch Size"
     r"|torch\._utils _rebuild_(tensor|tensor_v2|tensor_v3|parameter)|torch (b?float|u?int|bool)\w*"
@@ -56,10 +56,10 @@ STATE_DICT_GLOBALS = re.compile(
 
 
 class Source:
-    """Tensors of one file or folder, read by name.
+    """The tensors of one file or folder, read by name.
 
-    `shapes` holds every name with its shape in torch's order, checked against the file; `read` gives one tensor.
-    `metadata` is what else the file says.
+    `shapes` has the shape of every tensor by name, checked against the file; `read` gives one tensor. `metadata` is the
+    rest of the file's header.
     """
 
     def __init__(self, path: Path, shapes: dict[str, Shape], metadata: dict[str, Any] | None = None) -> None:
@@ -68,9 +68,9 @@ class Source:
         self.metadata = metadata or {}
 
     def read(self, name: str) -> Tensor:
-        """The tensor called `name`, in the type it is stored in where torch has that type."""
+        """The tensor called `name`, in the dtype that it is stored in."""
         if name not in self.shapes:
-            refuse(self.path, "a tensor that is there", f"{name!r}")
+            refuse(self.path, "a tensor of the file", f"{name!r}")
         return self._tensor(name)
 
     def _tensor(self, name: str) -> Tensor:
@@ -78,12 +78,12 @@ class Source:
 
 
 def refuse(path: Path, expected: str, got: str) -> NoReturn:
-    """Raise the error for a file that is not what it should be."""
+    """Raise CheckpointError for a file."""
     raise CheckpointError(f"{path}: expected {expected}, got {got}")
 
 
 def check_file(path: str | Path, expected: str) -> Path:
-    """The path of a regular file that is not empty; anything else is refused before it is opened (a pipe would hang).
+    """The path, if it is that of a regular file that is not empty. Checked before opening, since a pipe would block.
 
     >>> check_file("nowhere.safetensors", "a safetensors file")
     Traceback (most recent call last):
@@ -99,14 +99,14 @@ def check_file(path: str | Path, expected: str) -> Path:
     if stat.S_ISDIR(status.st_mode):
         refuse(path, expected, "a folder")
     if not stat.S_ISREG(status.st_mode):
-        refuse(path, expected, "no regular file")
+        refuse(path, expected, "something that is not a regular file")
     if status.st_size == 0:
         refuse(path, expected, "an empty file")
     return path
 
 
 def map_file(path: str | Path, expected: str) -> mmap.mmap:
-    """A file's bytes, fetched when used. Writing to them changes a private copy, never the file."""
+    """A file, memory-mapped. Writing to the map changes a private copy, never the file."""
     path = check_file(path, expected)
     try:
         with path.open("rb") as file:
@@ -133,12 +133,12 @@ def read_text(path: str | Path, most_bytes: int = MOST_JSON_BYTES, expected: str
 
 
 def read_json(path: str | Path, most_bytes: int = MOST_JSON_BYTES, unique: bool = False) -> dict[str, Any]:
-    """The JSON object in a file, bounded in size, number of values and depth. With `unique`, no name may come twice."""
+    """The JSON object in a file, limited in size, values and depth. With `unique`, a repeated key is refused."""
     return parse_json(read_text(path, most_bytes, "a JSON file"), Path(path), unique)
 
 
 def read_json_list(path: str | Path) -> list[Any]:
-    """The JSON list in a file, bounded like read_json's object."""
+    """The JSON list in a file, with the limits of `read_json`."""
     values = _parse(read_text(path, expected="a JSON file"), Path(path))
     if not isinstance(values, list):
         refuse(Path(path), "a JSON list", type(values).__name__)
@@ -146,7 +146,7 @@ def read_json_list(path: str | Path) -> list[Any]:
 
 
 def parse_json(text: str, path: Path, unique: bool = False) -> dict[str, Any]:
-    """The JSON object in a text, bounded in number of values and depth; `path` is for the error."""
+    """The JSON object in a text, limited in values and depth; `path` is for the error message."""
     values = _parse(text, path, unique)
     if not isinstance(values, dict):
         refuse(path, "a JSON object", type(values).__name__)
@@ -157,16 +157,16 @@ def _parse(text: str, path: Path, unique: bool = False) -> Any:
     nested = text.count("[") + text.count("{")
     values = nested + text.count(",") + text.count(":")
     if nested > 1_000 + len(text) // 16:
-        refuse(path, "JSON that says something", f"{nested:,} lists and objects in {len(text):,} letters")
+        refuse(path, "JSON that is not mostly brackets", f"{nested:,} lists and objects in {len(text):,} characters")
     if values > MOST_JSON_VALUES:
         refuse(path, f"at most {MOST_JSON_VALUES:,} JSON values", f"about {values:,}")
 
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(items)
-        if len(found) < len(items):
+        values = dict(items)
+        if len(values) < len(items):
             twice = next(name for name, times in Counter(name for name, _ in items).items() if times > 1)
-            refuse(path, "every name once", f"{_short(twice)} twice")
-        return found
+            refuse(path, "every key once", f"{_short(twice)} twice")
+        return values
 
     try:
         return json.loads(text, object_pairs_hook=pairs if unique else None)
@@ -174,17 +174,17 @@ def _parse(text: str, path: Path, unique: bool = False) -> Any:
         raise
     except RecursionError as error:
         raise CheckpointError(f"{path}: expected JSON, got values nested too deeply") from error
-    except ValueError as error:  # bad JSON, or a number of thousands of digits
+    except ValueError as error:  # invalid JSON, or a number with thousands of digits
         raise CheckpointError(f"{path}: expected JSON, got {error}") from error
 
 
 def count_elements(shape: Any, path: Path, name: str) -> int:
-    """How many numbers a shape has, if torch can hold it at all."""
+    """The number of elements of a shape; raises CheckpointError for a shape that torch cannot represent."""
     if not isinstance(shape, list | tuple) or len(shape) > MOST_AXES:
         refuse(path, f"a shape of at most {MOST_AXES} axes for {name!r}", _short(shape))
     if any(type(n) is not int or not 0 <= n < 2**62 for n in shape):
         refuse(path, f"a shape of whole numbers for {name!r}", _short(shape))
-    # Zeros do not hide an overflow in the other axes: torch multiplies those for its strides.
+    # Also with an axis of 0 the other axes must not overflow: torch multiplies them for strides.
     if math.prod(max(n, 1) for n in shape) >= 2**62:
         refuse(path, f"a shape that fits a file for {name!r}", _short(shape))
     return math.prod(shape)
@@ -215,7 +215,7 @@ class _Safetensors(Source):
         count = math.prod(shape)
         if count == 0:
             return torch.empty(shape, dtype=dtype)
-        if begin % dtype.itemsize:  # torch would read it, but not every processor would
+        if begin % dtype.itemsize:  # torch would read unaligned numbers, but not every CPU can
             copied = bytearray(self._data[begin : begin + count * dtype.itemsize])
             return torch.frombuffer(copied, dtype=dtype).reshape(shape)
         return torch.frombuffer(self._data, dtype=dtype, count=count, offset=begin).reshape(shape)
@@ -247,7 +247,7 @@ def open_safetensors(path: str | Path) -> Source:
     reached = 0
     for begin, end, name in sorted(used):
         if begin != reached:
-            refuse(path, f"{name!r} to begin where the one before it ends, at {reached:,}", f"{begin:,}")
+            refuse(path, f"{name!r} to begin where the tensor before it ends, at {reached:,}", f"{begin:,}")
         reached = end
     if reached != len(data) - start:
         refuse(path, f"{reached:,} bytes of data, as the header says", f"{len(data) - start:,}")
@@ -255,7 +255,7 @@ def open_safetensors(path: str | Path) -> Source:
 
 
 def _safetensors_header(data: mmap.mmap, path: Path) -> tuple[dict[str, Any], int]:
-    """The header and where the data begins."""
+    """The header, and the offset at which the data begins."""
     if len(data) < 8:
         refuse(path, "a safetensors file of at least 8 bytes", f"{len(data)}")
     (length,) = struct.unpack_from("<Q", data)
@@ -270,7 +270,7 @@ def _safetensors_header(data: mmap.mmap, path: Path) -> tuple[dict[str, Any], in
 
 
 def _safetensors_entry(entry: Any, path: Path, name: str) -> tuple[torch.dtype, Shape, int, int]:
-    """Type, shape, begin and end of one tensor, agreeing with each other."""
+    """Dtype, shape, begin and end of one tensor, after a check that they agree."""
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
         refuse(path, f"dtype, shape and data_offsets for {name!r}", _short(entry))
     kind = entry["dtype"]
@@ -286,7 +286,7 @@ def _safetensors_entry(entry: Any, path: Path, name: str) -> tuple[torch.dtype, 
     return DTYPES[kind], tuple(entry["shape"]), begin, end
 
 
-# PyTorch's .bin: a pickle with storages, in a zip archive or, before 2020, one after the other.
+# PyTorch's .bin: a pickle and storages in a zip archive or, before 2020, one after the other in a plain file.
 
 
 class _Loaded(Source):
@@ -299,7 +299,7 @@ class _Loaded(Source):
 
 
 def open_bin(path: str | Path) -> Source:
-    """A state dict as torch.save wrote it. Its pickle may name tensors and nothing else, and runs nothing.
+    """A state dict written by torch.save. Its pickle may contain only tensors, and no code of it runs.
 
     >>> import tempfile, torch
     >>> folder = tempfile.mkdtemp()
@@ -310,8 +310,8 @@ def open_bin(path: str | Path) -> Source:
     path = Path(path)
     data = map_file(path, "a .bin file")
     zipped = data[:4] == b"PK\x03\x04"
-    # The pickle is read twice: once without running it, to refuse what no state dict holds and what would take more
-    # memory than the file, and once by torch, which has its own short list of what may be built.
+    # The pickle is read twice. The first time nothing is built: whatever a state dict does not need, or would take more
+    # memory than the file, is refused. The second time torch loads it with weights_only.
     if zipped:
         _check_archive(path, len(data))
     else:
@@ -325,14 +325,14 @@ def open_bin(path: str | Path) -> Source:
 
 
 def _check_archive(path: Path, size: int) -> None:
-    """Refuse an archive that is compressed (it could hold anything), holds more than itself, or names a name twice."""
+    """Refuse an archive that is compressed (it may expand to any size), claims too many bytes, or repeats a name."""
     try:
         with zipfile.ZipFile(path) as archive:
             entries = archive.infolist()
             if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
                 refuse(path, "an archive without compression", "a compressed one")
             if any(entry.compress_size != entry.file_size for entry in entries):
-                refuse(path, "records of one size", "one that is larger outside than inside, or smaller")
+                refuse(path, "records whose two sizes agree", "a record whose sizes differ")
             if sum(entry.file_size for entry in entries) > size:
                 refuse(path, f"records of at most {size:,} bytes", "more")
             names = [entry.filename for entry in entries]
@@ -342,13 +342,13 @@ def _check_archive(path: Path, size: int) -> None:
             pickled = archive.read(pickles[0])
     except CheckpointError:
         raise
-    except Exception as error:  # zipfile has many ways to stumble over a damaged archive
+    except Exception as error:  # zipfile raises many kinds of errors for a damaged archive
         raise CheckpointError(f"{path}: expected an archive as torch.save writes it, got {error}") from error
     _check_pickles(io.BytesIO(pickled), 1, path)
 
 
 def _check_pickles(file: Any, count: int, path: Path) -> None:
-    """Read `count` pickles without running them; refuse what a state dict has no use for."""
+    """Parse `count` pickles without running them; refuse whatever a state dict does not need."""
     opcodes = 0
     try:
         for _ in range(count):
@@ -367,7 +367,7 @@ def _check_pickles(file: Any, count: int, path: Path) -> None:
 
 
 def _check_state(state: Any, size: int, path: Path) -> dict[str, Tensor]:
-    """The tensors of a state dict, each within its storage, all storages within the file."""
+    """The tensors of a state dict, after a check that each fits its storage and all storages fit the file."""
     if not isinstance(state, dict):
         refuse(path, "a state dict", type(state).__name__)
     storages = {}
@@ -376,13 +376,13 @@ def _check_state(state: Any, size: int, path: Path) -> dict[str, Tensor]:
         if not isinstance(name, str) or not isinstance(tensor, Tensor):
             refuse(path, "tensors by name", f"{_short(name)}: {type(tensor).__name__}")
         if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.is_quantized:
-            refuse(path, f"plain numbers for {name!r}", f"{tensor.layout} on {tensor.device}")
+            refuse(path, f"a dense CPU tensor for {name!r}", f"{tensor.layout} on {tensor.device}")
         storage = tensor.untyped_storage()
         storages[storage.data_ptr()] = storage.nbytes()
         elements = count_elements(tuple(tensor.shape), path, name)
         last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)) if elements else -1
         most = storage.nbytes() // tensor.itemsize
-        # A stride of zero repeats numbers without holding them: a few bytes would claim any size.
+        # With a stride of 0 a few bytes could claim any size.
         if elements > most or tensor.storage_offset() + last >= most:
             refuse(path, f"at most the {most:,} numbers that are stored for {name!r}", f"{_short(tuple(tensor.shape))}")
         tensors[name] = tensor.detach()
@@ -400,7 +400,7 @@ class _Shards(Source):
         for shard in shards:
             for name in shard.shapes:
                 if name in self._of:
-                    refuse(shard.path, f"a tensor once, {name!r} being in {self._of[name].path.name}", "it again")
+                    refuse(shard.path, f"{name!r} in one shard only", f"it in {self._of[name].path.name} too")
                 self._of[name] = shard
         super().__init__(path, {name: shard.shapes[name] for name, shard in self._of.items()})
 
@@ -412,7 +412,7 @@ OPENERS = {"model.safetensors": open_safetensors, "pytorch_model.bin": open_bin}
 
 
 def open_folder(folder: str | Path) -> Source:
-    """The weights of a folder: model.safetensors, else pytorch_model.bin, whole or in shards named by an index.
+    """The weights of a folder: model.safetensors, otherwise pytorch_model.bin, as one file or as shards with an index.
 
     >>> import tempfile, torch
     >>> from safetensors.torch import save_file
@@ -436,7 +436,7 @@ def open_folder(folder: str | Path) -> Source:
 
 
 def _open_shards(index: Path, whole: str) -> Source:
-    """The shards an index names: plain names beside it, each of which holds what the index says it holds."""
+    """The shards that an index lists: files in the same folder, each with the tensors that the index says it has."""
     placed = read_json(index, unique=True).get("weight_map")
     if not isinstance(placed, dict) or not placed:
         refuse(index, "a weight_map of tensors to shards", _short(placed))

@@ -1,7 +1,7 @@
-"""Text to token ids and back, from any of the forms in which checkpoints carry their tokenizer.
+"""Text to token ids and back, with the tokenizer of any checkpoint.
 
-The work is done by the `tokenizers` library; here its parts are put together for the files that do not say how: BERT's
-vocab.txt, GPT-2's vocab.json with merges.txt, plain lists of tokens, and the metadata of GGUF files.
+The `tokenizers` library does the work. Files that do not describe the whole tokenizer (BERT's vocab.txt, GPT-2's
+vocab.json with merges.txt, plain lists of tokens, GGUF metadata) are completed in tokenizer_parts.py.
 """
 
 import json
@@ -15,6 +15,21 @@ from torch import Tensor
 
 from regard.checkpoints.errors import CheckpointError
 from regard.checkpoints.sources import check_file, read_json, read_text, refuse
+from regard.checkpoints.tokenizer_parts import (
+    BERT,
+    CHARACTERS,
+    GPT2,
+    add_typed,
+    byte_level,
+    gguf_bytes,
+    gguf_pieces,
+    numbered,
+    pattern_of,
+    strings_of,
+    surround,
+    with_special,
+    wordpiece,
+)
 from regard.core.extras import needed_for
 from regard.core.files import write_text
 from regard.core.masks import Mask
@@ -24,7 +39,7 @@ if TYPE_CHECKING:
     import tokenizers
 
 MOST_BYTES = 128 * 2**20
-"""Of a tokenizer.json; the largest in use have some 35 MB."""
+"""Of a tokenizer.json; the largest in use have about 35 MB."""
 
 ROLES = {
     "bos": "bos_token",
@@ -35,46 +50,18 @@ ROLES = {
     "separator": "sep_token",
     "classification": "cls_token",
 }
-"""What a special token is for, and how Hugging Face's files call it."""
+"""The roles of special tokens, and their names in Hugging Face's files."""
 GGUF_ROLES = {
     "bos": "bos",
     "eos": "eos",
     "pad": "padding",
     "unk": "unknown",
     "mask": "mask",
-    "separator": "seperator",  # so spelled in the format
+    "separator": "seperator",  # the format spells it so
     "classification": "cls",
 }
-BERT = {"pad": "[PAD]", "unk": "[UNK]", "mask": "[MASK]", "separator": "[SEP]", "classification": "[CLS]"}
-
-CHARACTERS = r"\S"
-SMILES = r"(\[[^\]]+]|Br?|Cl?|N|O|S|P|F|I|b|c|n|o|s|p|\(|\)|\.|=|#|-|\+|\\|\/|:|~|@|\?|>>?|\*|\$|\%[0-9]{2}|[0-9])"
-"""The pieces of a molecule's text form, as in Schwaller et al. 2018 (doi.org/10.1039/C8SC02339E)."""
-
-# How byte-level vocabularies cut text before they merge, by the name GGUF gives it; llama.cpp's src/llama-vocab.cpp.
-GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
-LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-DIGITS = (r"\p{N}", GPT2)
-CUTS: dict[str, tuple[str, ...]] = {
-    "default": (r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"),
-    "gpt-2": (GPT2,),
-    "mpt": (GPT2,),
-    "olmo": (GPT2,),
-    "phi-2": (GPT2,),
-    "smollm": DIGITS,
-    "starcoder": DIGITS,
-    "refact": DIGITS,
-    "command-r": DIGITS,
-    "llama-bpe": (LLAMA3,),
-    "llama3": (LLAMA3,),
-    "qwen2": (LLAMA3.replace("{1,3}", ""),),
-}
-CONTROL, USER_DEFINED = 3, 4
 SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
-"""What Llama and Mistral, T5 and ALBERT, and XLM-R call their SentencePiece models."""
+"""File names of SentencePiece models: of Llama and Mistral, of T5 and ALBERT, and of XLM-R."""
 
 
 class Tokenizer:
@@ -82,7 +69,7 @@ class Tokenizer:
 
     `bos`, `eos`, `pad`, `unk`, `mask`, `separator` and `classification` are ids, or None where there is no such token.
 
-    A loaded model has its own, as `model.tokenizer`.
+    A loaded model has its tokenizer as `model.tokenizer`.
 
     >>> from regard import Tokenizer
     >>> tokenizer = Tokenizer.from_vocabulary(["[UNK]", "a", "b"])
@@ -94,7 +81,7 @@ class Tokenizer:
         self, inner: "tokenizers.Tokenizer", special: Mapping[str, str | None], chat_template: str | None = None
     ) -> None:
         """Wrap a tokenizer of the tokenizers library; `special` gives the tokens of the roles in ROLES."""
-        # Files may ask for any length; padding and cutting are the caller's.
+        # Files may ask for padding or truncation; here the caller decides about both.
         inner.no_padding()
         inner.no_truncation()
         self._inner = inner
@@ -115,12 +102,12 @@ class Tokenizer:
 
     @property
     def vocabulary_size(self) -> int:
-        """How many tokens there are, special ones among them."""
+        """The number of tokens, special ones included."""
         return int(self._inner.get_vocab_size(with_added_tokens=True))
 
     def encode(self, text: str, special: bool = True, length: int | None = None) -> list[int]:
-        """The ids of a text; with `special`, between the tokens that the model expects around it. With `length`, of a
-        text that is longer, the beginning."""
+        """The ids of a text. `special` adds the special tokens that the model expects around it. A text of more than
+        `length` tokens is truncated."""
         if not isinstance(text, str):
             raise ValueError(f"text: expected a string, got {type(text).__name__}")
         with _checked("tokenizer"):
@@ -133,17 +120,17 @@ class Tokenizer:
             return list(encoding.ids)
 
     def decode(self, ids: Sequence[int] | Tensor, special: bool = False) -> str:
-        """The text of some ids; with `special`, special tokens are written out."""
+        """The text of some ids; `special` keeps special tokens in it."""
         with _checked("tokenizer"):
-            return str(self._inner.decode(self._known(ids), skip_special_tokens=not special))
+            return str(self._inner.decode(self._checked_ids(ids), skip_special_tokens=not special))
 
     def tokens(self, ids: Sequence[int] | Tensor) -> list[str]:
-        """Each id as readable text of its own, spaces and all; half characters show their bytes as \\x…."""
-        names = [self._inner.id_to_token(i) or "" for i in self._known(ids)]
+        """Each id as readable text, with its spaces; bytes of incomplete characters are shown as \\x…."""
+        names = [self._inner.id_to_token(i) or "" for i in self._checked_ids(ids)]
         return [_spelled(name) if self._byte_level else name.replace("▁", " ") for name in names]
 
     def batch(self, texts: Sequence[str], side: Side = "right") -> tuple[Tensor, Mask]:
-        """Texts as one table of ids (B, T), padded on one side, with the mask that hides the padding.
+        """Texts as one batch of ids (B, T), padded on one side, and the mask that hides the padding.
 
         >>> tokens, mask = Tokenizer.from_vocabulary(["[PAD]", "a"]).batch(["a", "aa"], side="left")
         >>> tokens.tolist()
@@ -159,9 +146,9 @@ class Tokenizer:
         return tokens, mask
 
     def chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
-        """A conversation as the text the model was trained on; messages are {"role": …, "content": …}.
+        """A conversation in the text format the model was trained on; messages are {"role": …, "content": …}.
 
-        The text holds its special tokens already: encode it with special=False.
+        The text contains the special tokens already: encode it with special=False.
         """
         from regard.checkpoints.chat import render
 
@@ -185,31 +172,30 @@ class Tokenizer:
         write_text(Path(folder) / "tokenizer_config.json", json.dumps(config, indent=2, ensure_ascii=False) + "\n")
 
     def lowercased(self) -> "Tokenizer":
-        """The same tokenizer for texts in lower case, special tokens as they are; itself if it is that already."""
+        """A tokenizer that lowercases texts (not special tokens) first; the tokenizer itself if it already does."""
         import tokenizers
         from tokenizers import normalizers
 
         with _checked("tokenizer"):
             inner = tokenizers.Tokenizer.from_str(self._inner.to_str())
-            own = inner.normalizer
-            if own is not None and re.search(rb'"Lowercase"|"lowercase": ?true', own.__getstate__()):
+            normalizer = inner.normalizer
+            if normalizer is not None and re.search(rb'"Lowercase"|"lowercase": ?true', normalizer.__getstate__()):
                 return self
             lower = normalizers.Lowercase()
-            inner.normalizer = lower if own is None else normalizers.Sequence([lower, own])
+            inner.normalizer = lower if normalizer is None else normalizers.Sequence([lower, normalizer])
         return Tokenizer(inner, self.special, self.chat_template)
 
-    def _known(self, ids: Sequence[int] | Tensor) -> list[int]:
-        found = ids.tolist() if isinstance(ids, Tensor) else list(ids)
-        if any(type(i) is not int or not 0 <= i < 2**32 for i in found):
-            raise ValueError(f"ids: expected whole numbers from 0, in one row, got {found!r:.80}")
-        return found
+    def _checked_ids(self, ids: Sequence[int] | Tensor) -> list[int]:
+        numbers = ids.tolist() if isinstance(ids, Tensor) else list(ids)
+        if any(type(i) is not int or not 0 <= i < 2**32 for i in numbers):
+            raise ValueError(f"ids: expected a list of whole numbers of at least 0, got {numbers!r:.80}")
+        return numbers
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> "Tokenizer | None":
         """The tokenizer of a folder: tokenizer.json, else vocab.txt, else vocab.json with merges.txt; None without.
 
-        A SentencePiece model alone is refused: it is a program's own format, and transformers writes a tokenizer.json
-        of it.
+        A folder with only a SentencePiece model is refused; transformers can convert that to a tokenizer.json.
         """
         folder = Path(folder)
         config = _read_if_there(folder / "tokenizer_config.json")
@@ -220,17 +206,17 @@ class Tokenizer:
         if (folder / "vocab.txt").exists():
             path = folder / "vocab.txt"
             lines = _lines(path, "a vocabulary")
-            pattern = _pattern(lines)
+            pattern = pattern_of(lines)
             if pattern:
                 return cls.from_vocabulary(lines, pattern, {**BERT, **special})
             with _checked(str(path)):
-                return cls(_wordpiece(lines, config, {**BERT, **special}), {**BERT, **special}, template)
+                return cls(wordpiece(lines, config, {**BERT, **special}), {**BERT, **special}, template)
         if (folder / "vocab.json").exists() and (folder / "merges.txt").exists():
             with _checked(str(folder / "vocab.json")):
                 inner = _gpt2(folder)
                 if inner.token_to_id("<|endoftext|>") is not None:
                     special = {"bos": "<|endoftext|>", "eos": "<|endoftext|>", "unk": "<|endoftext|>", **special}
-                return cls(_with_special(inner, special), special, template)
+                return cls(with_special(inner, special), special, template)
         for name in SENTENCEPIECE:
             if (folder / name).exists():
                 refuse(
@@ -246,10 +232,11 @@ class Tokenizer:
     def from_vocabulary(
         cls, lines: Sequence[str], pattern: str = CHARACTERS, special: Mapping[str, str] | None = None
     ) -> "Tokenizer":
-        """Whole tokens: the matches of `pattern` in a text, each looked up in `lines`; what does not match is left out.
+        """A tokenizer of whole tokens: it looks up matches of `pattern` in `lines` and drops the text between them.
 
-        A text goes between [CLS] and [SEP] where `lines` has them; `special` gives other names to the roles.
+        If `lines` has [CLS] and [SEP], they are put around each text; `special` gives other names to the roles.
 
+        >>> from regard.checkpoints.tokenizer_parts import SMILES
         >>> tokenizer = Tokenizer.from_vocabulary(["[UNK]", "[CLS]", "[SEP]", "C", "Cl", "="], SMILES)
         >>> tokenizer.tokens(tokenizer.encode("C=CCl"))
         ['[CLS]', 'C', '=', 'C', 'Cl', '[SEP]']
@@ -259,38 +246,38 @@ class Tokenizer:
             import tokenizers
             from tokenizers import decoders, models, pre_tokenizers
 
-            vocabulary = _numbered(lines)
+            vocabulary = numbered(lines)
             inner = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token=special.get("unk", "[UNK]")))
             inner.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(pattern), "removed", invert=True)
             inner.decoder = decoders.Fuse()
-            return cls(_with_special(inner, special), special)
+            return cls(with_special(inner, special), special)
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> "Tokenizer":
         """The tokenizer in a GGUF file's metadata: byte-level merges ("gpt2") or SentencePiece's scores ("llama")."""
         model = metadata.get("tokenizer.ggml.model")
-        builders = {"gpt2": _gguf_bytes, "llama": _gguf_pieces}
+        builders = {"gpt2": gguf_bytes, "llama": gguf_pieces}
         if not isinstance(model, str) or model not in builders:
             raise CheckpointError(f"tokenizer.ggml.model: expected {' or '.join(builders)}, got {model!r:.80}")
         template = metadata.get("tokenizer.chat_template")
         with _checked("tokenizer.ggml"):
-            names = _strings(metadata, "tokenizer.ggml.tokens")
+            names = strings_of(metadata, "tokenizer.ggml.tokens")
             inner = builders[model](names, metadata)
-            found = {role: metadata.get(f"tokenizer.ggml.{key}_token_id") for role, key in GGUF_ROLES.items()}
-            special = {role: names[i] for role, i in found.items() if isinstance(i, int) and 0 <= i < len(names)}
-            if found["eos"] is not None and "eos" not in special:  # without it texts would not end
-                given = f"{found['eos']!r:.40}"
-                raise CheckpointError(f"tokenizer.ggml.eos_token_id: expected 0 to {len(names) - 1}, got {given}")
-            _add_typed(inner, names, metadata.get("tokenizer.ggml.token_type", ()))
+            ids = {role: metadata.get(f"tokenizer.ggml.{key}_token_id") for role, key in GGUF_ROLES.items()}
+            special = {role: names[i] for role, i in ids.items() if isinstance(i, int) and 0 <= i < len(names)}
+            if ids["eos"] is not None and "eos" not in special:  # without it generation would not end
+                last = len(names) - 1
+                raise CheckpointError(f"tokenizer.ggml.eos_token_id: expected 0 to {last}, got {ids['eos']!r:.40}")
+            add_typed(inner, names, metadata.get("tokenizer.ggml.token_type", ()))
             before = special.get("bos") if metadata.get("tokenizer.ggml.add_bos_token", model == "llama") else None
             after = special.get("eos") if metadata.get("tokenizer.ggml.add_eos_token", False) else None
-            _surround(inner, before, after)
+            surround(inner, before, after)
             return cls(inner, special, template if isinstance(template, str) else None)
 
 
 @contextmanager
 def _checked(what: str) -> Iterator[None]:
-    """Turn whatever the tokenizers library throws into CheckpointError."""
+    """Turn any error of the tokenizers library into CheckpointError."""
     try:
         with needed_for("a tokenizer"):
             yield
@@ -299,7 +286,7 @@ def _checked(what: str) -> Iterator[None]:
     except Exception as error:
         raise CheckpointError(f"{what}: expected a tokenizer that can be read, got {str(error)[:200]}") from error
     except BaseException as error:
-        if type(error).__name__ != "PanicException":  # what a failure in Rust comes as: no Exception
+        if type(error).__name__ != "PanicException":  # a panic in Rust code, which is not an Exception
             raise
         raise CheckpointError(f"{what}: expected a tokenizer that can be read, got {str(error)[:200]}") from error
 
@@ -318,20 +305,20 @@ def _read_if_there(path: Path) -> dict[str, Any]:
 
 
 def _lines(path: Path, expected: str) -> list[str]:
-    """Lines end with newlines only: tokens may be other characters that str.splitlines takes for an end."""
+    """The lines of a file. Only newlines end a line: tokens may contain other characters at which splitlines splits."""
     text = read_text(path, MOST_BYTES, expected).replace("\r\n", "\n")
     return text.removesuffix("\n").split("\n")
 
 
 def _special(config: Mapping[str, Any]) -> dict[str, str]:
-    """The special tokens a config names, as strings or as objects with their content."""
-    found = {}
+    """The special tokens in a config, given as strings or as objects with a content."""
+    special = {}
     for role, key in ROLES.items():
         token = config.get(key)
         token = token.get("content") if isinstance(token, dict) else token
         if isinstance(token, str):
-            found[role] = token
-    return found
+            special[role] = token
+    return special
 
 
 def _template(folder: Path, config: Mapping[str, Any]) -> str | None:
@@ -344,155 +331,15 @@ def _template(folder: Path, config: Mapping[str, Any]) -> str | None:
     return template if isinstance(template, str) else None
 
 
-def _numbered(lines: Sequence[str]) -> dict[str, int]:
-    found = {line: i for i, line in enumerate(lines)}
-    if len(found) < len(lines) or not lines:
-        raise CheckpointError(f"vocabulary: expected distinct tokens, got {len(found)} in {len(lines)} lines")
-    return found
-
-
-def _pattern(lines: Sequence[str]) -> str | None:
-    """How to cut text for a vocabulary of whole tokens; None for one of word pieces."""
-    plain = [line for line in lines if not re.fullmatch(r"\[[^\]]+]", line)]
-    if all(len(line) == 1 for line in plain):
-        return CHARACTERS
-    return SMILES if all(re.fullmatch(SMILES, line) for line in plain) else None
-
-
-def _wordpiece(lines: Sequence[str], config: Mapping[str, Any], special: Mapping[str, str]) -> "tokenizers.Tokenizer":
-    import tokenizers
-    from tokenizers import decoders, models, normalizers, pre_tokenizers
-
-    inner = tokenizers.Tokenizer(models.WordPiece(_numbered(lines), unk_token=special["unk"]))
-    inner.normalizer = normalizers.BertNormalizer(
-        lowercase=config.get("do_lower_case", True),
-        strip_accents=config.get("strip_accents"),
-        handle_chinese_chars=config.get("tokenize_chinese_chars", True),
-    )
-    inner.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    inner.decoder = decoders.WordPiece()
-    return _with_special(inner, special)
-
-
 def _gpt2(folder: Path) -> "tokenizers.Tokenizer":
     vocabulary = read_json(folder / "vocab.json", MOST_BYTES)
     lines = _lines(folder / "merges.txt", "a list of merges")
     merges = [line for line in lines if line and not line.startswith("#version")]
-    return _byte_level(vocabulary, merges, (GPT2,))
-
-
-def _byte_level(vocabulary: dict[str, int], merges: Sequence[str], cuts: Sequence[str]) -> "tokenizers.Tokenizer":
-    import tokenizers
-    from tokenizers import decoders, models, pre_tokenizers
-
-    pairs = []
-    for merge in merges:
-        left, space, right = merge.partition(" ")
-        if not (left and space and right):
-            raise CheckpointError(f"merges: expected two tokens with a space between, got {merge!r:.80}")
-        pairs.append((left, right))
-    inner = tokenizers.Tokenizer(models.BPE(vocabulary, pairs, ignore_merges=LLAMA3 in cuts))
-    splits = [pre_tokenizers.Split(tokenizers.Regex(cut), "isolated") for cut in cuts]
-    inner.pre_tokenizer = pre_tokenizers.Sequence(
-        [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
-    inner.decoder = decoders.ByteLevel()
-    return inner
-
-
-def _gguf_bytes(names: list[str], metadata: Mapping[str, Any]) -> "tokenizers.Tokenizer":
-    from tokenizers import normalizers
-
-    pre = metadata.get("tokenizer.ggml.pre", "default")
-    if not isinstance(pre, str) or pre not in CUTS:
-        raise CheckpointError(f"tokenizer.ggml.pre: expected one of {', '.join(CUTS)}, got {pre!r:.80}")
-    inner = _byte_level(_numbered(names), _strings(metadata, "tokenizer.ggml.merges"), CUTS[pre])
-    if pre == "qwen2":
-        inner.normalizer = normalizers.NFC()
-    return inner
-
-
-def _gguf_pieces(names: list[str], metadata: Mapping[str, Any]) -> "tokenizers.Tokenizer":
-    """SentencePiece joins the neighbours that make the piece of the highest score; as merges, best first."""
-    import tokenizers
-    from tokenizers import decoders, models, normalizers
-
-    vocabulary = _numbered(names)
-    scores = metadata.get("tokenizer.ggml.scores")
-    if scores is None or len(scores) != len(names):
-        raise CheckpointError(f"tokenizer.ggml.scores: expected {len(names)} numbers, got {scores!r:.80}")
-    merges = [
-        (-float(score), vocabulary[name[:at]], vocabulary[name[at:]], name[:at], name[at:])
-        for name, score in zip(names, scores, strict=True)
-        for at in range(1, len(name) if len(name) <= 256 else 1)
-        if name[:at] in vocabulary and name[at:] in vocabulary
-    ]
-    pairs = [(left, right) for *_, left, right in sorted(merges)]
-    unknown = metadata.get("tokenizer.ggml.unknown_token_id", 0)
-    inner = tokenizers.Tokenizer(
-        models.BPE(vocabulary, pairs, unk_token=names[unknown], fuse_unk=True, byte_fallback=True)
-    )
-    prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
-    spaces = normalizers.Replace(" ", "▁")
-    inner.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces]) if prefix else spaces
-    undo = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    inner.decoder = decoders.Sequence([*undo, decoders.Strip(" ", 1, 0)] if prefix else undo)
-    return inner
-
-
-def _strings(metadata: Mapping[str, Any], key: str) -> list[str]:
-    found = metadata.get(key)
-    if not isinstance(found, list) or not all(isinstance(entry, str) for entry in found):
-        raise CheckpointError(f"{key}: expected a list of strings, got {found!r:.80}")
-    return found
-
-
-def _add_typed(inner: "tokenizers.Tokenizer", names: list[str], types: Sequence[int]) -> None:
-    """Control tokens are special; those a user defined are found whole in a text."""
-    import tokenizers
-
-    if len(types) not in (0, len(names)):
-        raise CheckpointError(f"tokenizer.ggml.token_type: expected {len(names)} numbers, got {len(types)}")
-    of_type = {
-        wanted: [
-            tokenizers.AddedToken(name, normalized=False, special=wanted == CONTROL)
-            for name, kind in zip(names, types, strict=False)
-            if kind == wanted
-        ]
-        for wanted in (CONTROL, USER_DEFINED)
-    }
-    inner.add_special_tokens(of_type[CONTROL])
-    inner.add_tokens(of_type[USER_DEFINED])
-
-
-def _with_special(inner: "tokenizers.Tokenizer", special: Mapping[str, str]) -> "tokenizers.Tokenizer":
-    """Declare the special tokens that the vocabulary has, and put a text between the first and the last of BERT's."""
-    import tokenizers
-
-    there = {role: token for role, token in special.items() if inner.token_to_id(token) is not None}
-    inner.add_special_tokens([tokenizers.AddedToken(t, normalized=False, special=True) for t in set(there.values())])
-    if "classification" in there and "separator" in there:
-        _surround(inner, there["classification"], there["separator"])
-    return inner
-
-
-def _surround(inner: "tokenizers.Tokenizer", before: str | None, after: str | None) -> None:
-    """Put a text between two tokens."""
-    from tokenizers import processors
-
-    around = [token for token in (before, after) if token is not None]
-    if not around:
-        return
-    single = [*([before] if before else []), "$A", *([after] if after else [])]
-    inner.post_processor = processors.TemplateProcessing(
-        single=single,
-        pair=[*single, "$B:1", *([f"{after}:1"] if after else [])],
-        special_tokens=[(token, inner.token_to_id(token)) for token in dict.fromkeys(around)],
-    )
+    return byte_level(vocabulary, merges, (GPT2,))
 
 
 def _byte_letters() -> dict[str, int]:
-    """The letter that stands for each byte in a byte-level vocabulary (GPT-2's table)."""
+    """The byte that each character means in a byte-level vocabulary (GPT-2's table)."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(b): b for b in printable} | {chr(256 + n): b for n, b in enumerate(others)}
@@ -502,7 +349,7 @@ _LETTERS = _byte_letters()
 
 
 def _spelled(name: str) -> str:
-    """A byte-level token as text."""
+    """A byte-level token as readable text."""
     if any(letter not in _LETTERS for letter in name):
         return name
     return bytes(_LETTERS[letter] for letter in name).decode("utf-8", "backslashreplace")

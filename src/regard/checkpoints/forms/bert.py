@@ -1,4 +1,4 @@
-"""BERT and ALBERT: encoders with heads for words under masks, for the next sentence and for classes."""
+"""BERT and ALBERT: encoders with heads for masked words, for the next sentence and for classes."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -22,12 +22,12 @@ from regard.models.encoder import Encoder, EncoderConfig
 
 
 def _shared(values: dict[str, Any], shapes: Shapes, pooler: str) -> dict[str, Any]:
-    """What both configs have in common; `pooler` is what its weight is called."""
+    """The fields that both configs share; `pooler` is the name of the pooler's weight."""
     unsupported(values, position_embedding_type="absolute", is_decoder=False, add_cross_attention=False)
     if "classifier.weight" in shapes and pooler not in shapes:
         raise CheckpointError(
-            "config.json: expected classes of sequences, which stand on a pooler, got a classifier without one: "
-            "classes of tokens are not supported"
+            "config.json: expected a classifier of sequences, which needs a pooler, got a classifier without one: "
+            "classifiers of tokens are not supported"
         )
     segments = need({"type_vocab_size": 2, **values}, "type_vocab_size")
     if not segments:
@@ -70,7 +70,7 @@ def _written(config: EncoderConfig) -> dict[str, Any]:
 
 
 def _head(config: EncoderConfig, name: str) -> str:
-    """The class of transformers whose heads are ours."""
+    """The class of transformers with the same heads."""
     if config.num_classes:
         return f"{name}ForSequenceClassification"
     if config.next_sentence:
@@ -89,12 +89,12 @@ def read_bert(values: dict[str, Any], shapes: Shapes) -> EncoderConfig:
 
 
 def write_bert(config: EncoderConfig) -> dict[str, Any]:
-    """Hugging Face's config of ours."""
+    """Hugging Face's config from ours."""
     return {"architectures": [_head(config, "Bert")], "model_type": "bert", **_written(config)}
 
 
 def bert_links(config: EncoderConfig) -> Iterator[Link]:
-    """Tensor by tensor."""
+    """Which of their tensors are which of ours."""
     yield link("bert.embeddings.word_embeddings.weight", "embedding.weight")
     yield link("bert.embeddings.position_embeddings.weight", "positions.weight")
     yield link("bert.embeddings.token_type_embeddings.weight", "segments.weight")
@@ -116,7 +116,7 @@ def bert_links(config: EncoderConfig) -> Iterator[Link]:
         yield from linear("cls.predictions.transform.LayerNorm", "words.norm")
         if not config.tied:
             yield link("cls.predictions.decoder.weight", "words.table.weight")
-            yield link("cls.predictions.decoder.bias", "words.bias")  # the one that counts, so it is read last
+            yield link("cls.predictions.decoder.bias", "words.bias")  # transformers uses this bias, so it is read last
     if config.next_sentence:
         yield from linear("cls.seq_relationship", "order")
     if config.num_classes:
@@ -128,7 +128,7 @@ def read_albert(values: dict[str, Any], shapes: Shapes) -> EncoderConfig:
     unsupported(values, inner_group_num=1)
     if "sop_classifier.classifier.weight" in shapes and "predictions.bias" not in shapes:
         raise CheckpointError(
-            "config.json: expected ALBERT's head for masked words beside that for sentences, got none"
+            "config.json: expected ALBERT's head for masked words together with that for sentence order, got none"
         )
     return EncoderConfig(
         **_shared(values, shapes, "albert.pooler.weight"),
@@ -141,7 +141,7 @@ def read_albert(values: dict[str, Any], shapes: Shapes) -> EncoderConfig:
 
 
 def write_albert(config: EncoderConfig) -> dict[str, Any]:
-    """Hugging Face's config of ours."""
+    """Hugging Face's config from ours."""
     return {
         "architectures": [_head(config, "Albert")],
         "model_type": "albert",
@@ -153,7 +153,7 @@ def write_albert(config: EncoderConfig) -> dict[str, Any]:
 
 
 def albert_links(config: EncoderConfig) -> Iterator[Link]:
-    """Tensor by tensor."""
+    """Which of their tensors are which of ours."""
     yield link("albert.embeddings.word_embeddings.weight", "embedding.weight")
     yield link("albert.embeddings.position_embeddings.weight", "positions.weight")
     yield link("albert.embeddings.token_type_embeddings.weight", "segments.weight")
@@ -176,7 +176,7 @@ def albert_links(config: EncoderConfig) -> Iterator[Link]:
         yield from linear("predictions.LayerNorm", "words.norm")
         if not config.tied:
             yield link("predictions.decoder.weight", "words.table.weight")
-            yield link("predictions.decoder.bias", "words.bias")  # the one that counts, so it is read last
+            yield link("predictions.decoder.bias", "words.bias")  # transformers uses this bias, so it is read last
     if config.next_sentence:
         yield from linear("sop_classifier.classifier", "order")
     if config.num_classes:
@@ -186,9 +186,9 @@ def albert_links(config: EncoderConfig) -> Iterator[Link]:
 SENTENCES: dict[str, Any] = {
     "read_more": sentences.read,
     "write_more": sentences.written,
-    "said_elsewhere": sentences.FIELDS,
+    "more_fields": sentences.FIELDS,
 }
-"""An encoder may be that of a sentence-transformers folder."""
+"""Encoders may come from a sentence-transformers folder, with more config files."""
 BERT = Form(
     model_types=("bert",),
     model=Encoder,

@@ -30,7 +30,7 @@ def read_config(values: dict[str, Any], shapes: Shapes) -> DecoderConfig:
 
 
 def write_config(config: DecoderConfig) -> dict[str, Any]:
-    """Hugging Face's config of ours."""
+    """Hugging Face's config from ours."""
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
@@ -51,7 +51,7 @@ def write_config(config: DecoderConfig) -> dict[str, Any]:
 
 
 def links(config: DecoderConfig) -> Iterator[Link]:
-    """Tensor by tensor."""
+    """Which of their tensors are which of ours."""
     yield link("transformer.wte.weight", "embedding.weight")
     yield link("transformer.wpe.weight", "positions.weight")
     yield from linear("transformer.ln_f", "stack.norm")

@@ -41,11 +41,11 @@ def read_config(values: dict[str, Any], shapes: Shapes) -> DecoderConfig:
 
 
 def _rotary(values: dict[str, Any]) -> tuple[float, RotaryScaling | None]:
-    """The base and the scaling; newer files have both in rope_parameters, older ones in two fields."""
-    given = {**(values.get("rope_scaling") or {}), **(values.get("rope_parameters") or {})}
-    base = float(given.get("rope_theta", values.get("rope_theta") or 10000.0))
-    kind = given.get("rope_type", given.get("type", "default"))
-    unsupported(given, partial_rotary_factor=1.0)
+    """The rotary base and scaling. Newer files have both in rope_parameters, older ones in two fields."""
+    rope = {**(values.get("rope_scaling") or {}), **(values.get("rope_parameters") or {})}
+    base = float(rope.get("rope_theta", values.get("rope_theta") or 10000.0))
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    unsupported(rope, partial_rotary_factor=1.0)
     if kind == "default":
         return base, None
     if kind not in ("linear", "dynamic", "llama3"):
@@ -53,17 +53,17 @@ def _rotary(values: dict[str, Any]) -> tuple[float, RotaryScaling | None]:
     more = {}
     if kind == "llama3":
         more = {
-            "low_frequency_factor": float(given["low_freq_factor"]),
-            "high_frequency_factor": float(given["high_freq_factor"]),
+            "low_frequency_factor": float(rope["low_freq_factor"]),
+            "high_frequency_factor": float(rope["high_freq_factor"]),
             "original_context_length": int(
-                given.get("original_max_position_embeddings") or values["max_position_embeddings"]
+                rope.get("original_max_position_embeddings") or values["max_position_embeddings"]
             ),
         }
-    return base, RotaryScaling(kind=kind, factor=float(given["factor"]), **more)  # type: ignore[arg-type]
+    return base, RotaryScaling(kind=kind, factor=float(rope["factor"]), **more)  # type: ignore[arg-type]
 
 
 def _window(values: dict[str, Any], kind: str, layers: int) -> tuple[int | None, tuple[int, ...] | None]:
-    size = values.get("sliding_window", 4096)  # their default, where a file does not say
+    size = values.get("sliding_window", 4096)  # the default of transformers
     if kind == "llama" or not size or (kind == "qwen2" and not values.get("use_sliding_window", False)):
         return None, None
     if kind == "mistral":
@@ -76,7 +76,7 @@ def _window(values: dict[str, Any], kind: str, layers: int) -> tuple[int | None,
             f"config.json: expected full_attention or sliding_attention as the layer_types of {layers} layers, "
             f"got {types!r:.80}"
         )
-    return size, tuple(index for index, one in enumerate(types) if one == "sliding_attention")
+    return size, tuple(index for index, layer_type in enumerate(types) if layer_type == "sliding_attention")
 
 
 def write_config(config: DecoderConfig) -> dict[str, Any]:
@@ -123,7 +123,7 @@ def write_config(config: DecoderConfig) -> dict[str, Any]:
 
 
 def links(config: DecoderConfig) -> Iterator[Link]:
-    """Tensor by tensor."""
+    """Which of their tensors are which of ours."""
     yield link("model.embed_tokens.weight", "embedding.weight")
     yield link("model.norm.weight", "stack.norm.weight")
     if not config.tied:

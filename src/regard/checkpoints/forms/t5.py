@@ -14,7 +14,9 @@ def read_config(values: dict[str, Any], shapes: Shapes) -> TransformerConfig:
     unsupported(values, is_encoder_decoder=True)
     layers = need(values, "num_layers")
     if not layers:
-        raise CheckpointError("config.json: expected num_layers of at least 1, whose first has the positions, got 0")
+        raise CheckpointError(
+            "config.json: expected num_layers of at least 1, since the first layer has the positions, got 0"
+        )
     tied, scaled = _head(values, shapes)
     dropout = float(values.get("dropout_rate") or 0.0)
     return TransformerConfig.t5(
@@ -38,10 +40,10 @@ def read_config(values: dict[str, Any], shapes: Shapes) -> TransformerConfig:
 
 
 def _head(values: dict[str, Any], shapes: Shapes) -> tuple[bool, bool]:
-    """Whether the head is the embedding, and whether its input is scaled.
+    """Whether the head is tied to the embedding, and whether its input is scaled.
 
-    Once `tie_word_embeddings` said both. Newer files always say tied, have `scale_decoder_outputs`, and a head of its
-    own shows by being there; an older file that says tied may hold a copy.
+    In older files `tie_word_embeddings` means both, and a tied file may contain a copy of the head. Newer files always
+    say tied and have `scale_decoder_outputs`; there the head is separate if the file has its tensor.
     """
     says_tied = values.get("tie_word_embeddings") is not False
     scaled = bool(values.get("scale_decoder_outputs", says_tied))
@@ -49,7 +51,7 @@ def _head(values: dict[str, Any], shapes: Shapes) -> tuple[bool, bool]:
 
 
 def write_config(config: TransformerConfig) -> dict[str, Any]:
-    """Hugging Face's config of ours."""
+    """Hugging Face's config from ours."""
     return {
         "architectures": ["T5ForConditionalGeneration"],
         "model_type": "t5",
@@ -73,7 +75,7 @@ def write_config(config: TransformerConfig) -> dict[str, Any]:
 
 
 def links(config: TransformerConfig) -> Iterator[Link]:
-    """Tensor by tensor."""
+    """Which of their tensors are which of ours."""
     yield link("shared.weight", "embedding.weight")
     if not config.tied:
         yield link("lm_head.weight", "head.weight")
@@ -87,15 +89,15 @@ def links(config: TransformerConfig) -> Iterator[Link]:
 
 def _block(config: TransformerConfig, theirs: str, ours: str, cross: bool) -> Iterator[Link]:
     attentions = [("SelfAttention", "attention"), *([("EncDecAttention", "cross")] if cross else [])]
-    for place, (name, own) in enumerate(attentions):
+    for place, (name, attention) in enumerate(attentions):
         for part in "qkvo":
-            yield link(f"{theirs}.{place}.{name}.{part}.weight", f"{ours}.{own}.W_{part}.weight")
-        yield link(f"{theirs}.{place}.layer_norm.weight", f"{ours}.{own}_norm.weight")
+            yield link(f"{theirs}.{place}.{name}.{part}.weight", f"{ours}.{attention}.W_{part}.weight")
+        yield link(f"{theirs}.{place}.layer_norm.weight", f"{ours}.{attention}_norm.weight")
     last = f"{theirs}.{len(attentions)}"
     gated = {"wi_0": "gate", "wi_1": "up", "wo": "down"}
     plain = {"wi": "up", "wo": "down"}
-    for name, own in (gated if ACTIVATIONS[config.activation].gated else plain).items():
-        yield link(f"{last}.DenseReluDense.{name}.weight", f"{ours}.network.{own}.weight")
+    for name, projection in (gated if ACTIVATIONS[config.activation].gated else plain).items():
+        yield link(f"{last}.DenseReluDense.{name}.weight", f"{ours}.network.{projection}.weight")
     yield link(f"{last}.layer_norm.weight", f"{ours}.network_norm.weight")
 
 
@@ -106,7 +108,7 @@ FORM = Form(
     read_config=read_config,
     write_config=write_config,
     links=links,
-    # The embedding by its other names, and a bias of cross-attention that early files hold and no model reads.
+    # The embedding by its other names, and a bias of cross-attention that early files have and no model reads.
     ignored=r"((encoder|decoder)\.embed_tokens|.*EncDecAttention\.relative_attention_bias)\.weight$",
     copies={"lm_head.weight": "shared.weight"},
     start_fields=("bos_token_id", "decoder_start_token_id"),

@@ -1,7 +1,7 @@
 """ViT: patches, a class token, learned positions, pre-norm blocks; and a classifier, or the pooler of pre-training.
 
-The pooler, a layer with tanh over the class token, is the hidden layer of our MLP head: a model saved with it and no
-classifier gives the pooler's output. Next to a classifier it computes nothing, and is left out.
+The pooler, a tanh layer on the class token, becomes the hidden layer of our MLP head: a model that was saved with a
+pooler and without a classifier returns the pooler's output. With a classifier the pooler has no effect and is skipped.
 """
 
 from collections.abc import Iterator
@@ -51,12 +51,12 @@ def read_config(values: dict[str, Any], shapes: Shapes) -> VisionConfig:
 
 
 def _size(values: dict[str, Any], name: str, default: int) -> Any:
-    found = need({name: default, **values}, name, (int, list, tuple))
-    return found if isinstance(found, int) else tuple(found)
+    size = need({name: default, **values}, name, (int, list, tuple))
+    return size if isinstance(size, int) else tuple(size)
 
 
 def write_config(config: VisionConfig) -> dict[str, Any]:
-    """Hugging Face's config of ours."""
+    """Hugging Face's config from ours."""
     return {
         "architectures": ["ViTForImageClassification" if config.num_classes else "ViTModel"],
         "model_type": "vit",
@@ -79,7 +79,7 @@ def write_config(config: VisionConfig) -> dict[str, Any]:
 
 
 def links(config: VisionConfig) -> Iterator[Link]:
-    """Tensor by tensor."""
+    """Which of their tensors are which of ours."""
     yield link("vit.embeddings.cls_token", "class_token")
     yield link("vit.embeddings.position_embeddings", "positions")
     yield from linear("vit.embeddings.patch_embeddings.projection", "patches")
@@ -109,6 +109,6 @@ FORM = Form(
     write_config=write_config,
     links=links,
     prefix="vit.",
-    # What no classifier reads: the pooler next to one, and the token of masked patches.
+    # Not used by a classifier: the pooler, and the token of masked patches.
     ignored=r"vit\.(pooler\.dense\.(weight|bias)|embeddings\.mask_token)",
 )

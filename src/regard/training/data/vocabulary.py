@@ -6,7 +6,8 @@ The names of special tokens are those tokens, in a text too: whoever writes [END
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from regard.checkpoints.tokenizer import BERT, Tokenizer
+from regard.checkpoints.tokenizer import Tokenizer
+from regard.checkpoints.tokenizer_parts import BERT
 from regard.core.extras import needed_for
 
 if TYPE_CHECKING:
