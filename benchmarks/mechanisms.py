@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 from regard.core.files import write_text
+from regard.core.masks import Window
 from regard.training import Settings, train
 from regard.training.metrics import read_metrics
 from regard.training.parallel import Place
@@ -40,7 +41,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "softmax, MQA": {"num_kv_heads": 1},
     "quadratic": {"mechanism": "quadratic"},
     "elu": {"mechanism": "elu"},
-    "softmax, window of 8": {"window": 8},
+    "softmax, window of 8": {"encoder_window": Window(8, 8), "decoder_window": Window(7)},
 }
 OPTIONS = {
     "count": 40000,

@@ -374,7 +374,7 @@ def test_a_folder_with_tokens_needs_no_text(own, tmp_path):
         ({"embedding_dim": 30}, "num_heads: expected a divisor of embedding_dim = 30"),
         ({"mechanism": "hope"}, "mechanism: expected one of"),
         ({"num_kv_heads": 3}, "num_kv_heads: expected a divisor"),
-        ({"window": 0}, "window: expected at least 1"),
+        ({"window": 4}, r"window: expected Window\(before, after\), got 4"),
         ({"context_length": 4}, "context_length: expected at least 16"),
         ({"vocabulary_size": 3}, "vocabulary_size: expected at least 8"),
         ({"dropout": 1.0}, "dropout: expected at least 0 and below 1"),
@@ -385,7 +385,7 @@ def test_options_are_checked_before_any_work(changes, words):
         bert.Options(**changes)
 
 
-@pytest.mark.parametrize("changes", [{"mechanism": "elu"}, {"num_kv_heads": 1}, {"window": 3}])
+@pytest.mark.parametrize("changes", [{"mechanism": "elu"}, {"num_kv_heads": 1}, {"window": rg.Window(3, 3)}])
 def test_any_attention_takes_a_step(own, tmp_path, changes):
     task = bert.build(bert.Options(data=str(own), **SIZES, **changes), tmp_path, seed=0)
     totals = task.totals(task.model, task.batch([0, 1, 2], 0))

@@ -24,12 +24,15 @@ from safetensors.torch import load_file, save_file
 import peers
 import regard as rg
 from regard.checkpoints.huggingface import export
+from regard.models.registry import build
 
 SIZES = {"vocabulary_size": 23, "embedding_dim": 12, "num_layers": 2, "num_heads": 2}
 STAGES = {"embedding_dim": (4, 8), "num_layers": (1, 1), "num_heads": (1, 2), "num_groups": (1, 2), "window_size": 3}
 PATCHES = {"patch_size": (7, 2), "patch_stride": (4, 2), "patch_padding": (3, 0), "norm_first": (False, True)}
 MODELS = {
-    "llama": lambda: rg.Decoder(rg.DecoderConfig(**SIZES, num_kv_heads=1, tied=False, window=4, window_layers=(1,))),
+    "llama": lambda: rg.Decoder(
+        rg.DecoderConfig(**SIZES, num_kv_heads=1, tied=False, window=rg.Window(3), window_layers=(1,))
+    ),
     "gpt2": lambda: rg.Decoder(rg.DecoderConfig.gpt2(**SIZES, mechanism=rg.Softmax(beta=0.5, softcap=9.0))),
     "argmax": lambda: rg.Decoder(rg.DecoderConfig(**SIZES, mechanism="argmax")),
     "quadratic": lambda: rg.Decoder(rg.DecoderConfig(**SIZES, mechanism=rg.Quadratic(c=0.5))),
@@ -260,6 +263,9 @@ def test_whole_numbers_are_no_weights(folder):
         ({"config.start_token": 1.5}, "start_token: expected int | None, got 1.5"),
         ({"config.num_heads": [2, 2]}, "num_heads: expected int, got"),
         ({"config.window_layers": [2]}, "window_layers: expected layers below 2, got"),
+        ({"config.window": {"before": -1}}, "before: expected a whole number of at least 0, got -1"),
+        ({"config.window": {"size": 3}}, "expected the fields of DecoderConfig, got .*'size'"),
+        ({"config.window": "3"}, r"window: expected Window\(before, after\), got '3'"),
         ({"config.num_heads": 0}, "num_heads: expected a whole number of at least 1"),
         ({"config.embedding_dim": 10**30}, "expected a config that a model can be built from"),
         ({"config.mechanism": {"name": "Exec"}}, "mechanism: expected one of"),
@@ -292,6 +298,7 @@ def test_a_config_that_is_none_is_one_error(folder, values, message):
         ({"rope_parameters": {"rope_type": "linear"}}, "expected a llama config"),
         ({"rope_parameters": 7}, "expected a llama config"),
         ({"num_key_value_heads": 3}, "num_kv_heads: expected a divisor"),
+        ({"model_type": "mistral", "sliding_window": "9"}, "expected sliding_window to be int, got '9'"),
         ({"eos_token_id": "</s>"}, "expected whole numbers for end_tokens"),
         ({"eos_token_id": 97}, "expected eos_token_id from 0 to 96, or null for none, got 97"),
         ({"eos_token_id": [2, -1]}, r"expected eos_token_id from 0 to 96, or null for none, got \[2, -1\]"),
@@ -355,12 +362,33 @@ def test_windows_that_a_file_does_not_state_are_those_of_transformers(tmp_path):
     del held["sliding_window"]
     (theirs / "config.json").write_text(json.dumps(held))
     expected = transformers.AutoConfig.from_pretrained(theirs).sliding_window
-    assert rg.load(theirs).config.window == expected == 4096
+    assert rg.load(theirs).config.window.width == expected == 4096
     theirs = peers.saved(peers.decoder("qwen2-window"), tmp_path / "qwen2")
     held = json.loads((theirs / "config.json").read_text()) | {"layer_types": ["chunked_attention"] * 3}
     (theirs / "config.json").write_text(json.dumps(held))
     with pytest.raises(rg.CheckpointError, match="expected full_attention or sliding_attention"):
         rg.load(theirs)
+
+
+@pytest.mark.parametrize(
+    ("size", "config"),
+    [
+        (5, rg.DecoderConfig(**SIZES, window=rg.Window(before=4))),
+        (3, rg.EncoderConfig(**SIZES, window=rg.Window(before=3, after=3))),
+        (8, rg.TransformerConfig(**SIZES, encoder_window=rg.Window(8, 8), decoder_window=rg.Window(7))),
+        (None, rg.TransformerConfig(**SIZES)),
+        (1, rg.VisionConfig(image_size=8, patch_size=4, embedding_dim=4, num_layers=1, num_heads=1, window_radius=1)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_folder_from_before_windows_had_two_sides_means_what_it_meant(size, config, tmp_path):
+    rg.save(build(config), tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    windows = ("window", "encoder_window", "decoder_window", "window_radius")
+    values["config"] = {name: value for name, value in values["config"].items() if name not in windows}
+    values["config"]["window"] = size
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert rg.load(tmp_path).config == config
 
 
 def test_a_base_model_saved_alone_loads_too(tmp_path):

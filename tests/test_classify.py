@@ -159,7 +159,9 @@ def test_a_pre_trained_encoder_keeps_its_body_and_gets_a_new_head(own, tmp_path,
     source.tokenizer = tokenizer
     rg.save(source, tmp_path / "model")
     (tmp_path / "data").mkdir()
-    options = classify.Options(data=str(own), start=str(tmp_path / "model"), mechanism="quadratic", window=4)
+    options = classify.Options(
+        data=str(own), start=str(tmp_path / "model"), mechanism="quadratic", window=rg.Window(4, 2)
+    )
     model = classify.build(options, tmp_path / "data", seed=0).model
     state, given = model.state_dict(), source.state_dict()
     shared = state.keys() & given.keys()
@@ -169,7 +171,7 @@ def test_a_pre_trained_encoder_keeps_its_body_and_gets_a_new_head(own, tmp_path,
     assert not [name for name in state if name.startswith(("words", "order", "inversion"))]
     config = model.config
     assert (config.num_classes, config.class_names, config.pooler) == (3, ("food", "sky", "work"), True)
-    assert (config.window, config.mechanism, config.dropout) == (4, rg.Quadratic(), 0.1)
+    assert (config.window, config.mechanism, config.dropout) == (rg.Window(4, 2), rg.Quadratic(), 0.1)
     assert max(classify.build(options, tmp_path / "data", seed=0).sizes()) <= 20
 
 

@@ -297,7 +297,7 @@ def test_the_cost_predicted_is_the_cost_measured(inside: Inside, smollm2: rg.Dec
     "changes",
     [
         {"mechanism": "quadratic"},
-        {"window": 5, "window_layers": (1,), "tied": False},
+        {"window": rg.Window(4), "window_layers": (1,), "tied": False},
         {"positions": "learned", "context_length": 64},
     ],
 )
@@ -393,8 +393,8 @@ def test_a_turn_reads_only_what_is_new(smollm2: rg.Decoder, monkeypatch: pytest.
         ({"end_tokens": (30,)}, None),
         ({"mechanism": "elu"}, None),
         ({"mechanism": "quadratic"}, None),
-        ({"window": 6}, None),
-        ({"window": 6}, torch.int8),
+        ({"window": rg.Window(5)}, None),
+        ({"window": rg.Window(5)}, torch.int8),
         ({"positions": "learned"}, None),
     ],
 )

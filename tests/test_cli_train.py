@@ -17,7 +17,7 @@ from regard.training.metrics import read_metrics
 from regard.training.parallel import Place
 from regard.training.recipes import translate
 from regard.training.records import write_card
-from regard.training.runs import begin, default_folder
+from regard.training.runs import begin, default_folder, reopen
 from test_cli import Inside, entry_point
 
 TINY = ["--count", "300", "--held-out", "20", "--vocabulary-size", "400", "--embedding-dim", "16", "--num-heads", "2",
@@ -117,6 +117,31 @@ FAILURES = {
     "a flag of no name": (["--nosuch", "1"], "nosuch"),
 }
 FEW = ["--count", "50", "--held-out", "5"]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "size"),
+    [
+        ("translate", {"encoder_window": rg.Window(3, 3), "decoder_window": rg.Window(2)}, 3),
+        ("lm", {"window": rg.Window(5)}, 6),
+        ("bert", {"window": rg.Window(4, 4)}, 4),
+        ("vision", {"window_radius": 1}, 1),
+        ("vision", {"model": "davit", "window_size": 5}, 5),
+    ],
+)
+def test_a_run_knows_its_windows_also_one_from_before_they_had_two_sides(name, options, size, files, monkeypatch):
+    monkeypatch.chdir(files)
+    place = Place(0, 1, torch.device("cpu"))
+    wanted = recipes.recipe(name).Options(**SMALL[name], **options)
+    begin(name, wanted, Settings(batch_size=8), files / "run", place)
+    assert reopen(files / "run", place)[0].options == wanted
+    values = json.loads((files / "run/run.json").read_text())
+    values["options"] = {key: value for key, value in values["options"].items() if "window" not in key}
+    values["options"]["window"] = size
+    (files / "run/run.json").write_text(json.dumps(values))
+    assert reopen(files / "run", place)[0].options == wanted
+
+
 SPECIAL = [
     (["translate", "--data", "columns.tsv"], "columns.tsv, line 2: expected 2 columns"),
     (["translate", "--data", "broken.tsv"], "broken.tsv, line 2"),
@@ -124,6 +149,10 @@ SPECIAL = [
     (["translate", *FEW, "--kv-heads", "3"], "--kv-heads: expected a divisor of --num-heads 4"),
     (["translate", *FEW, "--kv-heads=3"], "--kv-heads: expected a divisor of --num-heads 4"),
     (["lm", "--data", "words.txt", "--context", "1"], "--context: expected at least 2, got 1"),
+    (["lm", "--data", "words.txt", "--window", "-1"], "--window: expected BEFORE or BEFORE,AFTER, like 15 or 8,8, got"),
+    (["lm", "--data", "words.txt", "--window", "8,8"], "--window: expected after 0, since a decoder's tokens see no"),
+    (["translate", *FEW, "--encoder-window", "8;8"], "--encoder-window: expected BEFORE or BEFORE,AFTER, like 15 or"),
+    (["translate", *FEW, "--mechanism", "elu", "--decoder-window", "8"], "--decoder-window: expected none with Elu()"),
     (["vision", "--num-layers", "2,x"], "--num-layers: expected whole numbers, like 4 or 1,2,1, got '2,x'"),
     (["vision", "--num-layers", "1,2"], "--num-layers: expected one number for a ViT, got 1,2"),
     (["classify", "--data", "one.tsv"], "expected at least 2 classes"),

@@ -19,7 +19,13 @@ FORMS = {
         vocabulary_size=61, embedding_dim=16, num_layers=3, num_heads=4, num_kv_heads=2, context_length=64
     ),
     "mqa-window": rg.DecoderConfig(
-        vocabulary_size=61, embedding_dim=16, num_layers=3, num_heads=4, num_kv_heads=1, window=5, window_layers=(0, 2)
+        vocabulary_size=61,
+        embedding_dim=16,
+        num_layers=3,
+        num_heads=4,
+        num_kv_heads=1,
+        window=rg.Window(4),
+        window_layers=(0, 2),
     ),
     "gpt2": rg.DecoderConfig.gpt2(vocabulary_size=61, embedding_dim=16, num_layers=2, num_heads=4, context_length=64),
     "alibi": rg.DecoderConfig(
@@ -265,13 +271,27 @@ def test_training_reaches_every_parameter():
         ({"positions": "absolute"}, "positions: expected one of rotary"),
         ({"activation": "swish"}, "activation: expected one of"),
         ({"norm": "batch"}, "norm: expected layer, rms"),
-        ({"window": 0}, "window: expected at least 1"),
+        ({"window": 0}, r"window: expected Window\(before, after\), got 0"),
+        (
+            {"window": 16},
+            r"window: expected Window\(before, after\), got 16; 16 tokens, itself among them, are Window\(before=15\)",
+        ),
+        (
+            {"window": rg.Window(3, 1)},
+            "window: expected after=0, since a decoder's tokens see no later ones, got Window",
+        ),
         ({"vocabulary_size": 0}, "vocabulary_size: expected a whole number"),
         ({"dropout": 1.0}, "dropout: expected at least 0 and below 1"),
         ({"mechanism": "linear"}, "mechanism: expected one of softmax"),
         ({"mechanism": "channel"}, "mechanism: expected one that can be causal"),
-        ({"mechanism": "elu", "window": 4}, r"window: expected none with Elu\(\), whose sums cannot drop a key, got 4"),
-        ({"mechanism": "quadratic", "window": 2, "window_layers": (0,)}, "window: expected none with Quadratic"),
+        (
+            {"mechanism": "elu", "window": rg.Window(3)},
+            r"window: expected none with Elu\(\), whose sums cannot drop a key, got Window",
+        ),
+        (
+            {"mechanism": "quadratic", "window": rg.Window(1), "window_layers": (0,)},
+            "window: expected none with Quadratic",
+        ),
         ({"mechanism": "quadratic", "positions": "alibi"}, "mechanism: expected one with additive scores"),
         ({"qk_length": 5, "positions": "rotary"}, "qk_length: expected an even number"),
     ],

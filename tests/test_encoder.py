@@ -386,13 +386,13 @@ def test_antiberty_fills_in_residues():
 @pytest.mark.parametrize("mechanism", ["softmax", "elu"])
 @torch.no_grad()
 def test_with_a_window_tokens_see_their_neighbours_and_the_first(mechanism):
-    model = made(window=2, num_layers=1, mechanism=mechanism)
+    model = made(window=rg.Window(3, 1), num_layers=1, mechanism=mechanism)
     tokens = peers.sequences(1, 12, 61)
     before = model(tokens)
     other = tokens.clone()
     other[0, 8] = (other[0, 8] + 1) % 61
     changed = (model(other) - before)[0].abs().amax(-1) > 0
-    assert changed.nonzero().flatten().tolist() == [0, 6, 7, 8, 9, 10]
+    assert changed.nonzero().flatten().tolist() == [0, 7, 8, 9, 10, 11]
     other = tokens.clone()
     other[0, 0] = (other[0, 0] + 1) % 61
     assert ((model(other) - before)[0].abs().amax(-1) > 0).all()
@@ -401,13 +401,13 @@ def test_with_a_window_tokens_see_their_neighbours_and_the_first(mechanism):
 @torch.no_grad()
 def test_a_window_as_wide_as_the_text_is_none():
     tokens = peers.sequences(2, 15, 61)
-    assert (made(window=14)(tokens) - made()(tokens)).abs().max() <= 1e-12
-    assert (made(window=2)(tokens) - made()(tokens)).abs().max() > 1e-3
+    assert (made(window=rg.Window(14, 14))(tokens) - made()(tokens)).abs().max() <= 1e-12
+    assert (made(window=rg.Window(2, 2))(tokens) - made()(tokens)).abs().max() > 1e-3
 
 
 @torch.no_grad()
 def test_padded_is_unpadded_with_a_window_on_either_side():
-    model = made(window=2, num_kv_heads=2)
+    model = made(window=rg.Window(2, 2), num_kv_heads=2)
     tokens, lengths = peers.sequences(4, 21, 61), [21, 8, 1, 0]
     together = model(tokens, mask=rg.padding(lengths))
     left = torch.arange(21) >= 21 - torch.tensor(lengths)[:, None]
@@ -421,7 +421,9 @@ def test_padded_is_unpadded_with_a_window_on_either_side():
 
 
 def test_the_new_fields_of_a_config_are_checked_written_and_saved(tmp_path):
-    model = made(num_kv_heads=2, window=3, num_classes=2, class_names=("no", "yes"), inverted_sentence=True)
+    model = made(
+        num_kv_heads=2, window=rg.Window(3, 3), num_classes=2, class_names=("no", "yes"), inverted_sentence=True
+    )
     assert rg.EncoderConfig.from_json(model.config.to_json()) == model.config
     again = rg.load(rg.save(model, tmp_path / "own"))
     assert again.config == model.config
@@ -429,7 +431,7 @@ def test_the_new_fields_of_a_config_are_checked_written_and_saved(tmp_path):
     assert torch.equal(again(tokens), model(tokens))
     hidden = model(tokens)
     assert model.inverted_sentence(hidden).shape == (2, 2)
-    for own in ({"num_kv_heads": 2}, {"window": 3}, {"inverted_sentence": True}):
+    for own in ({"num_kv_heads": 2}, {"window": rg.Window(3, 3)}, {"inverted_sentence": True}):
         words = f"got a model whose {next(iter(own))} cannot be written in a config of bert"
         with pytest.raises(ValueError, match=words):
             rg.save(made(**own), tmp_path / "theirs", layout="huggingface")
@@ -437,9 +439,9 @@ def test_the_new_fields_of_a_config_are_checked_written_and_saved(tmp_path):
     assert rg.EncoderConfig.from_json(former).window is None
     for changes, words in (
         ({"num_kv_heads": 3}, r"num_kv_heads: expected a divisor of num_heads = 4, got 3"),
-        ({"window": 0}, "window: expected at least 1 token, got 0"),
+        ({"window": 2}, r"window: expected .*, 2 on each side Window\(before=2, after=2\)"),
         ({"window": 2.5}, "window: expected"),
-        ({"window": 2, "mechanism": "channel"}, "window: expected none with Channel"),
+        ({"window": rg.Window(9, 9), "mechanism": "channel"}, "window: expected none with Channel"),
         ({"num_classes": 3, "class_names": ("a", "b")}, "class_names: expected 3"),
         ({"pooling": ("mean", "middle")}, "pooling: expected some of first, last, max, mean"),
         ({"pooling": ()}, "pooling: expected some of"),
@@ -462,5 +464,7 @@ def test_class_names_travel_in_hugging_face_folders(tmp_path):
 
 def test_a_window_costs_less():
     sizes = {"vocabulary_size": 61, "embedding_dim": 16, "num_layers": 2, "num_heads": 4}
-    whole, near = (rg.Encoder(rg.EncoderConfig(**sizes, window=window)).summary(512) for window in (None, 8))
+    whole, near = (
+        rg.Encoder(rg.EncoderConfig(**sizes, window=window)).summary(512) for window in (None, rg.Window(8, 8))
+    )
     assert near.flops < 0.5 * whole.flops

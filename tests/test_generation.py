@@ -38,8 +38,8 @@ DECODERS = {
     "mqa": rg.DecoderConfig(**SIZES, num_kv_heads=1),
     "gpt2": rg.DecoderConfig.gpt2(**SIZES),
     "alibi": rg.DecoderConfig(**SIZES, positions="alibi"),
-    "window": rg.DecoderConfig(**SIZES, window=7, window_layers=(0, 2), num_kv_heads=2),
-    "window-alibi": rg.DecoderConfig(**SIZES, window=5, positions="alibi"),
+    "window": rg.DecoderConfig(**SIZES, window=rg.Window(6), window_layers=(0, 2), num_kv_heads=2),
+    "window-alibi": rg.DecoderConfig(**SIZES, window=rg.Window(4), positions="alibi"),
     **{name: rg.DecoderConfig(**SIZES, mechanism=name) for name, one in REGISTRY.items() if weighs_tokens(one, 8)},
 }
 SEQUENCES = {

@@ -253,7 +253,7 @@ def test_a_padded_batch_through_a_layer_is_packed():
 
 MODELS = {
     "softmax": {"num_kv_heads": 2},
-    "window": {"window": 24},
+    "window": {"window": rg.Window(23)},
     "quadratic": {"mechanism": "quadratic"},
     "elu": {"mechanism": "elu"},
     "softcap": {"mechanism": rg.Softmax(softcap=20.0)},

@@ -297,7 +297,7 @@ def test_every_causal_mechanism_learns_from_both_kinds_of_rows(corpus, tmp_path,
         assert float(task.totals(task.model, batch)["loss"]) < float(before.detach())
 
 
-@pytest.mark.parametrize("changes", [{"form": "gpt2"}, {"window": 4}, {"num_kv_heads": 1, "dropout": 0.1}])
+@pytest.mark.parametrize("changes", [{"form": "gpt2"}, {"window": rg.Window(3)}, {"num_kv_heads": 1, "dropout": 0.1}])
 def test_forms_and_windows(corpus, tmp_path, changes):
     task = built(corpus, tmp_path, **changes)
     assert math.isfinite(task.evaluate(task.model)["loss"])
@@ -413,8 +413,8 @@ def test_training_beats_what_it_must(tmp_path):
         ({"suffix": ()}, "suffix: expected at least one, got none"),
         ({"mechanism": "channel"}, "mechanism: expected one that can be causal, got channel"),
         ({"mechanism": "soft"}, "mechanism: expected one of softmax, .*, got 'soft'"),
-        ({"mechanism": "elu", "window": 8}, "window: expected none with elu, whose sums forget nothing, got 8"),
-        ({"window": 0}, "window: expected at least 1 token, got 0"),
+        ({"mechanism": "elu", "window": rg.Window(7)}, r"window: expected none with Elu\(\), whose sums cannot drop"),
+        ({"window": 8}, r"window: expected Window\(before, after\), got 8"),
         ({"num_heads": 5}, "num_heads: expected a divisor of embedding_dim = 192"),
         ({"dropout": 1.0}, "dropout: expected at least 0 and below 1, got 1.0"),
     ],

@@ -192,7 +192,9 @@ def test_an_encoder_decoder_streams_with_int8_weights():
     torch.testing.assert_close(found, whole, atol=1e-3, rtol=1e-3)
 
 
-@pytest.mark.parametrize("config", [{}, {"window": 4}, {"positions": "learned", "norm": "layer", "activation": "gelu"}])
+@pytest.mark.parametrize(
+    "config", [{}, {"window": rg.Window(3)}, {"positions": "learned", "norm": "layer", "activation": "gelu"}]
+)
 def test_a_quantized_model_streams_as_it_computes_whole(config):
     small, _ = plain(decoder(**config))
     tokens = torch.randint(97, (2, 20))
@@ -384,7 +386,7 @@ def test_resizing_moves_the_bytes_and_rounds_nothing_again():
     assert same(state, begin().append(k, v))
     assert state.capacity == 24
     assert same(state.resized(8, drop=4), begin().append(k[:, :, 4:], v[:, :, 4:]))
-    assert same(begin(12).append(k, v).windowed(5, 3), begin().append(k[:, :, 7:], v[:, :, 7:]))
+    assert same(begin(12).append(k, v).windowed(rg.Window(5), 3), begin().append(k[:, :, 7:], v[:, :, 7:]))
 
 
 def test_an_int8_state_takes_a_quarter_and_its_scales():
@@ -420,7 +422,7 @@ def test_gradients_and_sums_are_refused():
         rg.Softmax().start(**SIZES, storage=torch.uint8)
 
 
-@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("window", [None, rg.Window(4)])
 def test_a_model_streams_on_an_int8_state(window):
     model = decoder(window=window).requires_grad_(False)
     tokens = torch.randint(97, (2, 24))

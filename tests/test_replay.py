@@ -10,8 +10,8 @@ from regard.inference.generation import replay
 
 MODELS = {
     "softmax": {"num_kv_heads": 2},
-    "window": {"window": 24},
-    "some windows": {"window": 8, "window_layers": (1,)},
+    "window": {"window": rg.Window(23)},
+    "some windows": {"window": rg.Window(7), "window_layers": (1,)},
     "quadratic": {"mechanism": "quadratic"},
     "elu": {"mechanism": "elu", "num_kv_heads": 2},
     "softcap": {"mechanism": rg.Softmax(softcap=20.0)},

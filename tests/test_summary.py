@@ -10,7 +10,7 @@ SIZES = {"vocabulary_size": 61, "embedding_dim": 16, "num_layers": 3, "num_heads
 DECODERS = {
     "llama": rg.DecoderConfig(**SIZES, num_kv_heads=2, tied=False),
     "gpt2": rg.DecoderConfig.gpt2(**SIZES),
-    "window": rg.DecoderConfig(**SIZES, window=5, window_layers=(1,)),
+    "window": rg.DecoderConfig(**SIZES, window=rg.Window(4), window_layers=(1,)),
     "quadratic": rg.DecoderConfig(**SIZES, mechanism="quadratic", num_kv_heads=1),
 }
 

@@ -510,7 +510,7 @@ PATCHES = {"patch_size": (3, 2), "patch_stride": (2, 2), "patch_padding": (1, 0)
 PICTURE = torch.arange(2 * 3 * 16 * 16).view(2, 3, 16, 16).sin()
 WORDS = torch.tensor([[1, 2, 3, 4, 5, 6], [6, 5, 4, 3, 2, 1]])
 OURS = {
-    "decoder": (lambda: rg.Decoder(rg.DecoderConfig(vocabulary_size=20, **FORM, window=3)), (WORDS,), 2),
+    "decoder": (lambda: rg.Decoder(rg.DecoderConfig(vocabulary_size=20, **FORM, window=rg.Window(2))), (WORDS,), 2),
     "gpt2": (lambda: rg.Decoder(rg.DecoderConfig.gpt2(vocabulary_size=20, **FORM)), (WORDS, rg.padding([6, 4])), 2),
     "encoder": (lambda: rg.Encoder(rg.EncoderConfig(vocabulary_size=20, **FORM, num_shared=1)), (WORDS,), 2),
     "t5": (lambda: rg.Transformer(rg.TransformerConfig.t5(vocabulary_size=20, **FORM)), (WORDS, WORDS[:, :4]), 6),

@@ -19,7 +19,7 @@ FORMS = {
     "original": TransformerConfig(**SIZES),
     "two vocabularies": TransformerConfig(**SIZES, target_vocabulary_size=50, num_decoder_layers=3, tied=False),
     "learned": TransformerConfig(**SIZES, positions="learned", context_length=64, num_kv_heads=2),
-    "window": TransformerConfig(**SIZES, window=4, num_kv_heads=1),
+    "window": TransformerConfig(**SIZES, encoder_window=rg.Window(4, 4), decoder_window=rg.Window(3), num_kv_heads=1),
     "t5": TransformerConfig.t5(**SIZES, num_buckets=8, longest_distance=20),
     "t5 v1.1": TransformerConfig.t5(**SIZES, activation="geglu_tanh", tied=False, scaled_output=False, qk_length=5),
 }
@@ -185,7 +185,7 @@ class TestT5:
             {"target_vocabulary_size": 50},
             {"num_kv_heads": 2},
             {"value_length": 3},
-            {"window": 3},
+            {"encoder_window": rg.Window(3, 3)},
             {"activation": "geglu"},
             {"num_layers": 0},
         ]
@@ -397,19 +397,20 @@ def test_a_state_is_a_value():
 
 @torch.no_grad()
 def test_a_window_is_what_a_mask_of_it_gives():
-    model, near = build(FORMS["original"]), build(TransformerConfig(**SIZES, window=3))
+    windows = {"encoder_window": rg.Window(3, 1), "decoder_window": rg.Window(2)}
+    model, near = build(FORMS["original"]), build(TransformerConfig(**SIZES, **windows))
     near.load_state_dict(model.state_dict())
     source, target = tokens(2, 13), tokens(2, 11)
     valid, target_valid = real((2, 13), [13, 6], "left"), real((2, 11), [11, 5], "right")
     masks = rg.padding(valid=valid), rg.padding(valid=target_valid)
-    expected = model(source, target, masks[0] & rg.window(before=3, after=3), masks[1] & rg.window(before=2))
+    expected = model(source, target, masks[0] & rg.window(before=3, after=1), masks[1] & rg.window(before=2))
     close(near(source, target, *masks), expected)
     assert (model(source, target, *masks) - expected).abs().max() > 1e-3
 
 
 @torch.no_grad()
 def test_a_windows_state_does_not_grow():
-    model = build(TransformerConfig(**SIZES, window=3))
+    model = build(TransformerConfig(**SIZES, encoder_window=rg.Window(3, 3), decoder_window=rg.Window(2)))
     source, target = tokens(1, 5), tokens(1, 40)
     state, sizes = model.start(source), set()
     for at in range(40):
@@ -473,7 +474,8 @@ def test_a_shared_vocabulary_is_one_embedding():
         ({"mechanism": "channel", "positions": "none"}, "mechanism: expected one that can be causal"),
         ({"positions": "rotary"}, "positions: expected one of sinusoidal, relative, learned, none, got 'rotary'"),
         ({"num_buckets": 7}, "num_buckets: expected an even number of at least 4, got 7"),
-        ({"window": 0}, "window: expected at least 1 token, got 0"),
+        ({"decoder_window": rg.Window(2, 2)}, "decoder_window: expected after=0"),
+        ({"decoder_window": 3}, r"decoder_window: expected Window\(before, after\), got 3"),
         ({"longest_distance": 16}, "longest_distance: expected more than num_buckets / 2 = 16, got 16"),
         ({"num_decoder_layers": 0}, "num_decoder_layers: expected a whole number of at least 1, got 0"),
     ],

@@ -211,8 +211,8 @@ def test_export_with_a_dynamic_length(name: str, mask: str) -> None:
 
 SIZES = {"vocabulary_size": 23, "embedding_dim": 8, "num_layers": 1, "num_heads": 2}
 MODELS: dict[str, Callable[[], torch.nn.Module]] = {
-    "decoder": lambda: rg.Decoder(rg.DecoderConfig.gpt2(**SIZES, num_kv_heads=1, window=5)),
-    "encoder": lambda: rg.Encoder(rg.EncoderConfig(**SIZES, window=3)),
+    "decoder": lambda: rg.Decoder(rg.DecoderConfig.gpt2(**SIZES, num_kv_heads=1, window=rg.Window(4))),
+    "encoder": lambda: rg.Encoder(rg.EncoderConfig(**SIZES, window=rg.Window(3, 3))),
     "t5": lambda: rg.Transformer(rg.TransformerConfig.t5(**SIZES)),
 }
 

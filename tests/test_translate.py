@@ -156,11 +156,12 @@ class TestTask:
         assert len(translate.translate(task.model.eval(), ["Bonjour."], max_new_tokens=4)) == 1
 
     def test_a_run_in_a_folder_is_a_model_that_translates(self, tmp_path: Path) -> None:
-        task = made(tmp_path, window=4, dropout=0.1)
+        task = made(tmp_path, encoder_window=rg.Window(4, 4), decoder_window=rg.Window(3), dropout=0.1)
         report = train(task, Settings(steps=4, batch_size=8, evaluate_every=2), tmp_path / "run")
         assert report.finished
         again = rg.load(tmp_path / "run" / "model")
-        assert again.config.window == 4
+        assert again.config.encoder_window == rg.Window(4, 4)
+        assert again.config.decoder_window == rg.Window(3)
         assert len(translate.translate(again, [RED_CAR, "Oui."], beams=2)) == 2
 
     @pytest.mark.parametrize(
@@ -171,8 +172,8 @@ class TestTask:
             ({"label_smoothing": 1.0}, "label_smoothing: expected at least 0 and below 1, got 1.0"),
             ({"mechanism": "channel"}, "mechanism: expected one that can be causal, got channel"),
             ({"mechanism": "none"}, "mechanism: expected one of"),
-            ({"mechanism": "elu", "window": 8}, "window: expected none with elu"),
-            ({"window": 0}, "window: expected at least 1 token, got 0"),
+            ({"mechanism": "elu", "decoder_window": rg.Window(7)}, "decoder_window: expected none with Elu"),
+            ({"encoder_window": 8}, r"encoder_window: expected Window\(before, after\), got 8"),
             ({"dropout": 1.0}, "dropout: expected at least 0 and below 1"),
             ({"num_kv_heads": 3}, "num_kv_heads: expected a divisor of num_heads"),
             ({"num_heads": 3}, "num_heads: expected a divisor of embedding_dim"),

@@ -509,18 +509,18 @@ def test_options_become_the_models_config():
         num_heads=4,
         num_kv_heads=2,
         num_layers=(3,),
-        window=1,
+        window_radius=1,
         mechanism="quadratic",
         head="mlp",
     )
     config = given.config(images)
     assert config == rg.VisionConfig(
         image_size=(28, 28), patch_size=7, num_channels=3, embedding_dim=24, num_layers=3, num_heads=4, num_kv_heads=2,
-        window=1, mechanism="quadratic", head="mlp", num_classes=3, class_names=("a", "b", "c"),
+        window_radius=1, mechanism="quadratic", head="mlp", num_classes=3, class_names=("a", "b", "c"),
     )  # fmt: skip
     assert rg.VisionTransformer(config)(torch.zeros(2, 3, 28, 28)).shape == (2, 3)
     config = Options(
-        model="davit", patch_size=2, embedding_dim=8, num_heads=2, num_layers=(1, 2, 1), window=5, dropout=0.1
+        model="davit", patch_size=2, embedding_dim=8, num_heads=2, num_layers=(1, 2, 1), window_size=5, dropout=0.1
     ).config(images)
     assert (config.embedding_dim, config.num_heads, config.num_layers) == ((8, 16, 32), (2, 4, 8), (1, 2, 1))
     assert (config.window_size, config.dropout) == (5, 0.1)
@@ -531,7 +531,9 @@ BAD = {
     "model": ({"model": "resnet"}, "model: expected vit or davit, got 'resnet'"),
     "head": ({"head": "deep"}, "head: expected linear or mlp, got 'deep'"),
     "patch_size": ({"patch_size": 0}, "patch_size: expected at least 1, got 0"),
-    "window": ({"window": 0}, "window: expected at least 1, got 0"),
+    "window": ({"window_radius": 0}, "window_radius: expected at least 1, got 0"),
+    "a ViT's side": ({"window_size": 3}, "window_size: expected none for a ViT, got 3"),
+    "a DaViT's radius": ({"model": "davit", "window_radius": 3}, "window_radius: expected none for a DaViT, got 3"),
     "num_layers": ({"num_layers": (2, 0)}, "num_layers: expected numbers of at least 1, like 4 or 1,2,1, got 2,0"),
     "no layers": ({"num_layers": (0,)}, "num_layers: expected numbers of at least 1"),
     "stages": ({"num_layers": (1, 2)}, "num_layers: expected one number for a ViT, got 1,2"),
@@ -565,8 +567,8 @@ def test_options_that_do_not_fit_the_images_say_so(tmp_path):
     write_idx(tmp_path)
     with pytest.raises(ValueError, match=r"image_size: expected multiples of patch_size = \(3, 3\), got \(8, 8\)"):
         build(Options(data=str(tmp_path), patch_size=3), tmp_path, 0)
-    with pytest.raises(ValueError, match=r"window: expected none with Channel"):
-        build(Options(data=str(tmp_path), patch_size=4, window=1, mechanism="channel"), tmp_path, 0)
+    with pytest.raises(ValueError, match=r"window_radius: expected none with Channel"):
+        build(Options(data=str(tmp_path), patch_size=4, window_radius=1, mechanism="channel"), tmp_path, 0)
 
 
 @pytest.mark.parametrize("model", ["vit", "davit"])
@@ -610,7 +612,7 @@ SIZES = {
 
 
 def test_a_windowed_vit_sees_its_neighbours_and_the_class_token_everything():
-    near = rg.VisionTransformer(rg.VisionConfig(**SIZES, window=1)).eval()
+    near = rg.VisionTransformer(rg.VisionConfig(**SIZES, window_radius=1)).eval()
     whole = rg.VisionTransformer(rg.VisionConfig(**SIZES)).eval()
     whole.load_state_dict(near.state_dict())
     images = torch.randn(1, 3, 12, 20)
@@ -623,7 +625,7 @@ def test_a_windowed_vit_sees_its_neighbours_and_the_class_token_everything():
         by_hand = whole.features(images, local((3, 5), 1, torch.device("cpu")))
         assert torch.equal(near.features(images), by_hand)
         assert (near.features(images) - whole.features(images)).abs().max() > 1e-4
-        wide = rg.VisionTransformer(rg.VisionConfig(**SIZES, window=4)).eval()
+        wide = rg.VisionTransformer(rg.VisionConfig(**SIZES, window_radius=4)).eval()
         wide.load_state_dict(near.state_dict())
         torch.testing.assert_close(wide(images), whole(images))
         # A mask of the caller's is added, and a resized model has the window on its own grid.
@@ -633,7 +635,9 @@ def test_a_windowed_vit_sees_its_neighbours_and_the_class_token_everything():
 
 
 def test_a_windowed_vit_comes_back_from_its_file(tmp_path):
-    model = rg.VisionTransformer(rg.VisionConfig(**SIZES, window=1, num_kv_heads=2, class_names=("x", "y", "z"))).eval()
+    model = rg.VisionTransformer(
+        rg.VisionConfig(**SIZES, window_radius=1, num_kv_heads=2, class_names=("x", "y", "z"))
+    ).eval()
     back, images = rg.load(rg.save(model, tmp_path / "model")), torch.randn(2, 3, 12, 20)
     assert back.config == model.config
     with torch.no_grad():
@@ -659,11 +663,11 @@ def test_configs_check_names_and_windows():
             replace(config, class_names=(1, 2, 3))
         named = replace(config, class_names=("x", "y", "z"))
         assert type(config).from_json(json.loads(json.dumps(named.to_json()))) == named
-    for window in (0, 1.5):
-        with pytest.raises(ValueError, match="window: expected"):
-            rg.VisionConfig(**SIZES, window=window)
-    with pytest.raises(ValueError, match="window: expected none with Channel"):
-        rg.VisionConfig(**SIZES, window=1, mechanism="channel")
+    for radius in (0, 1.5):
+        with pytest.raises(ValueError, match="window_radius: expected"):
+            rg.VisionConfig(**SIZES, window_radius=radius)
+    with pytest.raises(ValueError, match="window_radius: expected none with Channel"):
+        rg.VisionConfig(**SIZES, window_radius=1, mechanism="channel")
 
 
 def test_a_davit_for_other_classes_begins_at_zero():

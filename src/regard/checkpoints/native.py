@@ -52,7 +52,7 @@ def load(
                 **config_values,
                 "mechanism": own_from_json(config_values["mechanism"], mechanisms, first_of),
             }
-        config = config_class.from_json(config_values)
+        config = config_class.from_json(with_windows(str(name), config_values))
     except (ValueError, TypeError) as error:
         raise CheckpointError(f"{path}: expected the config of a {name}, got {error!s:.300}") from None
     if mechanism is not None:
@@ -69,3 +69,28 @@ def load(
         dtype=dtype,
         device=device,
     )
+
+
+def with_windows(model: str, values: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a model's config, or of a recipe's options, from a file that may be from before `Window`.
+
+    A window was a number then: of tokens with the token itself in a decoder, of tokens on each side in an encoder, of
+    patches in a ViT.
+
+    >>> from regard.checkpoints.native import with_windows
+    >>> with_windows("Decoder", {"window": 16}), with_windows("VisionTransformer", {"window": 1})
+    ({'window': {'before': 15, 'after': 0}}, {'window_radius': 1})
+    """
+    size = values.get("window")
+    if "window" not in values or not (size is None or type(size) is int):
+        return values
+    earlier = None if size is None else {"before": size - 1, "after": 0}
+    around = None if size is None else {"before": size, "after": size}
+    windows: dict[str, dict[str, Any]] = {
+        "Decoder": {"window": earlier},
+        "Encoder": {"window": around},
+        "Transformer": {"encoder_window": around, "decoder_window": earlier},
+        "VisionTransformer": {"window_radius": size},
+        "DaViT": {"window_size": size},
+    }
+    return {**{name: value for name, value in values.items() if name != "window"}, **windows[model]}

@@ -12,6 +12,7 @@ import typer
 import regard as rg
 from regard.commands.common import digits, named, one_of, one_thread, print_json, print_table, progress
 from regard.core.cost import LONGEST, MODES, PRICES, heads_label, human, mode_crossover, mode_work
+from regard.core.masks.text import WINDOW, WINDOW_HELP, window_from_text
 from regard.core.mechanisms.text import CHOICES, from_text, lookup
 
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
@@ -63,9 +64,7 @@ def cost(
         str,
         typer.Option(metavar="MODE", help="prefill: a whole sequence. decode: one new token over a cache. Or both."),
     ] = "both",
-    window: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="See only the last N keys, itself among them.")
-    ] = None,
+    window: Annotated[str | None, typer.Option(metavar=WINDOW, help=f"{WINDOW_HELP} All if not given.")] = None,
     is_causal: Annotated[bool, typer.Option("--causal/--no-causal", help="Hide the future in prefill.")] = True,
     embedding_dim: Annotated[
         int | None,
@@ -88,9 +87,10 @@ def cost(
     num_heads = heads or (4 if measure else 32)
     mask = rg.causal if is_causal else None
     if window is not None:
-        if mask is None:
-            raise ValueError("window: expected --causal, whose last N keys it keeps, got --no-causal")
-        mask = mask & rg.window(before=window - 1)
+        near = window_from_text("window", window)
+        if is_causal and near.after:
+            raise ValueError(f"window: expected AFTER = 0, or --no-causal, got {window}")
+        mask = near if mask is None else mask & near
     work = rg.Work(
         batch=batch,
         num_heads=num_heads,

@@ -404,7 +404,7 @@ def _key_bytes(layer: rg.MultiHeadAttention, dtype: torch.dtype, storage: torch.
 def _attention_bytes(model: rg.Decoder, position: int, storage: torch.dtype | None) -> int:
     """Bytes that attention reads and writes, in all layers, for a token at `position`."""
     total = 0
-    for block, size in zip(model.stack.layers, model.stack.windows, strict=True):
+    for block, window in zip(model.stack.layers, model.stack.windows, strict=True):
         layer = block.attention
         work = rg.Work(
             query_length=1,
@@ -414,7 +414,7 @@ def _attention_bytes(model: rg.Decoder, position: int, storage: torch.dtype | No
             qk_length=layer.qk_length,
             value_length=layer.value_length,
             dtype=model.dtype,
-            mask=rg.causal if size is None else rg.causal & rg.window(before=size - 1),
+            mask=rg.causal if window is None else rg.causal & window,
         )
         total += rg.cost(layer.mechanism, work).bytes
         if storage is not None:

@@ -15,6 +15,8 @@ from rich.markup import escape
 from regard.commands import leaving_at_once
 from regard.commands.commands import COMMANDS, command, documentation, examples, group
 from regard.commands.common import output, print_json, print_table
+from regard.core.masks import Window
+from regard.core.masks.text import WINDOW, window_from_text
 from regard.training import recipes
 from regard.training.settings import Settings
 
@@ -80,11 +82,12 @@ def _parameter(field: "Field[Any]", hint: Any, default: Any, panel: str) -> insp
     words = str(field.metadata["help"])
     if shown not in (None, (), ""):
         words += escape(f" [default: {shown}]")
-    kind = {NAMES: list[str], NUMBERS: str}.get(_plain(hint), _plain(hint))
+    kind = {NAMES: list[str], NUMBERS: str, Window: str}.get(_plain(hint), _plain(hint))
     flags = [FLAGS.get(field.name, "--" + field.name.replace("_", "-")), field.metadata["also"]]
     if kind is bool:
         flags = [f"{flag}/--no-{flag[2:]}" for flag in flags if flag]
-    option = typer.Option(*filter(None, flags), help=words, show_default=False, rich_help_panel=panel)
+    metavar = WINDOW if _plain(hint) is Window else None
+    option = typer.Option(*filter(None, flags), help=words, metavar=metavar, show_default=False, rich_help_panel=panel)
     return _fixed(field.name, Annotated[kind | None, option], None)
 
 
@@ -102,6 +105,8 @@ def _plain(hint: Any) -> Any:
 def _value(field: "Field[Any]", hints: dict[str, Any], typed: dict[str, Any]) -> Any:
     """What was typed for a field, as the field has it."""
     value, kind = typed[field.name], _plain(hints[field.name])
+    if kind is Window:
+        return window_from_text(field.name, value)
     if kind == NUMBERS:
         if not all(part.isascii() and part.isdigit() for part in value.split(",")):
             raise ValueError(f"{field.name}: expected whole numbers, like 4 or 1,2,1, got {value!r}")

@@ -4,8 +4,11 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from types import UnionType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
+from regard.core.calls.choice import refusal
 from regard.core.display import Html, table
 from regard.core.families.mechanism import Mechanism
+from regard.core.masks import Window
+from regard.core.masks.structure import Structure
 from regard.core.mechanisms import Softmax
 from regard.models import stored
 from regard.models.layers.attention import as_mechanism
@@ -13,6 +16,9 @@ from regard.models.layers.block import BlockConfig
 from regard.models.layers.positions import RotaryScaling
 
 C = TypeVar("C", bound="Config")
+
+PARTS = {"rotary_scaling": RotaryScaling, "window": Window, "encoder_window": Window, "decoder_window": Window}
+"""The classes of fields that JSON has as objects; the mechanism is apart."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +54,8 @@ class Config:
                 numbers = value if isinstance(value, tuple) else (value,)
                 if value is not None and not all(type(number) is int and number >= least for number in numbers):
                     raise ValueError(f"{name}: expected a whole number of at least {least}, got {value!r}")
+            if Window in get_args(hints[name]):
+                _check_type(name, value)
             if not _fits(value, hints[name]):
                 kind = getattr(hints[name], "__name__", None) if isinstance(hints[name], type) else None
                 raise ValueError(f"{name}: expected {kind or hints[name]}, got {value!r}")
@@ -96,10 +104,9 @@ class Config:
         arguments = {name: _tuples(value) for name, value in values.items()}
         if isinstance(arguments.get("mechanism"), dict):
             arguments["mechanism"] = stored.from_json(arguments["mechanism"])
-        if isinstance(arguments.get("rotary_scaling"), dict):
-            arguments["rotary_scaling"] = RotaryScaling(**arguments["rotary_scaling"])
         try:
-            return cls(**arguments)
+            parts = {name: value for name, value in arguments.items() if name in PARTS and isinstance(value, dict)}
+            return cls(**arguments | {name: PARTS[name](**value) for name, value in parts.items()})
         except TypeError as error:
             raise ValueError(f"config: expected the fields of {cls.__name__}, got {error}") from None
 
@@ -163,6 +170,46 @@ def check_class_names(class_names: tuple[str, ...], num_classes: int) -> None:
     """Raise ValueError unless there is one name per class, or none at all."""
     if class_names and len(class_names) != num_classes:
         raise ValueError(f"class_names: expected {num_classes}, one per class, or none, got {len(class_names)}")
+
+
+def check_window(name: str, window: Window | int | None, mechanism: Mechanism | str) -> None:
+    """Raise ValueError for a window, or the radius of a square one, with a mechanism that takes no window.
+
+    >>> import regard as rg
+    >>> from regard.models.config import check_window
+    >>> check_window("window", rg.Window(3, 3), "elu")
+    """
+    # A narrow window stands for all: a wide one hides nothing among the few tokens that `refusal` tries.
+    if window is not None and refusal(as_mechanism(mechanism), Window(1)) is not None:
+        raise ValueError(f"{name}: expected none with {mechanism!r}, which takes no window, got {window!r}")
+
+
+def check_decoder_window(name: str, window: Window | None, mechanism: Mechanism | str, qk_length: int) -> None:
+    """Raise ValueError for a window that shows later tokens, or that a mechanism cannot have token by token.
+
+    >>> import regard as rg
+    >>> from regard.models.config import check_decoder_window
+    >>> check_decoder_window("window", rg.Window(3), "softmax", qk_length=64)
+    """
+    if window is None:
+        return
+    if window.after:
+        raise ValueError(f"{name}: expected after=0, since a decoder's tokens see no later ones, got {window!r}")
+    if as_mechanism(mechanism).streams(qk_length, Structure(window.before, window.after)) is not None:
+        raise ValueError(f"{name}: expected none with {mechanism!r}, whose sums cannot drop a key, got {window!r}")
+
+
+def _check_type(name: str, window: Any) -> None:
+    """Raise ValueError for what is neither a window nor None; a number is told how to be one."""
+    if window is None or isinstance(window, Window):
+        return
+    advice = ""
+    if type(window) is int and window > 0:
+        advice = (
+            f"; {window} tokens, itself among them, are Window(before={window - 1}), "
+            f"{window} on each side Window(before={window}, after={window})"
+        )
+    raise ValueError(f"{name}: expected Window(before, after), got {window!r}{advice}")
 
 
 def _fits(value: Any, hint: Any) -> bool:

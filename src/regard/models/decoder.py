@@ -17,10 +17,10 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from regard.core.eager import readable
-from regard.core.masks import as_mask
+from regard.core.masks import Window, as_mask
 from regard.core.masks.structure import padding_between
 from regard.models.base import GenerativeModel, check_length, check_state, check_tokens
-from regard.models.config import TextConfig, block_config
+from regard.models.config import TextConfig, block_config, check_decoder_window
 from regard.models.layers.attention import AnyMask
 from regard.models.layers.block import Stack
 from regard.models.layers.int8 import tied_head
@@ -60,8 +60,8 @@ class DecoderConfig(TextConfig):
     attention_bias: bool = False
     output_bias: bool = False
     network_bias: bool = False
-    window: int | None = None
-    """How many tokens a query sees, itself included, in the layers of `window_layers`."""
+    window: Window | None = None
+    """The sliding window of the layers of `window_layers`, with after = 0."""
     window_layers: tuple[int, ...] | None = None
     """Which layers have the window; all if not given."""
     tied: bool = True
@@ -72,8 +72,7 @@ class DecoderConfig(TextConfig):
         kinds = ("rotary", "learned", "sinusoidal", "alibi", "none")
         if self.positions not in kinds:
             raise ValueError(f"positions: expected one of {', '.join(kinds)}, got {self.positions!r}")
-        if self.window is not None and (type(self.window) is not int or self.window < 1):
-            raise ValueError(f"window: expected at least 1 token, got {self.window!r}")
+        check_decoder_window("window", self.window, self.mechanism, self.head_length)
         if any(not 0 <= index < self.num_layers for index in self.window_layers or ()):
             raise ValueError(f"window_layers: expected layers below {self.num_layers}, got {self.window_layers}")
         if self.positions == "rotary" and self.head_length % 2:
@@ -94,7 +93,7 @@ class DecoderConfig(TextConfig):
 
     def explicit(self) -> "DecoderConfig":
         """The same config with every size filled in, also those that are computed from others by default."""
-        layers = tuple(index for index, size in enumerate(self.windows) if size is not None)
+        layers = tuple(index for index, window in enumerate(self.windows) if window is not None)
         return replace(
             self,
             num_kv_heads=self.num_kv_heads or self.num_heads,
@@ -105,7 +104,7 @@ class DecoderConfig(TextConfig):
         )
 
     @property
-    def windows(self) -> tuple[int | None, ...]:
+    def windows(self) -> tuple[Window | None, ...]:
         """The window of each layer."""
         chosen = range(self.num_layers) if self.window_layers is None else self.window_layers
         return tuple(self.window if index in chosen else None for index in range(self.num_layers))

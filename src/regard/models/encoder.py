@@ -16,12 +16,11 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from regard.core.calls.choice import refusal
-from regard.core.masks import Mask, as_mask, global_tokens, window
+from regard.core.masks import Mask, Window, as_mask, global_tokens
 from regard.core.masks.structure import padding_between, structure_of
 from regard.models.base import TextModel, check_length, check_tokens
-from regard.models.config import TextConfig, block_config, check_class_names
-from regard.models.layers.attention import AnyMask, as_mechanism
+from regard.models.config import TextConfig, block_config, check_class_names, check_window
+from regard.models.layers.attention import AnyMask
 from regard.models.layers.block import Stack
 from regard.models.layers.linear import Linear, linear
 from regard.models.layers.network import ACTIVATIONS, norm
@@ -50,8 +49,8 @@ class EncoderConfig(TextConfig):
     num_shared: int | None = None
     """How many different blocks the layers share; by default every layer has its own."""
     context_length: int = 512
-    window: int | None = None
-    """How many tokens each sees before it and after it; the first token sees all and is seen by all."""
+    window: Window | None = None
+    """The sliding window, if any; the first token sees all and is seen by all."""
     num_segments: int = 2
     norm: str = "layer"
     norm_epsilon: float = 1e-12
@@ -108,10 +107,7 @@ class EncoderConfig(TextConfig):
             raise ValueError(
                 f"text_length: expected at most context_length = {self.context_length}, got {self.text_length}"
             )
-        if self.window is not None and self.window < 1:
-            raise ValueError(f"window: expected at least 1 token, got {self.window}")
-        if self.window is not None and refusal(as_mechanism(self.mechanism), window(before=1)) is not None:
-            raise ValueError(f"window: expected none with {self.mechanism!r}, which takes no window, got {self.window}")
+        check_window("window", self.window, self.mechanism)
 
 
 class Encoder(TextModel):
@@ -182,23 +178,22 @@ class Encoder(TextModel):
 
         >>> import regard as rg
         >>> sizes = {"vocabulary_size": 9, "embedding_dim": 4, "num_layers": 1, "num_heads": 1}
-        >>> print(rg.Encoder(rg.EncoderConfig(**sizes, window=1)).sight(5).draw(5))
+        >>> print(rg.Encoder(rg.EncoderConfig(**sizes, window=rg.Window(1, 1))).sight(5).draw(5))
         ■ ■ ■ ■ ■
         ■ ■ ■ · ·
         ■ ■ ■ ■ ·
         ■ · ■ ■ ■
         ■ · · ■ ■
         """
-        rule, size = as_mask(mask), self.config.window
-        if size is None:
+        rule, window = as_mask(mask), self.config.window
+        if window is None:
             return rule
         padding = padding_between(rule, 0, length, length)
-        near: Mask = window(before=size, after=size)
         if padding is None or (padding.rows is not None and all(start == 0 for start, _ in padding.rows)):
-            near = near | global_tokens(1)
+            near = window | global_tokens(1)
         else:  # rows padded on the left begin later
             first = padding.valid(length, self.device).long().argmax(-1)
-            near = near | (lambda b, h, q, k: (q == first[b]) | (k == first[b]))
+            near = window | (lambda b, h, q, k: (q == first[b]) | (k == first[b]))
         return near if rule is None else near & rule
 
     def masked_words(self, hidden: Float[Tensor, "*b E"]) -> Float[Tensor, "*b D"]:

@@ -15,7 +15,7 @@ from torch import nn
 from regard.core.cost import Work, human
 from regard.core.display import Html, table
 from regard.core.families.mechanism import Mechanism
-from regard.core.masks import Mask, causal, window
+from regard.core.masks import Mask, causal
 from regard.models.layers.attention import MultiHeadAttention, without_mechanisms
 from regard.models.layers.block import Stack
 
@@ -138,10 +138,8 @@ def stack_part(
 ) -> Part:
     """A stack on `length` tokens. FLOPs are those of the last token for `stream`, otherwise the average per token."""
     flops, queries = 0, 1 if stream else length
-    for block, visible in zip(stack.layers, stack.windows, strict=True):
-        rule = causal if mask is None and stack.causal else mask
-        if visible is not None:
-            rule = window(before=visible - 1, after=0 if stack.causal else visible - 1)
+    for block, window in zip(stack.layers, stack.windows, strict=True):
+        rule = window if window is not None else causal if mask is None and stack.causal else mask
         flops += products(block) + attention_flops(block.attention, queries, length, dtype, rule) // queries
         if block.cross is not None:
             # Cross-attention computes its keys and values once per source, not once per token.
@@ -164,7 +162,7 @@ def stack_state(stack: Stack, length: int, dtype: torch.dtype) -> StateSize:
     def total(tokens: int) -> int:
         layers = zip(stack.layers, stack.windows, strict=True)
         rooms = (
-            (block.attention, tokens if visible is None else min(tokens, 2 * visible)) for block, visible in layers
+            (block.attention, tokens if window is None else min(tokens, 2 * window.width)) for block, window in layers
         )
         return sum(layer.mechanism.cost(_work(layer, 1, room, dtype)).state_bytes for layer, room in rooms)
 

@@ -19,11 +19,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from regard.core.masks import Mask, as_mask
+from regard.core.masks import Mask, Window, as_mask
 from regard.core.masks.structure import padding_between
 from regard.core.mechanisms import Softmax
 from regard.models.base import GenerativeModel, check_length, check_state, check_tokens
-from regard.models.config import TextConfig, block_config
+from regard.models.config import TextConfig, block_config, check_decoder_window, check_window
 from regard.models.layers.attention import AnyMask, MultiHeadAttention, without_mechanisms
 from regard.models.layers.block import Stack
 from regard.models.layers.int8 import tied_head
@@ -66,9 +66,11 @@ class TransformerConfig(TextConfig):
     """Of relative positions."""
     longest_distance: int = 128
     """All larger distances share one relative position."""
-    window: int | None = None
-    """How many tokens the source's see on each side of them, and how many the target's see of the target, themselves
-    included; the target sees all of the source. Everything if not given."""
+    encoder_window: Window | None = None
+    """The sliding window of the encoder's layers; all tokens see each other if not given."""
+    decoder_window: Window | None = None
+    """The sliding window of the decoder's layers over the target, with after = 0; all earlier tokens if not given. The
+    target sees all of the source in any case."""
     norm: str = "layer"
     norm_epsilon: float = 1e-5
     pre_norm: bool = False
@@ -94,8 +96,8 @@ class TransformerConfig(TextConfig):
             raise ValueError(
                 f"longest_distance: expected more than num_buckets / 2 = {least}, got {self.longest_distance}"
             )
-        if self.window is not None and (type(self.window) is not int or self.window < 1):
-            raise ValueError(f"window: expected at least 1 token, got {self.window!r}")
+        check_window("encoder_window", self.encoder_window, self.mechanism)
+        check_decoder_window("decoder_window", self.decoder_window, self.mechanism, self.head_length)
 
     @classmethod
     def t5(cls, **changes: Any) -> "TransformerConfig":
@@ -161,18 +163,17 @@ class Transformer(GenerativeModel):
             self.target_positions = nn.Embedding(config.context_length, config.embedding_dim)
         self.dropout = nn.Dropout(config.dropout)
         block = block_config(config)
-        around = None if config.window is None else config.window + 1  # a stack counts the token itself
         self.encoder = Stack(
             block,
             config.num_layers,
-            windows=(around,) * config.num_layers,
+            windows=(config.encoder_window,) * config.num_layers,
             bias=_bias(config, bidirectional=True),
         )
         self.decoder = Stack(
             replace(block, cross=True),
             config.decoder_layers,
             causal=True,
-            windows=(config.window,) * config.decoder_layers,
+            windows=(config.decoder_window,) * config.decoder_layers,
             bias=_bias(config, bidirectional=False),
         )
         if not config.tied:

@@ -24,12 +24,11 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from regard.core.calls.choice import refusal
 from regard.core.eager import kept
-from regard.core.masks import Mask, as_mask, dense, window, window2d
+from regard.core.masks import Mask, as_mask, dense, window2d
 from regard.models.base import ImageModel, Model
-from regard.models.config import ImageConfig, block_config
-from regard.models.layers.attention import AnyMask, as_mechanism, without_mechanisms
+from regard.models.config import ImageConfig, block_config, check_window
+from regard.models.layers.attention import AnyMask, without_mechanisms
 from regard.models.layers.block import Stack
 from regard.models.layers.linear import Linear
 from regard.models.summary import Part, Summary, products, size, stack_part
@@ -55,7 +54,7 @@ class VisionConfig(ImageConfig):
     num_heads: int
     num_kv_heads: int | None = None
     """Of keys and values; as many as num_heads if not given."""
-    window: int | None = None
+    window_radius: int | None = None
     """How many patches away a patch sees others, down and across; all of them if not given."""
     hidden_dim: int | None = None
     """Of the position-wise network; 4 · embedding_dim if not given."""
@@ -78,10 +77,9 @@ class VisionConfig(ImageConfig):
         image, patch = pair("image_size", self.image_size), pair("patch_size", self.patch_size)
         if any(side % part for side, part in zip(image, patch, strict=True)):
             raise ValueError(f"image_size: expected multiples of patch_size = {patch}, got {image}")
-        if self.window is not None and self.window < 1:
-            raise ValueError(f"window: expected at least 1 patch, or None for all, got {self.window}")
-        if self.window is not None and refusal(as_mechanism(self.mechanism), window(before=1)) is not None:
-            raise ValueError(f"window: expected none with {self.mechanism!r}, which takes no window, got {self.window}")
+        if self.window_radius is not None and self.window_radius < 1:
+            raise ValueError(f"window_radius: expected at least 1 patch, got {self.window_radius}")
+        check_window("window_radius", self.window_radius, self.mechanism)
 
     def explicit(self) -> "VisionConfig":
         """The same config with every size filled in, also those that are computed from others by default."""
@@ -157,8 +155,8 @@ class VisionTransformer(ImageModel):
         x = torch.cat([self.class_token.expand(x.shape[0], -1, -1), x], dim=1)
         if self.config.positions == "learned":
             x = x + self.positions
-        if self.config.window is not None:
-            near, rule = local(self.config.grid, self.config.window, x.device), as_mask(mask)
+        if self.config.window_radius is not None:
+            near, rule = local(self.config.grid, self.config.window_radius, x.device), as_mask(mask)
             mask = near if rule is None else near & rule
         return self.stack(self.dropout(x), mask)[0]
 

@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from regard.checkpoints.errors import CheckpointError
+from regard.checkpoints.native import with_windows
 from regard.core.files import write_text
+from regard.core.masks import Window
 from regard.core.mechanisms.text import absolute
 from regard.training.batches import check_sizes
 from regard.training.parallel import Place
@@ -90,6 +92,20 @@ def _remembered(options: Any) -> dict[str, Any]:
     return values if mechanism is None else {**values, "mechanism": absolute(mechanism)}
 
 
+def _recalled(name: str, values: dict[str, Any]) -> Any:
+    """The options of a recipe that `_remembered` wrote."""
+    vision = "DaViT" if values.get("model") == "davit" else "VisionTransformer"
+    models = {"lm": "Decoder", "translate": "Transformer", "vision": vision}
+    options = with_windows(models.get(name, "Encoder"), values)
+    return recipe(name).Options(**{key: _from_json(value) for key, value in options.items()})
+
+
+def _from_json(value: Any) -> Any:
+    if isinstance(value, dict):
+        return Window(**value)
+    return tuple(value) if isinstance(value, list) else value
+
+
 def _remove(target: Path, made: Sequence[Path]) -> None:
     """Take back a run that did not begin, so that its name is free again: its data, and the folders made for it."""
     shutil.rmtree(target / "data", ignore_errors=True)
@@ -120,11 +136,9 @@ def reopen(folder: str | Path, place: Place, steps: int | None = None) -> tuple[
         raise ValueError(f"run: expected a folder that a run began in, got {target}, which has no run.json")
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-        name, written, data = values["recipe"], values["options"], values["data"]
+        name, data = values["recipe"], values["data"]
         settings = Settings(**values["settings"])
-        options = recipe(name).Options(
-            **{key: tuple(one) if isinstance(one, list) else one for key, one in written.items()}
-        )
+        options = _recalled(name, values["options"])
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path}: expected what `regard train` wrote, got {error!s:.400}") from None
     if steps is not None:

@@ -14,9 +14,9 @@ def option(default: Any, help: str, *, also: str | None = None) -> Any:
     >>> from regard.training.settings import option
     >>> @dataclass
     ... class Options:
-    ...     window: int | None = option(None, "How many tokens each sees.")
-    >>> Options().window, fields(Options)[0].metadata["help"]
-    (None, 'How many tokens each sees.')
+    ...     num_layers: int = option(2, "Layers of the encoder.")
+    >>> Options().num_layers, fields(Options)[0].metadata["help"]
+    (2, 'Layers of the encoder.')
     """
     return field(default=default, metadata={"help": help, "also": also})
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from regard.checkpoints.errors import CheckpointError
 from regard.checkpoints.form import Form, Link, Shapes, linear, link, need, unsupported
+from regard.core.masks import Window
 from regard.models.decoder import Decoder, DecoderConfig
 from regard.models.layers.positions import RotaryScaling
 
@@ -62,21 +63,25 @@ def _rotary(values: dict[str, Any]) -> tuple[float, RotaryScaling | None]:
     return base, RotaryScaling(kind=kind, factor=float(rope["factor"]), **more)  # type: ignore[arg-type]
 
 
-def _window(values: dict[str, Any], kind: str, layers: int) -> tuple[int | None, tuple[int, ...] | None]:
-    size = values.get("sliding_window", 4096)  # the default of transformers
-    if kind == "llama" or not size or (kind == "qwen2" and not values.get("use_sliding_window", False)):
+def _window(values: dict[str, Any], kind: str, layers: int) -> tuple[Window | None, tuple[int, ...] | None]:
+    """The window and its layers; `sliding_window` counts the token itself, and is 4096 by default in transformers."""
+    sizes = {"sliding_window": 4096, **values}
+    if kind == "llama" or not sizes["sliding_window"]:
         return None, None
+    if kind == "qwen2" and not values.get("use_sliding_window", False):
+        return None, None
+    window = Window(before=need(sizes, "sliding_window") - 1)
     if kind == "mistral":
-        return size, None
+        return window, None
     types = values.get("layer_types")
     if types is None:
-        return size, tuple(range(values.get("max_window_layers", 28), layers))
+        return window, tuple(range(values.get("max_window_layers", 28), layers))
     if len(types) != layers or not set(types) <= {"full_attention", "sliding_attention"}:
         raise CheckpointError(
             f"config.json: expected full_attention or sliding_attention as the layer_types of {layers} layers, "
             f"got {types!r:.80}"
         )
-    return size, tuple(index for index, layer_type in enumerate(types) if layer_type == "sliding_attention")
+    return window, tuple(index for index, layer_type in enumerate(types) if layer_type == "sliding_attention")
 
 
 def write_config(config: DecoderConfig) -> dict[str, Any]:
@@ -84,6 +89,7 @@ def write_config(config: DecoderConfig) -> dict[str, Any]:
     qwen = config.attention_bias and not config.output_bias
     mistral = config.window is not None and config.window_layers is None
     kind = "qwen2" if qwen else "mistral" if mistral else "llama"
+    sliding = {} if config.window is None else {"sliding_window": config.window.width}
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rotary_base}
     if (scaling := config.rotary_scaling) is not None:
         rope |= {"rope_type": scaling.kind, "factor": scaling.factor}
@@ -114,11 +120,10 @@ def write_config(config: DecoderConfig) -> dict[str, Any]:
     if kind == "llama":
         values |= {"attention_bias": config.attention_bias, "mlp_bias": config.network_bias}
     elif kind == "mistral":
-        values["sliding_window"] = config.window
+        values |= sliding
     else:
-        types = ["full_attention" if size is None else "sliding_attention" for size in config.windows]
-        values |= {"use_sliding_window": config.window is not None, "layer_types": types}
-        values |= {"sliding_window": config.window} if config.window is not None else {}
+        types = ["full_attention" if window is None else "sliding_attention" for window in config.windows]
+        values |= {"use_sliding_window": config.window is not None, "layer_types": types, **sliding}
     return values
 
 

@@ -23,7 +23,7 @@ from regard.core.calls.choice import Path
 from regard.core.calls.repeats import Step
 from regard.core.cost import COUNTED, Cost, Work, count_formula, key_value_bytes, score_cost
 from regard.core.families.mechanism import Mechanism
-from regard.core.masks import Mask
+from regard.core.masks import Mask, Window
 from regard.core.masks.structure import EVERYTHING, Structure, padding_between, structure_of
 from regard.core.paths import blocks, chunked, fused, fused_stream, reference, stream, sums_cost
 from regard.core.paths.slots import Clock, Slot, SumSlot
@@ -197,7 +197,7 @@ class FeatureMechanism(Mechanism):
             return super().step(q, k, v, state, rule)
         return stream.token_step(self, q, k, v, state, RECENT)
 
-    def slot(self, qk_length: int, state: Any, clock: Callable[[int], Clock], window: int | None) -> Slot:
+    def slot(self, qk_length: int, state: Any, clock: Callable[[int], Clock], window: Window | None) -> Slot:
         if not self.linear(qk_length):
             return super().slot(qk_length, state, clock, window)
         return SumSlot(state, clock(state.length))

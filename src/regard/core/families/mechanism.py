@@ -30,7 +30,7 @@ from regard.core.calls.checks import check_extend, check_start
 from regard.core.calls.choice import Path
 from regard.core.cost import Cost, Work, accumulator, score_cost, similarity_flops
 from regard.core.eager import symbolic
-from regard.core.masks import Mask, MaskFunction, as_mask
+from regard.core.masks import Mask, MaskFunction, Window, as_mask
 from regard.core.masks.structure import EVERYTHING, Structure, padding_between, with_padding
 from regard.core.paths import blocks, exact, reference, runs
 from regard.core.paths.runs import over_runs, usable_state, with_space
@@ -370,12 +370,12 @@ class Mechanism:
     slotted: ClassVar[bool] = True
     """Whether a GPU can capture its decode steps as a CUDA graph, through `slot`."""
 
-    def slot(self, qk_length: int, state: Any, clock: Callable[[int], Clock], window: int | None) -> Slot:
+    def slot(self, qk_length: int, state: Any, clock: Callable[[int], Clock], window: Window | None) -> Slot:
         """The state as memory at fixed addresses, for decode steps that a GPU replays. `clock(length)` is shared by the
-        layers that keep as many tokens; `window` is how many tokens a token sees."""
-        if window is not None and state.length > 2 * window:
-            state = state.resized(window, state.length - window)
-        return CacheSlot(state, clock(state.length), None if window is None else window - 1)
+        layers that keep as many tokens; `window` is the layer's sliding window."""
+        if window is not None and state.length > 2 * window.width:
+            state = state.resized(window.width, state.length - window.width)
+        return CacheSlot(state, clock(state.length), None if window is None else window.before)
 
     def cost(self, work: Work) -> Cost:
         """What this mechanism costs on some work, with the FLOPs of its similarity counted as it runs; see

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from regard.core.masks import Padding
+from regard.core.masks import Padding, Window
 from regard.core.masks.padded import join_padding, reorder_padding
 from regard.core.states.buffer import Buffer
 from regard.core.states.key_value_runs import Run
@@ -235,11 +235,11 @@ class KeyValueState(State):
     def __repr__(self) -> str:
         return f"KeyValueState(length={self.length}, capacity={self.capacity}, nbytes={self.nbytes})"
 
-    def windowed(self, before: int, new: int) -> "KeyValueState":
+    def windowed(self, window: Window, new: int) -> "KeyValueState":
         if self.length + new <= self.capacity:
             return self
-        kept = min(self.length, before)
-        return self.resized(max(kept + new, 2 * (before + 1)), self.length - kept)
+        kept = min(self.length, window.before)
+        return self.resized(max(kept + new, 2 * window.width), self.length - kept)
 
     def with_room(self, more: int, most: int) -> "KeyValueState":
         kept = self.length - self.forgotten
@@ -261,7 +261,7 @@ class KeyValueState(State):
 
     def restored(self, stored: Stored) -> "KeyValueState":
         count = stored.plan["length"]
-        least = stored.length if stored.window is None else min(stored.length, stored.window - 1)
+        least = stored.length if stored.window is None else min(stored.length, stored.window.before)
         if type(count) is not int or not least <= count <= stored.length:
             raise ValueError(f"{count!r} tokens of {stored.length}")
         forgotten = stored.plan["forgotten"]

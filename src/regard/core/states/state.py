@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from regard.core.masks import Padding
+from regard.core.masks import Padding, Window
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ class Stored(Protocol):
     def length(self) -> int: ...
 
     @property
-    def window(self) -> int | None:
-        """How many tokens the state's layer sees, if it has a sliding window."""
+    def window(self) -> Window | None:
+        """The sliding window of the state's layer, if it has one."""
 
     def tensor(self, name: str, dtype: torch.dtype, *shape: int) -> Tensor:
         """A tensor; ValueError unless it has this dtype and shape."""
@@ -125,9 +125,8 @@ class State:
         """The state with room for `more` tokens, but for `most` at most; itself if it needs no room."""
         return self
 
-    def windowed(self, before: int, new: int) -> "State":
-        """The state with room for `new` tokens, without tokens that none of them sees: they see `before` tokens
-        back."""
+    def windowed(self, window: Window, new: int) -> "State":
+        """The state with room for `new` tokens, without tokens that none of them sees in a sliding window."""
         return self
 
     def history(self) -> tuple[Tensor, Tensor, Padding | None] | None:

@@ -16,7 +16,7 @@ from regard.checkpoints.sources import Source, open_safetensors, parse_json, ref
 from regard.core.extras import needed_for
 from regard.core.families.mechanism import Mechanism
 from regard.core.files import write
-from regard.core.masks import Padding, padding_of
+from regard.core.masks import Padding, Window, padding_of
 from regard.core.states.buffer import Buffer
 from regard.core.states.key_values import PARTS, KeyValueState, stored_buffer
 from regard.core.states.state import Sizes
@@ -163,7 +163,7 @@ def with_room(state: ModelState, more: int, most: int) -> ModelState:
     """The state with room for `more` tokens; a layer without gets room for as many as it holds, `most` at the most."""
     pairs = zip(state.layers, state.windows, strict=True)
     # A layer with a window makes room by forgetting.
-    layers = (layer.with_room(more, most) if size is None else layer for layer, size in pairs)
+    layers = (layer.with_room(more, most) if window is None else layer for layer, window in pairs)
     return replace(state, layers=tuple(layers))
 
 
@@ -213,7 +213,7 @@ class _Stored:
     batch: int
     length: int
     plan: dict[str, Any] = field(default_factory=dict)
-    window: int | None = None
+    window: Window | None = None
 
     def holds(self, name: str) -> bool:
         return self.prefix + name in self.source.shapes
@@ -255,10 +255,10 @@ def _unflatten(source: Source, plan: dict[str, Any], model: GenerativeModel) -> 
     stack = model.decoder_stack
     empty = stack.start(batch=1, capacity=0)
 
-    def stored(prefix: str, plan: dict[str, Any] | None = None, window: int | None = None) -> _Stored:
+    def stored(prefix: str, plan: dict[str, Any] | None = None, window: Window | None = None) -> _Stored:
         return _Stored(source, model.device, prefix, batch, length, plan or {}, window)
 
-    def layer(index: int, plan: dict[str, Any], like: Any, window: int | None) -> Any:
+    def layer(index: int, plan: dict[str, Any], like: Any, window: Window | None) -> Any:
         if plan.get("kind") != (kind := like.saved()[0].get("kind")):
             raise TypeError(f"{plan.get('kind')} where {kind} is expected in layer {index}")
         return like.restored(stored(f"layer.{index}.", plan, window))

@@ -147,8 +147,8 @@ class Replay:
 
         layers = zip(model.decoder_stack.layers, state.layers, state.windows, strict=True)
         self.slots = [
-            block.attention.mechanism.slot(block.attention.qk_length, layer, clock, size)
-            for block, layer, size in layers
+            block.attention.mechanism.slot(block.attention.qk_length, layer, clock, window)
+            for block, layer, window in layers
         ]
         self.tokens = torch.zeros(len(self.slots[0].tensors[0]), 1, dtype=torch.long, device=device)
         rotary = model.decoder_stack.rotary

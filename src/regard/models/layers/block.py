@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from regard.core.calls.choice import refusal
 from regard.core.families.mechanism import Mechanism
-from regard.core.masks import Band, Mask, as_mask, window
+from regard.core.masks import Band, Mask, Window, as_mask
 from regard.core.masks import causal as causal_mask
-from regard.core.masks.structure import Structure, padding_between, structure_of
+from regard.core.masks.structure import padding_between, structure_of
 from regard.models.layers.attention import AnyMask, MultiHeadAttention, as_mechanism, own_copy
 from regard.models.layers.network import PositionWise, norm
 from regard.models.layers.positions import Rotary, Tables
@@ -130,11 +130,11 @@ class Stack(nn.Module):
         *,
         causal: bool = False,
         num_shared: int | None = None,
-        windows: Sequence[int | None] | None = None,
+        windows: Sequence[Window | None] | None = None,
         bias: nn.Module | None = None,
     ) -> None:
-        """`num_shared` is the number of different blocks; `windows` how many tokens each layer sees, itself included,
-        and, unless `causal`, as many after it; `bias` a module that gives the scores' bias from (queries, keys)."""
+        """`num_shared` is the number of different blocks; `windows` the sliding window of each layer, or None;
+        `bias` a module that gives the scores' bias from (queries, keys)."""
         super().__init__()
         mechanism = as_mechanism(config.mechanism)
         if causal and refusal(mechanism, causal_mask) is not None:
@@ -144,10 +144,6 @@ class Stack(nn.Module):
             raise ValueError(f"mechanism: expected one for {task}, got {mechanism!r}, which is always causal")
         if bias is not None and refusal(mechanism, bias=True) is not None:
             raise ValueError(f"mechanism: expected one with additive scores, for a bias by distance, got {mechanism!r}")
-        qk_length = config.qk_length or config.embedding_dim // config.num_heads
-        for size in windows or () if causal else ():
-            if size is not None and mechanism.streams(qk_length, Structure(before=size - 1, after=0)) is not None:
-                raise ValueError(f"window: expected none with {mechanism!r}, whose sums cannot drop a key, got {size}")
         different = num_layers if num_shared is None else num_shared
         if num_shared is not None and not 1 <= num_shared <= num_layers:
             raise ValueError(f"num_shared: expected 1 to {num_layers} different blocks, got {num_shared}")
@@ -185,16 +181,16 @@ class Stack(nn.Module):
         if state is not None:
             memory, memory_mask = state.memory, state.memory_mask
         turns = positions if self.rotary is None or positions is None else self.rotary.tables(positions)
-        masks: dict[tuple[int | None, int], Mask | None] = {}
+        masks: dict[tuple[Window | None, int], Mask | None] = {}
         bias = None if self.bias is None else self.bias(tokens, past + tokens, x)
         states = []
-        for index, (block, size) in enumerate(zip(self.layers, self.windows, strict=True)):
-            layer_state, gone = (None, 0) if state is None else _layer_state(state, index, size, tokens)
-            if (size, gone) not in masks:
-                masks[size, gone] = self._masked(rule if gone == 0 else _recent(rule, gone, past + tokens), size)
+        for index, (block, window) in enumerate(zip(self.layers, self.windows, strict=True)):
+            layer_state, gone = (None, 0) if state is None else _layer_state(state, index, window, tokens)
+            if (window, gone) not in masks:
+                masks[window, gone] = self._masked(rule if gone == 0 else _recent(rule, gone, past + tokens), window)
             x, longer = block(
                 x,
-                masks[size, gone],
+                masks[window, gone],
                 bias=None if bias is None else bias[..., gone:],
                 positions=turns,
                 ragged=ragged,
@@ -207,15 +203,14 @@ class Stack(nn.Module):
         x = x if ragged is None else ragged.pad(x)
         return x, None if state is None else state.extended(tuple(states), tokens, fresh)
 
-    def _masked(self, rule: Mask | None, size: int | None) -> Mask | None:
-        near = None if size is None else window(before=size - 1, after=0 if self.causal else size - 1)
-        for more in (causal_mask if self.causal else None, near):
+    def _masked(self, rule: Mask | None, window: Window | None) -> Mask | None:
+        for more in (causal_mask if self.causal else None, window):
             rule = more if rule is None else rule if more is None else more & rule
         return rule
 
     def start(self, *, batch: int, capacity: int = 4096, storage: torch.dtype | None = None) -> ModelState:
         """An empty state, with room for `capacity` tokens; a layer with a window has room for two windows."""
-        rooms = (capacity if size is None else min(capacity, 2 * size) for size in self.windows)
+        rooms = (capacity if window is None else min(capacity, 2 * window.width) for window in self.windows)
         states = (
             block.attention.start(batch=batch, capacity=room, storage=storage)
             for block, room in zip(self.layers, rooms, strict=True)
@@ -227,11 +222,11 @@ class Stack(nn.Module):
         return tuple(block.cross.remember(memory) for block in self.layers if block.cross is not None)
 
 
-def _layer_state(state: ModelState, index: int, size: int | None, tokens: int) -> tuple[Any, int]:
+def _layer_state(state: ModelState, index: int, window: Window | None, tokens: int) -> tuple[Any, int]:
     """A layer's state with room for more tokens if it has a window, and how many tokens have left it."""
     layer_state = state.layers[index]
-    if size is not None:
-        layer_state = layer_state.windowed(size - 1, tokens)
+    if window is not None:
+        layer_state = layer_state.windowed(window, tokens)
     return layer_state, state.length - layer_state.length
 
 

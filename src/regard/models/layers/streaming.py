@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from regard.core.masks import Mask, Padding
+from regard.core.masks import Mask, Padding, Window
 from regard.core.masks.padded import join_padding, reorder_padding
 from regard.core.masks.structure import padding_between
 from regard.core.states.buffer import quantize
@@ -34,8 +34,8 @@ class ModelState:
     memory: tuple[tuple[Tensor, ...], ...] | None = None
     """Keys and values of each layer's cross-attention, and, if they are int8, the scales of both."""
     memory_mask: Mask | None = None
-    windows: tuple[int | None, ...] = ()
-    """How many tokens each layer sees; such a layer forgets older ones."""
+    windows: tuple[Window | None, ...] = ()
+    """The sliding window of each layer, which forgets older tokens; None for a layer that keeps them all."""
 
     @property
     def nbytes(self) -> int:
@@ -66,11 +66,11 @@ class ModelState:
         """The state as it was at an earlier length."""
         if type(length) is not int or not 0 <= length <= self.length:
             raise ValueError(f"length: expected 0 to {self.length} (the state's length), got {length!r}")
-        for size, state in zip(self.windows, self.layers, strict=True):
-            gone = self.length - state.length
-            if gone and length - (size or 0) + 1 < gone:
+        for window, state in zip(self.windows, self.layers, strict=True):
+            dropped = self.length - state.length
+            if window is not None and dropped and length < dropped + window.before:
                 raise ValueError(
-                    f"length: expected at least {gone + (size or 0) - 1}, the window is past, got {length}"
+                    f"length: expected at least {dropped + window.before}, the window is past, got {length}"
                 )
         layers = tuple(state.crop(length - (self.length - state.length)) for state in self.layers)
         padding = None if self.padding is None else self.padding.between(0, length, self.length)

@@ -7,7 +7,6 @@ from types import ModuleType
 from regard.core.calls.choice import refusal
 from regard.core.extras import needed_for
 from regard.core.masks import causal
-from regard.core.masks.structure import Structure
 from regard.core.mechanisms.text import from_text
 
 NAMES = ("translate", "lm", "bert", "classify", "vision")
@@ -26,14 +25,11 @@ def recipe(name: str) -> ModuleType:
         return importlib.import_module(f"regard.training.recipes.{name}")
 
 
-def check_causal(mechanism: str, window: int | None) -> None:
-    """Raise ValueError for a mechanism that a decoder cannot have, or not with a window.
+def check_causal(mechanism: str) -> None:
+    """Raise ValueError for a mechanism that a decoder cannot have.
 
     >>> from regard.training.recipes import check_causal
-    >>> check_causal("softmax", window=16)
+    >>> check_causal("softmax")
     """
-    found = from_text(mechanism)
-    if refusal(found, causal) is not None:
+    if refusal(from_text(mechanism), causal) is not None:
         raise ValueError(f"mechanism: expected one that can be causal, got {mechanism}")
-    if window is not None and found.streams(1, Structure(before=window - 1, after=0)) is not None:
-        raise ValueError(f"window: expected none with {mechanism}, whose sums forget nothing, got {window}")

@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from regard.checkpoints.tokenizer import Tokenizer
-from regard.core.masks import padding
+from regard.core.masks import Window, padding
+from regard.core.masks.text import WINDOW_HELP
 from regard.core.mechanisms.text import CHOICES, from_text
 from regard.models.base import Model
 from regard.models.encoder import Encoder, EncoderConfig
@@ -60,7 +61,7 @@ class Options:
     num_kv_heads: int | None = option(
         None, "Key/value heads; as many as heads if not given, 1 is MQA.", also="--kv-heads"
     )
-    window: int | None = option(None, "Tokens that each sees before it and after it; all if not given.")
+    window: Window | None = option(None, f"{WINDOW_HELP} All if not given.")
 
     def __post_init__(self) -> None:
         for name, least in (("vocabulary_size", 8), ("context_length", 16)):

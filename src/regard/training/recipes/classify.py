@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from regard.checkpoints import load_with
 from regard.checkpoints.tokenizer import Tokenizer
-from regard.core.masks import padding
+from regard.core.masks import Window, padding
+from regard.core.masks.text import WINDOW_HELP
 from regard.core.mechanisms.text import CHOICES, from_text, lookup
 from regard.models.base import Model, expect
 from regard.models.encoder import Encoder, EncoderConfig
@@ -47,8 +48,9 @@ class Sizes:
 class Options:
     """What to classify, and with what.
 
+    >>> import regard as rg
     >>> from regard.training.recipes.classify import Options
-    >>> Options(start="runs/bert", window=16).start
+    >>> Options(start="runs/bert", window=rg.Window(16, 16)).start
     'runs/bert'
     """
 
@@ -57,7 +59,7 @@ class Options:
     context_length: int = option(128, "Tokens of a text; of longer ones the beginning counts.")
     dropout: float = option(0.1, "Share of what each sub-layer adds that is dropped in training.")
     mechanism: str | None = option(None, f"Attention, one of {CHOICES}. Softmax, or the start's, if not given.")
-    window: int | None = option(None, "Tokens that each sees before it and after it; all, or the start's.")
+    window: Window | None = option(None, f"{WINDOW_HELP} All, or the start's, if not given.")
     vocabulary_size: int | None = option(
         None, f"From scratch: word pieces, at most; {Sizes.vocabulary_size} if not given."
     )

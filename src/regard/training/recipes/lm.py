@@ -36,7 +36,8 @@ from torch import Tensor, nn
 from regard.checkpoints.errors import CheckpointError
 from regard.checkpoints.tokenizer import Tokenizer
 from regard.core.calls.choice import refusal
-from regard.core.masks import padding, segments
+from regard.core.masks import Window, padding, segments
+from regard.core.masks.text import WINDOW_HELP
 from regard.core.mechanisms.text import CHOICES, from_text
 from regard.inference.generation import generate
 from regard.models.base import Model, expect
@@ -86,7 +87,7 @@ class Options:
     num_kv_heads: int | None = option(
         None, "Key/value heads; as many as heads if not given, 1 is MQA.", also="--kv-heads"
     )
-    window: int | None = option(None, "Tokens that each one sees, itself among them; all before it if not given.")
+    window: Window | None = option(None, f"{WINDOW_HELP} Here AFTER is 0. All before it if not given.")
     packed: bool | None = option(
         None,
         "Rows with pieces of several documents, kept apart; if not, one document a row. Packed if not given, unless "
@@ -101,7 +102,7 @@ class Options:
             raise ValueError(f"form: expected llama or gpt2, got {self.form!r}")
         if not self.suffix:
             raise ValueError("suffix: expected at least one, got none")
-        check_causal(self.mechanism, self.window)
+        check_causal(self.mechanism)
         apart = refusal(from_text(self.mechanism), segments(torch.zeros(1, 8, dtype=torch.long))) is None
         if self.packed and not apart:
             raise ValueError(

@@ -20,7 +20,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from regard.checkpoints.tokenizer import Tokenizer
-from regard.core.masks import padding
+from regard.core.masks import Window, padding
+from regard.core.masks.text import WINDOW_HELP
 from regard.core.mechanisms.text import CHOICES, from_text
 from regard.inference.generation import Generated, generate
 from regard.inference.trace import trace
@@ -73,7 +74,8 @@ class Options:
     num_kv_heads: int | None = option(
         None, "Key/value heads; as many as heads if not given, 1 is MQA.", also="--kv-heads"
     )
-    window: int | None = option(None, "Tokens that source and target tokens see of their own text; all if not given.")
+    encoder_window: Window | None = option(None, f"In the source. {WINDOW_HELP} All if not given.")
+    decoder_window: Window | None = option(None, f"In the target. {WINDOW_HELP} Here AFTER is 0. All if not given.")
     beams: int = option(1, "Beams of the translations that are evaluated.")
 
     def __post_init__(self) -> None:
@@ -82,7 +84,7 @@ class Options:
                 raise ValueError(f"{name}: expected at least {least}, got {getattr(self, name)}")
         if not 0 <= self.label_smoothing < 1:
             raise ValueError(f"label_smoothing: expected at least 0 and below 1, got {self.label_smoothing}")
-        check_causal(self.mechanism, self.window)
+        check_causal(self.mechanism)
         self.config(self.vocabulary_size)
 
     def config(self, vocabulary_size: int) -> TransformerConfig:
@@ -97,7 +99,8 @@ class Options:
             dropout=self.dropout,
             pre_norm=self.pre_norm,
             mechanism=from_text(self.mechanism),
-            window=self.window,
+            encoder_window=self.encoder_window,
+            decoder_window=self.decoder_window,
             context_length=2 * LONGEST,
             start_token=START,
             end_tokens=(END,),

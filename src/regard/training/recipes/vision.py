@@ -44,7 +44,8 @@ class Shape:
 
 SHAPES = {"vit": Shape(7, 96, (4,), 3), "davit": Shape(4, 32, (1, 1), 1)}
 """What the models are if nothing else is said."""
-OWN = ("model", "patch_size", "embedding_dim", "num_layers", "num_heads", "num_kv_heads", "window")
+WINDOWS = ("window_radius", "window_size")
+OWN = ("model", "patch_size", "embedding_dim", "num_layers", "num_heads", "num_kv_heads", *WINDOWS)
 """Options that a model which training starts from has answered."""
 TRAIN_GLYPHS, TEST_GLYPHS = 20_000, 2_000
 GLYPH_SIZE = 28
@@ -87,9 +88,10 @@ class Options:
     num_kv_heads: int | None = option(
         None, "A ViT's key/value heads; as many as heads if not given, 1 is MQA.", also="--kv-heads"
     )
-    window: int | None = option(
-        None, "ViT: patches see those so many patches away, and the class token all. DaViT: its windows' side, 7."
+    window_radius: int | None = option(
+        None, "A ViT's: how many patches away a patch sees others, down and across; all if not given."
     )
+    window_size: int | None = option(None, "A DaViT's: tokens of a window's side; 7 if not given.")
     mechanism: str | None = option(None, f"Attention, one of {CHOICES}. Softmax if not given.")
     dropout: float = option(0.0, "Share of what each sub-layer adds that is dropped in training.")
     label_smoothing: float = option(0.1, "Share of the probability that targets give to all classes alike.")
@@ -102,7 +104,7 @@ class Options:
         for name, known in (("model", (None, *SHAPES)), ("head", ("linear", "mlp"))):
             if (value := getattr(self, name)) not in known:
                 raise ValueError(f"{name}: expected {' or '.join(filter(None, known))}, got {value!r}")
-        for name in ("patch_size", "embedding_dim", "num_heads", "num_kv_heads", "window"):
+        for name in ("patch_size", "embedding_dim", "num_heads", "num_kv_heads", *WINDOWS):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name}: expected at least 1, got {value}")
         if self.num_layers is not None and (not self.num_layers or min(self.num_layers) < 1):
@@ -135,8 +137,10 @@ class Options:
         if self.head == "mlp" and (self.start is not None or self.model == "davit"):
             who = "a DaViT" if self.model == "davit" else "fine-tuning"
             raise ValueError(f"head: expected linear for {who}, got mlp")
-        if self.model == "davit" and self.num_kv_heads is not None:
-            raise ValueError(f"num_kv_heads: expected none for a DaViT, got {self.num_kv_heads}")
+        kind = "DaViT" if self.model == "davit" else "ViT"
+        for name in ("num_kv_heads", "window_radius") if kind == "DaViT" else ("window_size",):
+            if (value := getattr(self, name)) is not None:
+                raise ValueError(f"{name}: expected none for a {kind}, got {value}")
         if self.model != "davit" and len(self.shape.num_layers) != 1:
             raise ValueError(f"num_layers: expected one number for a ViT, got {_text(self.shape.num_layers)}")
 
@@ -166,7 +170,7 @@ class Options:
                 num_layers=shape.num_layers[0],
                 num_heads=shape.num_heads,
                 num_kv_heads=self.num_kv_heads,
-                window=self.window,
+                window_radius=self.window_radius,
                 head=self.head,
                 **shared,
             )
@@ -183,7 +187,7 @@ class Options:
             patch_stride=(shape.patch_size, *[2] * further),
             patch_padding=(kernel // 2, *[1] * further),
             norm_first=(False, *[True] * further),
-            window_size=self.window or 7,
+            window_size=self.window_size or 7,
             **shared,
         )
 
