@@ -71,7 +71,7 @@ def positions() -> Figure:
         4.7,
         title="A decoder's token over its position: measured (marks) and predicted (lines)",
         note=f"Decoders of 4 layers, width 512, 8 heads, float32, batch 1. {machine(measured['environment'])}. "
-        + PREDICTION.format(late(points)),
+        + PREDICTION.format(*misses(points)),
     )
     left, middle, right = figure.subplots(1, 3)
     groups, mechanisms = ("MHA", "GQA", "MQA"), ("softmax", "quadratic")
@@ -87,16 +87,17 @@ def positions() -> Figure:
 
 
 PREDICTION = (
-    "Predicted: the time at 1k, and the bytes of the keys and values since then at the memory's rate: a lower bound. "
-    "MQA at 32k takes {:.1f} times as long as that; the cause is not known yet."
+    "Predicted: the time at 1k, then the bytes since at the memory's rate plus the FLOPs since at the rate of a step "
+    "whose keys 32 query heads share. At the last position tokens take {:.2f} to {:.2f} times as long as that."
 )
-"""What the lines of positions.png are, and where they are wrong."""
+"""What the lines of positions.png are, and how far they are off."""
 
 
-def late(points: list[dict[str, Any]]) -> float:
-    """How many times as long as predicted the last token of MQA takes."""
-    last = max((point for point in points if point["kind"] == "MQA"), key=lambda point: point["position"])
-    return float(last["milliseconds"] / last["predicted_milliseconds"])
+def misses(points: list[dict[str, Any]]) -> tuple[float, float]:
+    """How many times as long as predicted a token takes at the last position: the least and the most."""
+    last = {point["kind"]: point for point in sorted(points, key=lambda point: point["position"])}.values()
+    ratios = [point["milliseconds"] / point["predicted_milliseconds"] for point in last]
+    return min(ratios), max(ratios)
 
 
 def _over_position(
@@ -151,6 +152,50 @@ def _mean_curve(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return lines
 
 
+def which() -> Figure:
+    """What attentions recall, keep and take, as `benchmarks/recall.py` has measured them."""
+    measured = json.loads((RESULTS / "recall.json").read_text())
+    rows, sizes = measured["summary"], measured["sizes"]
+    head = sizes["embedding_dim"] // sizes["num_heads"]
+    figure = new_figure(
+        13,
+        5.2,
+        title="Which attention when: what it recalls, what it keeps, what it takes",
+        note=f"Recall: one layer, {sizes['num_heads']} heads of {head}, {rows[0]['seeds']} seeds, bands of one "
+        f"standard deviation; chance is 1.6 %. State: of that layer, float32. Time: whole causal sequences, "
+        f"4 heads of 32, float32, {machine(measured['timed_on'])}.",
+    )
+    left, middle, right = figure.subplots(1, 3)
+    for row, (colour, marker) in zip(rows, line_styles(len(rows)), strict=True):
+        style = {"color": colour, "marker": marker, "markersize": 4.5, "linewidth": 1.4, "label": row["name"]}
+        pairs = [int(count) for count in row["mean"]]
+        shares, spread = [100 * share for share in row["mean"].values()], row["deviation"].values()
+        left.plot(pairs, shares, **style)
+        left.fill_between(
+            pairs,
+            [share - 100 * deviation for share, deviation in zip(shares, spread, strict=True)],
+            [share + 100 * deviation for share, deviation in zip(shares, spread, strict=True)],
+            color=colour, alpha=0.15, linewidth=0,
+        )  # fmt: skip
+        lengths = [int(length) for length in row["state_bytes"]]
+        middle.plot(lengths, list(row["state_bytes"].values()), **style)
+        times = measured["times"][row["name"]]
+        right.plot([int(length) for length in times], [ms / 1e3 for ms in times.values()], **style)
+    for axes, ticks in ((left, pairs), (middle, lengths), (right, [int(length) for length in times])):
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+    for axes, unit in ((middle, "B"), (right, "s")):
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(ticker.EngFormatter(unit=unit, sep=" "))
+    dress(left, title="What it recalls", x="pairs of key and value before the query", y="right answers (%)")
+    dress(
+        middle, title="What it keeps (retention, gated, delta: alike)", x="tokens so far", y="state of a layer (bytes)"
+    )
+    dress(right, title="What it takes", x="length (tokens)", y="time of a sequence (seconds)")
+    left.legend(frameon=False, fontsize=8)
+    return figure
+
+
 def translator() -> Figure:
     """The training of the translator that ships."""
     run = json.loads((DOCS / "translator/run.json").read_text())["options"]
@@ -174,7 +219,8 @@ def machine(environment: dict[str, Any]) -> str:
     """The machine of a committed result, in words."""
     torch_version = environment.get("torch") or environment["packages"]["torch"]
     if "cpu" in environment:
-        name = f"{environment['cpu']}, {environment['threads']} threads"
+        threads = environment["threads"]
+        name = f"{environment['cpu']}, {threads} thread{'s' if threads > 1 else ''}"
     else:
         name = f"{environment['device']} ({environment['machine']})"
     return f"{name}, torch {torch_version}, {environment['date'][:10]}"
@@ -185,6 +231,7 @@ PICTURES: dict[str, Callable[[], Figure]] = {
     "cost.png": cost,
     "positions.png": positions,
     "mechanisms.png": mechanisms,
+    "which.png": which,
     "translator/curves.png": translator,
 }
 """Every PNG below docs/, and what draws it."""

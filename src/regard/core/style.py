@@ -26,8 +26,8 @@ with needed_for("a picture"):
     from matplotlib.lines import Line2D as Line2D
     from matplotlib.patches import Patch as Patch
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-MARKERS = ("o", "s", "^", "D", "v", "P")
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#4D4D4D")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 INK, QUIET, RULE = "#1f2933", "#5b6773", "#d5dbe1"
 WEIGHT_MAP = LinearSegmentedColormap.from_list("weight", WEIGHT_COLOURS).with_extremes(bad=HIDDEN)
 MASK_MAP = ListedColormap(list(MASK_COLOURS))
