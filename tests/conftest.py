@@ -92,6 +92,6 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(gpu, "missing", lambda call: None)
     monkeypatch.setattr(softmax, "PATHS", (split.PATH, band.PATH, reference.PATH))
     monkeypatch.setattr(repeats, "_launched", lambda q: True)
-    monkeypatch.setattr(repeats, "_known", {})
+    monkeypatch.setattr(repeats, "_kept_runs", {})
     monkeypatch.setattr(attention, "choose", noted)
     return names

@@ -180,8 +180,8 @@ def test_a_trace_is_drawn_whole_by_layer_and_by_head():
     assert torch.equal(torch.from_numpy(~image.mask), rg.causal.draw(3).visible)
     for arguments, message in (
         ({"head": 1}, "layer: expected the layer of head 1, got None"),
-        ({"layer": 1, "head": 7}, r"head: expected one of those recorded, \[0, 1\], got 7"),
-        ({"layer": 5}, "layers: expected one of those recorded"),
+        ({"layer": 1, "head": 7}, r"head: expected a recorded head, one of \[0, 1\], got 7"),
+        ({"layer": 5}, "layers: expected a recorded layer"),
         ({"sequence": 1}, "sequence: expected 0 to 0, got 1"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -205,7 +205,7 @@ def test_what_cannot_be_stored_in_int8_is_refused():
 def test_a_state_has_its_storage(options):
     model = made("gqa")
     prompt = rg.prefill(model, [[1, 2]])
-    message = "storage: expected none beside a state, whose storage is prefill's choice, got torch.int8"
+    message = "storage: expected None with a state, which has its storage from prefill, got torch.int8"
     with pytest.raises(ValueError, match=message):
         rg.generate(model, state=prompt, storage=torch.int8, **options)
     with pytest.raises(ValueError, match=message):
@@ -255,7 +255,7 @@ def test_no_other_model_goes_on_with_a_prompt(name, tmp_path):
     ):
         with pytest.raises(
             ValueError,
-            match=r"expected a prompt that this model read, got that of a (Decoder$|model with (other|another))",
+            match=r"a prompt that this model read, got a prompt of a (Decoder$|model with (other|another))",
         ):
             call()
 
@@ -855,8 +855,8 @@ def test_endings_say_why():
     [
         ({"prompts": []}, "prompts: expected at least one, got none"),
         ({"prompts": [[]]}, "prompts: expected at least one token, got an empty prompt"),
-        ({"prompts": [[1], []]}, "empty prompt at place 1"),
-        ({"prompts": ["text"]}, "prompts: expected lists of tokens, the model has no tokenizer"),
+        ({"prompts": [[1], []]}, "empty prompt at index 1"),
+        ({"prompts": ["text"]}, "prompts: expected lists of tokens, since the model has no tokenizer"),
         ({"prompts": [[61]]}, "prompts: expected tokens from 0 to 60"),
         ({"prompts": [[1] * 256]}, r"prompts: expected fewer than 256 tokens \(the model's context\), got 256"),
         ({"prompts": None}, "prompts: expected either prompts or a state, got none"),
@@ -881,10 +881,10 @@ def test_endings_say_why():
         ({"prompts": (one for one in [[1]])}, "prompts: expected a text, .*, got generator"),
         ({"prompts": {1, 2}}, "prompts: expected a text, .*, got set"),
         ({"prompts": torch.tensor(5)}, "prompts: expected a text, .*, got int"),
-        ({"prompts": [5.0]}, "prompts: expected a text or a list of tokens at place 0, got float"),
-        ({"prompts": [{1: 2}]}, "prompts: expected a text or a list of tokens at place 0, got dict"),
-        ({"prompts": [[1], 5]}, "prompts: expected a text or a list of tokens at place 1, got int"),
-        ({"prompts": [torch.zeros(2)]}, "prompts: expected tokens from 0 to 60, got others at place 0"),
+        ({"prompts": [5.0]}, "prompts: expected a text or a list of tokens at index 0, got float"),
+        ({"prompts": [{1: 2}]}, "prompts: expected a text or a list of tokens at index 0, got dict"),
+        ({"prompts": [[1], 5]}, "prompts: expected a text or a list of tokens at index 1, got int"),
+        ({"prompts": [torch.zeros(2)]}, "prompts: expected tokens from 0 to 60, got others at index 0"),
         ({"stop": 1.5}, "stop: expected texts and tokens, or None, got float"),
         ({"stop": {"a": 1}}, "stop: expected texts and tokens, or None, got dict"),
         ({"stop": [None]}, "stop: expected texts and tokens, got None"),
@@ -893,7 +893,7 @@ def test_endings_say_why():
         ({"seed": {1: 2}}, "seed: expected a whole number"),
         ({"seed": True}, "seed: expected a whole number"),
         ({"max_new_tokens": 5.0}, "max_new_tokens: expected a whole number of at least 1, got 5.0"),
-        ({"prompts": None, "state": 5}, "state: expected what prefill gives, got int"),
+        ({"prompts": None, "state": 5}, "state: expected a Prompt from prefill, got int"),
     ],
 )
 def test_what_cannot_be_is_one_error_before_any_work(arguments, message):
@@ -922,7 +922,7 @@ def test_prompts_may_be_tensors_and_there_may_be_no_stops():
 def test_only_what_can_speak_is_asked_to():
     with pytest.raises(ValueError, match="model: expected a decoder or an encoder-decoder, got Encoder"):
         rg.generate(rg.Encoder(rg.EncoderConfig(vocabulary_size=9, embedding_dim=8, num_layers=1, num_heads=1)), [[1]])
-    with pytest.raises(ValueError, match="model: expected one in eval mode"):
+    with pytest.raises(ValueError, match="model: expected a model in eval mode"):
         rg.generate(rg.Decoder(rg.DecoderConfig(**SIZES, dropout=0.1)), [[1]])
     for several in ([[1, 2], [3]], ["a", "b"], torch.tensor([[1, 2]]), [torch.tensor([1])], ([1], 2)):
         with pytest.raises(ValueError, match=r"prompt: expected one text or one list of tokens, got a list of \d prom"):

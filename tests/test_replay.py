@@ -111,4 +111,4 @@ def test_what_is_not_captured_says_why():
     kernels = rg.Transformer(rg.TransformerConfig(**sizes, mechanism="elu", start_token=1, end_tokens=())).eval()
     assert "cross-attention" in replay.uncapturable(kernels, rg.prefill(kernels, [[1, 2]]).state, 100)
     own = decoder(mechanism=rg.Kernel(feature_map=torch.relu))
-    assert "may read numbers" in replay.uncapturable(own, rg.prefill(own, [[1, 2]]).state, 100)
+    assert "may read values" in replay.uncapturable(own, rg.prefill(own, [[1, 2]]).state, 100)

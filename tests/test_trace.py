@@ -341,7 +341,7 @@ def test_attention_that_is_computed_in_parts_is_joined():
 
 def test_a_difference_of_two_attentions_is_refused():
     model = decoder("DiffLlama").eval()
-    with pytest.raises(ValueError, match=r"expected DiffLlamaAttention \(.*\) to attend once a run"), trace(model):
+    with pytest.raises(ValueError, match=r"expected DiffLlamaAttention \(.*\) to attend once per run"), trace(model):
         model(torch.tensor([[3, 4, 5]]))
 
 
@@ -371,15 +371,15 @@ def test_models_whose_attention_is_their_own_are_refused():
 @pytest.mark.parametrize(
     ("choice", "message"),
     [
-        ({"layers": [7]}, r"layers: expected some of those that ran, 0 to 2, got \[7\]"),
+        ({"layers": [7]}, r"layers: expected layers that ran, 0 to 2, got \[7\]"),
         ({"layers": [-1]}, "layers: expected a list of whole numbers from 0"),
         ({"heads": [4]}, "heads: expected whole numbers from -4 to 3, got 4"),
         ({"rows": [20]}, r"rows: expected positions of queries that ran, got \[20\]"),
         ({"rows": []}, "rows: expected a list of whole numbers"),
         ({"rows": "last"}, "rows: expected a list of whole numbers"),
         ({"keep": ["logits"]}, "keep: expected some of weights, queries"),
-        ({"tokens": "word"}, "tokens: expected strings of one sequence"),
-        ({"tokens": [1, 2]}, "tokens: expected strings of one sequence"),
+        ({"tokens": "word"}, "tokens: expected a list of strings"),
+        ({"tokens": [1, 2]}, "tokens: expected a list of strings"),
     ],
 )
 def test_choices_that_cannot_be_are_named(choice, message):
@@ -393,7 +393,7 @@ def test_a_layer_that_was_not_recorded_is_named():
     with trace(model, layers=[0, 2], keep=["keys"]) as traced:
         model(torch.randint(3, 40, (1, 5)))
     assert traced.layers[-1].index == 2
-    with pytest.raises(ValueError, match=r"layers: expected one of those recorded, \[0, 2\], got 1"):
+    with pytest.raises(ValueError, match=r"layers: expected a recorded layer, one of \[0, 2\], got 1"):
         traced.layers[1]
     with pytest.raises(ValueError, match=r"layer 0: expected weights, got none"):
         rollout(traced)
@@ -474,7 +474,7 @@ def test_sums_whose_keys_came_before_the_trace_are_refused():
     with torch.no_grad():
         _, state = layer.extend(x[:, :299], layer.start(batch=1), rg.causal)
         with (
-            pytest.raises(ValueError, match=r"state: expected one whose tokens all came under the trace"),
+            pytest.raises(ValueError, match=r"state: expected a state that began under the trace"),
             trace(layer),
         ):
             layer.extend(x[:, 299:], state, rg.causal)

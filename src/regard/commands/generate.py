@@ -22,7 +22,7 @@ from regard.commands.models import ANY_SOURCE, FILE_DTYPES, MechanismName
 from regard.core.cost import accumulator, human
 from regard.core.mechanisms.text import lookup
 from regard.inference.generation.engine import Growth, Row
-from regard.inference.generation.request import begin, check_counts, limits_of, seeds_of, speaking
+from regard.inference.generation.request import as_generative, begin, check_counts, limits_of, seeds_of
 from regard.inference.generation.sampling import Sampling
 from regard.models.base import expect
 
@@ -267,7 +267,7 @@ def _begin(
     **sampling: Any,
 ) -> tuple[Growth, list[Row]]:
     """Start what `rg.generate` runs; the caller can print its rows while they grow."""
-    generator = speaking(model)
+    generator = as_generative(model)
     return begin(
         generator,
         [tuple(tokens) for tokens in prompts],

@@ -1,8 +1,8 @@
-"""See inside a model's attention: queries, keys, values, scores and weights of every layer and head, as they ran.
+"""Look inside a model's attention: record queries, keys, values, scores and weights of every layer and head.
 
-Works on our models, whatever their mechanism, and on Hugging Face models; the model knows nothing of it. Outputs are
-the same with a trace and without: bit for bit for ours, and those of eager attention for Hugging Face's. Saved traces
-are one file. What follows from a trace: `rollout`, `value_weighted`, `patterns`.
+Works on our models, with any mechanism, and on Hugging Face models, without changes to the model. A trace does not
+change the output: for our models it is bit for bit the same, for Hugging Face models it is that of eager attention. A
+trace is saved as one file. `rollout`, `value_weighted` and `patterns` analyse it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -41,43 +41,43 @@ def trace(
     tokens: Tokens | None = None,
     source_tokens: Tokens | None = None,
 ) -> Iterator[Trace]:
-    """Record a model's attention while the context lasts.
+    """Record a model's attention inside a `with` block.
 
-    `layers` are numbers in the order attention runs in one pass, cross-attention counted too; `rows` are positions of
-    queries, negative ones from the end of each pass, so `rows=[-1]` while generating is every newest token. Ours
-    compute nothing for what is not chosen. `keep` may name "scores" as well, which are computed only then.
+    `layers` are numbered in the order in which attention runs in one forward pass, cross-attention included. `rows` are
+    positions of queries; negative ones count from the end of each pass, so `rows=[-1]` while generating records every
+    new token. Our models compute weights only for what is chosen. `keep` may also name "scores".
 
-    Passes that go on from a cache (`generate`, `extend`) are joined: more rows, more keys, weights of 0 on keys that
-    did not exist yet. Anything else, such as another input or a beam that changed places, replaces what was recorded.
-    Tensors are detached. In training, weights are those before dropout.
+    Passes that continue from a KV cache (`generate`, `extend`) are joined: they add rows and keys, with weights of 0 on
+    keys that did not exist yet. Any other pass, such as one with another input or with reordered beams, replaces what
+    was recorded. Tensors are detached. In training, weights are those before dropout.
 
     >>> import regard as rg, torch
     >>> layer = rg.MultiHeadAttention(16, 4, num_kv_heads=2, mechanism=rg.Quadratic())
     >>> x = torch.randn(1, 6, 16)
-    >>> with rg.trace(layer, rows=[-1], tokens="a b c d e f".split()) as found:
+    >>> with rg.trace(layer, rows=[-1], tokens="a b c d e f".split()) as trace:
     ...     y = layer(x, mask=rg.causal)
-    >>> found.layers[0].weights.shape, found.layers[0].keys.shape, torch.equal(y, layer(x, mask=rg.causal))
+    >>> trace.layers[0].weights.shape, trace.layers[0].keys.shape, torch.equal(y, layer(x, mask=rg.causal))
     (torch.Size([1, 4, 1, 6]), torch.Size([1, 2, 6, 4]), True)
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"model: expected a torch module, got {type(model).__name__}")
     if hasattr(model, "_orig_mod"):
-        raise ValueError("model: expected one that is not compiled, got a compiled one; trace the model inside it")
+        raise ValueError("model: expected a model that is not compiled, got a compiled one; trace the model inside it")
     chosen = _chosen(layers, heads, rows, keep)
-    found, starts = ours.find(model)
+    attentions, starts = ours.find(model)
     theirs, their_starts = huggingface.find(model)
-    if not found and not theirs:
+    if not attentions and not theirs:
         raise ValueError(
             f"model: expected attention of regard's layers or of a Hugging Face model, got {type(model).__name__}, "
             "which has neither"
         )
-    both = {module: name for name, module in model.named_modules() if module in found or module in theirs}
+    both = {module: name for name, module in model.named_modules() if module in attentions or module in theirs}
     traced = Trace(tokens=tokens, source_tokens=source_tokens, model=type(model).__name__)
     recorder = Recorder(traced, chosen, both)
     with ExitStack() as stack:
         for handle in recorder.watch(list(dict.fromkeys([model, *starts, *their_starts]))):
             stack.callback(handle.remove)
-        if found:
+        if attentions:
             for handle in ours.Adapter(recorder).attach(model):
                 stack.callback(handle.remove)
         if theirs:

@@ -24,7 +24,7 @@ MOST = 1024
 Step = Callable[[Tensor, Tensor, Tensor, Any], tuple[Tensor, Any] | None]
 """The output of a token and the longer state; None for a state that has no room for it, or folds."""
 
-_known: dict[Any, Any] = {}
+_kept_runs: dict[Any, Any] = {}
 
 
 def key_of(q: Any, k: Any, v: Any, mechanism: Any, mask: Any) -> tuple[Any, ...] | None:
@@ -53,7 +53,7 @@ def step_key(q: Any, k: Any, v: Any, mechanism: Any, mask: Any, state: State) ->
 def find(key: tuple[Any, ...] | None) -> Any:
     """What runs a call, or a step, like one before; None if there was none."""
     try:
-        return _known.get(key)
+        return _kept_runs.get(key)
     except TypeError:  # a mechanism of the user's with a field that has no hash
         return None
 
@@ -77,10 +77,10 @@ def _no_step(q: Tensor, k: Tensor, v: Tensor, state: State) -> None:
 
 
 def _keep(key: tuple[Any, ...], run: Any) -> None:
-    if len(_known) >= MOST:
-        _known.clear()
+    if len(_kept_runs) >= MOST:
+        _kept_runs.clear()
     with suppress(TypeError):  # as above
-        _known[key] = run
+        _kept_runs[key] = run
 
 
 def _launched(q: Tensor) -> bool:

@@ -99,11 +99,11 @@ class SquareSums:
         small = torch.cat([part.flatten(1) for part in parts], 1)
         return square, F.pad(small, (0, t.size - small.shape[1]))
 
-    def pack(self, held: square_attention.Sums, like: Tensor) -> tuple[Tensor, Tensor]:
+    def pack(self, kernel_sums: square_attention.Sums, like: Tensor) -> tuple[Tensor, Tensor]:
         """To a state's sums, shaped `like` others, and normaliser."""
         t, length, shape = self.tiles, self.pairs.qk_length, like.shape
         a, b, _ = self.pairs.coefficients
-        square, small = held
+        square, small = kernel_sums
         linear, second, first, constant, count, _ = small.split(
             [t.d * t.v, t.d * t.d, t.d, t.v, 1, t.size - t.d * t.v - t.d * t.d - t.d - t.v - 1], 1
         )
@@ -116,7 +116,7 @@ class SquareSums:
         return sums.reshape(shape).contiguous(), torch.cat([upper, lower], 1).reshape(*shape[:2], -1)
 
     def extend(
-        self, q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None, held: Any, folds: bool
+        self, q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None, kernel_sums: Any, folds: bool
     ) -> tuple[Tensor, Any]:
         """The output of the last tokens of k and v, which come after those in the sums; and, if it folds, the sums with
         all of them."""
@@ -124,9 +124,9 @@ class SquareSums:
         final = square_attention.no_sums(work, q) if folds else None
         if not work.queries:
             assert final is not None
-            square_attention.fold(work, k, v, bounds, held, final)
+            square_attention.fold(work, k, v, bounds, kernel_sums, final)
             return q.new_empty(*q.shape[:3], v.shape[3]), final
-        return square_attention.forward(work, q, k, v, bounds, False, held, final)[0], final
+        return square_attention.forward(work, q, k, v, bounds, False, kernel_sums, final)[0], final
 
 
 @dataclass(frozen=True)
@@ -142,15 +142,15 @@ class FeatureSums:
         padded = F.pad(sums.flatten(0, 1), (0, t.v - value_length, 0, t.c - features)).flatten(1)
         return torch.cat([padded, F.pad(normaliser.flatten(0, 1), (0, t.c - features))], 1)
 
-    def pack(self, held: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+    def pack(self, kernel_sums: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
         """To a state's sums, shaped `like` others, and normaliser."""
         t, shape = self.tiles, like.shape
-        sums, first = held.split([t.c * t.v, t.c], 1)
+        sums, first = kernel_sums.split([t.c * t.v, t.c], 1)
         sums = sums.unflatten(1, (t.c, t.v))[:, : shape[2], : shape[3]]
         return sums.reshape(shape).contiguous(), first[:, : shape[2]].reshape(shape[:3]).contiguous()
 
     def extend(
-        self, q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None, held: Any, folds: bool
+        self, q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None, kernel_sums: Any, folds: bool
     ) -> tuple[Tensor, Any]:
         """The output of the last tokens of k and v, which come after those in the sums; and, if it folds, the sums with
         all of them."""
@@ -158,6 +158,6 @@ class FeatureSums:
         final = feature_attention.no_sums(work, q) if folds else None
         if not work.queries:
             assert final is not None
-            feature_attention.fold(work, k, v, bounds, held, final)
+            feature_attention.fold(work, k, v, bounds, kernel_sums, final)
             return q.new_empty(*q.shape[:3], v.shape[3]), final
-        return feature_attention.forward(work, q, k, v, bounds, held, final)[0], final
+        return feature_attention.forward(work, q, k, v, bounds, kernel_sums, final)[0], final

@@ -124,12 +124,12 @@ def _work(
     q: Layout, groups: int, value_length: int, scale: float, causal: bool, before: int | None, *kinds: object
 ) -> Work:
     batch, heads, queries, qk_length = q[0]
-    each = heads // groups * queries
-    rows = min(MOST_ROWS, max(16, power_of_2(each)))
+    queries_per_group = heads // groups * queries
+    rows = min(MOST_ROWS, max(16, power_of_2(queries_per_group)))
     c, width = (max(16, power_of_2(size)) for size in (qk_length, value_length))
     return Work(
         rows=rows,
-        grid=(ceil_divide(each, rows), batch * groups),
+        grid=(ceil_divide(queries_per_group, rows), batch * groups),
         count=batch * heads * queries,
         sizes=(batch, heads, queries, value_length),
         groups=groups,

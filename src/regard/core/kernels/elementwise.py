@@ -46,17 +46,17 @@ def turn_kernel(
     left, right = pair, pair + HALF
     if NEIGHBOURS:
         left, right = 2 * pair, 2 * pair + 1
-    known = pair < HALF
+    inside = pair < HALF
     base = Q + batch * q_batch + head * q_head + t * q_row
     if head >= heads:
         base = K + batch * k_batch + (head - heads) * k_head + t * k_row
-    a = tl.load(base + left, mask=known, other=0.0).to(tl.float32)
-    b = tl.load(base + right, mask=known, other=0.0).to(tl.float32)
+    a = tl.load(base + left, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(base + right, mask=inside, other=0.0).to(tl.float32)
     table = batch * table_batch + t * table_row
-    cos, sin = tl.load(COS + table + left, mask=known, other=0.0), tl.load(SIN + table + left, mask=known, other=0.0)
+    cos, sin = tl.load(COS + table + left, mask=inside, other=0.0), tl.load(SIN + table + left, mask=inside, other=0.0)
     out = OUT + line.to(tl.int64) * 2 * HALF
-    tl.store(out + left, a * cos - b * sin, mask=known)
-    tl.store(out + right, b * cos + a * sin, mask=known)
+    tl.store(out + left, a * cos - b * sin, mask=inside)
+    tl.store(out + right, b * cos + a * sin, mask=inside)
 
 
 def turn(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, neighbours: bool) -> tuple[Tensor, Tensor]:

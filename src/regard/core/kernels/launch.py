@@ -48,20 +48,20 @@ def launch(
     kernel: Any,
     grid: tuple[int, int, int],
     tensors: tuple[Tensor | None, ...],
-    told: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]],
+    arguments: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]],
     fresh: tuple[int, ...] = (),
 ) -> None:
-    """Run a kernel on tensors, then fresh numbers, then those that it is told, then options.
+    """Run a kernel with tensors, then fresh numbers, then the numbers and options of `arguments`.
 
-    What it is told must follow from `place` and from what `launches` belongs to: it is asked for once. Fresh numbers
-    may be others at every call, so the kernel must not be specialised for them.
+    `arguments` is called once per `place` and `launches`, so its result must depend on nothing else. Fresh numbers may
+    differ at every call, so the kernel must not be specialised for them.
     """
     if 0 in grid:
         return
     index = tensors[0].get_device()  # type: ignore[union-attr] # the first is always there
     if index >= 0 and index != torch._C._cuda_getDevice():
         with torch.cuda.device(index):  # Triton launches on the current one
-            launch(launches, place, kernel, grid, tensors, told, fresh)
+            launch(launches, place, kernel, grid, tensors, arguments, fresh)
         return
     pointers = [None if x is None else x.data_ptr() for x in tensors]
     key = place, *[-1 if p is None else p & 15 for p in pointers]  # Triton compiles for aligned pointers
@@ -72,7 +72,7 @@ def launch(
         if _recording.launches is not None:
             _recording.launches.append((ready, grid, tensors, fresh))
         return
-    numbers, options = told()
+    numbers, options = arguments()
     compiled = kernel[grid](*tensors, *fresh, *numbers, **options)
     if isinstance(compiled, CompiledKernel):  # the interpreter compiles nothing
         constants = tuple(options[name] for name in kernel.arg_names[len(tensors) + len(fresh) + len(numbers) :])
@@ -172,7 +172,7 @@ class Chain:
         else was computed with."""
         outside = {x.untyped_storage().data_ptr() for x in inputs}
         constant = {x.untyped_storage().data_ptr() for x in self.constants}
-        own = None if out is None else out.untyped_storage().data_ptr()
+        output_storage = None if out is None else out.untyped_storage().data_ptr()
         between = len(inputs) + (out is not None)
         offsets: dict[int, int] = {}
         nbytes = 0
@@ -189,7 +189,7 @@ class Chain:
                 return None
             if storage in constant:
                 return None, tensor.data_ptr()
-            if storage == own:
+            if storage == output_storage:
                 return len(inputs), tensor.data_ptr() - storage
             if storage not in offsets:
                 offsets[storage] = nbytes

@@ -155,9 +155,9 @@ def walk_kernel(
     else:
         slot = segment if CAUSAL else 0
         base = BEFORE + (group.to(tl.int64) * slots + slot) * size
-        known = c + slot * CB >= 0  # before the first key there are no sums
-        sums = tl.load(base + c[:, None] * VB + v[None, :], mask=known[:, None], other=0.0)
-        first = tl.load(base + CB * VB + c, mask=known, other=0.0)
+        summed = c + slot * CB >= 0  # before the first key there are no sums
+        sums = tl.load(base + c[:, None] * VB + v[None, :], mask=summed[:, None], other=0.0)
+        first = tl.load(base + CB * VB + c, mask=summed, other=0.0)
     q_base = Q + batch.to(tl.int64) * q_batch + head.to(tl.int64) * q_head
     k_base = K + batch.to(tl.int64) * k_batch + group_head.to(tl.int64) * k_head
     v_base = VALUES + batch.to(tl.int64) * v_batch + group_head.to(tl.int64) * v_head
@@ -246,9 +246,9 @@ def walk_queries_kernel(
     c, v = tl.arange(0, CB), tl.arange(0, VB)
     slot = segment if CAUSAL else 0
     base = BEFORE + (group.to(tl.int64) * slots + slot) * size
-    known = c + slot * CB >= 0  # before the first key there are no sums
-    sums = tl.load(base + c[:, None] * VB + v[None, :], mask=known[:, None], other=0.0)
-    first = tl.load(base + CB * VB + c, mask=known, other=0.0)
+    summed = c + slot * CB >= 0  # before the first key there are no sums
+    sums = tl.load(base + c[:, None] * VB + v[None, :], mask=summed[:, None], other=0.0)
+    first = tl.load(base + CB * VB + c, mask=summed, other=0.0)
     q_base = Q + batch.to(tl.int64) * q_batch + head.to(tl.int64) * q_head
     w_base = W + batch.to(tl.int64) * w_batch + head.to(tl.int64) * w_head
     k_base = K + batch.to(tl.int64) * k_batch + group_head.to(tl.int64) * k_head

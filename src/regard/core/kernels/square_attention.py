@@ -202,7 +202,7 @@ def _sums(
     if not work.causal:
         return sums.view(work.batch, work.groups, shared * slots, t.size).sum(2), turned, bad
     before = sums.new_empty(work.batch * work.groups, slots, t.size)
-    small = [None if held is None else held[1] for held in (initial, final)]
+    small = [None if pair is None else pair[1] for pair in (initial, final)]
     _prefix(work, sums, before, shared, backward is not None, False, *small)
     return before, turned, bad
 
@@ -246,7 +246,7 @@ def _square(
     columns = ceil_divide(work.qk_length, t.right)
     programs = columns * (columns + 1) // 2 * (t.right // t.left)
     low, high = (None, None) if bounds is None or reverse else (bounds[0], bounds[1])
-    begins, ends = (None if held is None else held[0] for held in (initial, final))
+    begins, ends = (None if pair is None else pair[0] for pair in (initial, final))
     if not work.causal:
         return _whole_square(work, x, y, turned, low, high, programs, reverse).to(work.kind)
     kept = work.chunks - 1

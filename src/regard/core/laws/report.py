@@ -122,9 +122,9 @@ class Report:
 
 def _state(cells: list[Cell]) -> tuple[str, str]:
     """The outcome of a law over its cells, and how many of those that apply it holds in."""
-    held, excused = (sum(cell.outcome == outcome for cell in cells) for outcome in ("held", "not applicable"))
-    state = "broken" if held + excused < len(cells) else "held" if held else "-"
-    return state, f"{held} of {len(cells) - excused}"
+    holding, excused = (sum(cell.outcome == outcome for cell in cells) for outcome in ("held", "not applicable"))
+    state = "broken" if holding + excused < len(cells) else "held" if holding else "-"
+    return state, f"{holding} of {len(cells) - excused}"
 
 
 def _broken(cell: Cell) -> str:

@@ -26,14 +26,14 @@ def run(call: Call) -> Tensor:
 
     q, scale = gpu.scaled(call)
     q, k, v = gpu.unit_strides(q, call.k, call.v)
-    known, bounds = call.structure, gpu.bounds(call)
+    structure, bounds = call.structure, gpu.bounds(call)
     parts, longest = None, 0
-    if known.rest is not None:
+    if structure.rest is not None:
         parts, longest = _packed(gpu.parts(call) or (), q.device)
     if untouched() and not torch.is_grad_enabled():
-        work = band_attention.work_of(q, k, v, scale, known.before, known.after, bounds, parts, longest)
+        work = band_attention.work_of(q, k, v, scale, structure.before, structure.after, bounds, parts, longest)
         return band_attention.forward(work, q, k, v, bounds, parts)[0]
-    return band_attention.band(q, k, v, bounds, parts, scale, known.before, known.after, longest)[0]
+    return band_attention.band(q, k, v, bounds, parts, scale, structure.before, structure.after, longest)[0]
 
 
 @kept(256)
@@ -48,11 +48,11 @@ def again(call: Call) -> Again | None:
     """What runs calls like this one."""
     from regard.core.kernels import band_attention
 
-    known, scale = call.structure, sdpa.scale(call)
-    if scale == 0 or known.rest is not None or not gpu.dense(call):
+    structure, scale = call.structure, sdpa.scale(call)
+    if scale == 0 or structure.rest is not None or not gpu.dense(call):
         return None
     bounds = gpu.bounds(call)
-    work = band_attention.work_of(call.q, call.k, call.v, scale, known.before, known.after, bounds)
+    work = band_attention.work_of(call.q, call.k, call.v, scale, structure.before, structure.after, bounds)
     return lambda q, k, v: band_attention.forward(work, q, k, v, bounds)[0]
 
 

@@ -40,9 +40,9 @@ def unfit(call: Call) -> str | None:
         return why
     if call.structure.paddings and call.structure.rows is None:
         return "padding with holes"
-    form, known = mechanism.fused_form, call.structure
-    if form != "elu" and not known.causal:
-        rows = known.rows or ((0, call.keys),)
+    form, structure = mechanism.fused_form, call.structure
+    if form != "elu" and not structure.causal:
+        rows = structure.rows or ((0, call.keys),)
         if any(0 < min(high, call.keys) - low <= FEW for low, high in rows):
             return f"sums over {FEW} keys or fewer lose digits that scores keep"
     length, kind = call.qk_length, call.q.dtype

@@ -170,15 +170,17 @@ def _many(
         layout: Any = carried.FeatureSums(form, feature_attention.tiles(*sizes))
     else:
         layout = carried.SquareSums(pairs, square_attention.tiles(*sizes))
-    held, outs = layout.unpack(sums, normaliser), []
+    kernel_sums, outs = layout.unpack(sums, normaliser), []
     for start, stop, low, high in ((0, first, 0, fold_to), (first, q.shape[2], fold_to, k.shape[2])):
         if low < high:
             limits, folds = _between(rows, low, high, q.device), high == fold_to
-            out, final = layout.extend(q[:, :, start:stop], k[:, :, low:high], v[:, :, low:high], limits, held, folds)
+            out, final = layout.extend(
+                q[:, :, start:stop], k[:, :, low:high], v[:, :, low:high], limits, kernel_sums, folds
+            )
             outs.append(out)
-            held = final if folds else held
+            kernel_sums = final if folds else kernel_sums
     if fold_to:
-        sums, normaliser = layout.pack(held, sums)
+        sums, normaliser = layout.pack(kernel_sums, sums)
     return (outs[0] if len(outs) == 1 else torch.cat(outs, 2))[..., :value_length], sums, normaliser
 
 

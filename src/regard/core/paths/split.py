@@ -53,11 +53,11 @@ def again(call: Call) -> Again | None:
     from regard.core.kernels import decode_attention
     from regard.core.kernels.launch import Chain
 
-    known, scale = call.structure, sdpa.scale(call)
+    structure, scale = call.structure, sdpa.scale(call)
     if scale == 0 or not gpu.dense(call):
         return None
     bounds = gpu.bounds(call)
-    work = decode_attention.work_of(call.q, call.k, call.v, scale, known.causal, known.before)
+    work = decode_attention.work_of(call.q, call.k, call.v, scale, structure.causal, structure.before)
     keys = call.keys
     return Chain(lambda q, k, v: decode_attention.attend(work, q, k, v, keys, bounds), bounds)
 

@@ -1,4 +1,4 @@
-"""Text from models: `generate`, `stream`, `prefill`."""
+"""Text generation: `generate`, `stream`, `prefill`."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -11,15 +11,15 @@ from regard.inference.generation.beam import search
 from regard.inference.generation.engine import Generated, Growth, Row
 from regard.inference.generation.prompt import CHUNK, Prompt, fingerprint
 from regard.inference.generation.request import (
+    as_generative,
     begin,
     check_counts,
     check_reading,
     check_single,
-    given_tokens,
+    checked_prompts,
     limits_of,
     read_prompts,
     seeds_of,
-    speaking,
 )
 from regard.inference.generation.sampling import Sampling
 from regard.models.base import Model
@@ -27,7 +27,7 @@ from regard.models.base import Model
 __all__ = ["Generated", "Prompt", "Stream", "generate", "prefill", "stream"]
 
 TOGETHER = 256
-"""Beams that grow as one batch."""
+"""The largest number of beams that are computed as one batch."""
 
 Texts = str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]]
 
@@ -52,18 +52,18 @@ def generate(
     chunk: int = CHUNK,
     storage: torch.dtype | None = None,
 ) -> list[Generated]:
-    """Continue prompts: texts, or lists of tokens, or the state of some that were read before (`prefill`).
+    """Continue prompts: texts, lists of tokens, or prompts that were read before (`state`, from `prefill`).
 
-    Gives a text for each prompt, `n` in a row for each if more are wanted; every text is a `str` that also knows its
-    `tokens` and why it ended. Greedy unless `temperature` is above 0. Prompts of unequal length go together, and each
-    gives what it gives alone: `seed` is every sequence's own (its n-th sample has its n-th seed). A prompt that is
-    read once serves all its samples. With `beams` the likeliest sequences are searched for. An encoder-decoder reads
-    the prompts as its source.
+    Returns one text per prompt, or `n` consecutive ones. A text is a `str` with its `tokens` and the `reason` why it
+    ended. Decoding is greedy unless `temperature` is above 0. Prompts of different lengths are one batch, and each
+    gives the same result as alone: `seed` seeds every sequence separately (and its n-th sample by the n-th seed). A
+    prompt is read once for all its samples. `beams` above 1 is beam search. For an encoder-decoder the prompts are the
+    source.
 
-    A sequence ends with a token that the model's config or tokenizer names as an end, a token or text of `stop` (None:
-    no more), after `max_new_tokens`, or where the context ends. A text of `stop` is cut off, and may have special
-    tokens in it, the one that ends the sequence too: its reason is then `stop`. The texts given back have no special
-    tokens. Logits that are not finite are a ValueError. `storage` is that of the prompts' state, and a `state` has one.
+    A sequence ends at an end token of the model's config or tokenizer, at a token or text in `stop`, after
+    `max_new_tokens`, or when the context is full. A stop text is cut off. It may contain special tokens, also the end
+    token; the reason is then `stop`. Returned texts have no special tokens. Logits that are not finite raise
+    ValueError. `storage` is the dtype of the prompts' KV cache (torch.int8 or None); a `state` has its storage already.
 
     >>> import regard as rg
     >>> model = rg.Decoder(rg.DecoderConfig(vocabulary_size=11, embedding_dim=8, num_layers=2, num_heads=2))
@@ -74,27 +74,27 @@ def generate(
     sampling = Sampling(
         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty
     )
-    own = speaking(model)
-    limits = limits_of(own, max_new_tokens, stop)
+    generative = as_generative(model)
+    limits = limits_of(generative, max_new_tokens, stop)
     check_counts(n, beams, length_penalty, sampling)
     check_reading(chunk)
-    given = given_tokens(own, prompts, state, storage)
-    seeds = seeds_of(seed, len(given), n)
+    token_lists = checked_prompts(generative, prompts, state, storage)
+    seeds = seeds_of(seed, len(token_lists), n)
     if beams > 1:
-        rooms = [own.room_after(len(tokens)) for tokens in given]
-        room = first_room(map(len, given), min(max_new_tokens, max(rooms)))
-        prompt = state if state is not None else read_prompts(own, given, room, chunk, storage)
+        rooms = [generative.room_after(len(tokens)) for tokens in token_lists]
+        room = first_room(map(len, token_lists), min(max_new_tokens, max(rooms)))
+        prompt = state if state is not None else read_prompts(generative, token_lists, room, chunk, storage)
         size = max(1, TOGETHER // beams)
-        found = []
-        for start in range(0, len(given), size):
-            part = range(start, min(start + size, len(given)))
+        beam_results = []
+        for start in range(0, len(token_lists), size):
+            part = range(start, min(start + size, len(token_lists)))
             options = {"beams": beams, "length_penalty": length_penalty, "results": n, "places": part}
             some = prompt.chosen(part)
-            found += search(own, some, limits, rooms=[rooms[at] for at in part], **options)  # type: ignore[arg-type]
-        return [text for texts in found for text in texts]
+            beam_results += search(generative, some, limits, rooms=[rooms[at] for at in part], **options)  # type: ignore[arg-type]
+        return [text for texts in beam_results for text in texts]
     growth, rows = begin(
-        own,
-        given,
+        generative,
+        token_lists,
         sampling=sampling,
         limits=limits,
         seeds=seeds,
@@ -124,10 +124,10 @@ def stream(
     chunk: int = CHUNK,
     storage: torch.dtype | None = None,
 ) -> "Stream":
-    """Continue one prompt, piece by piece, as `generate` would: no character comes in two halves.
+    """Continue one prompt as `generate` does, and give the text piece by piece; pieces never split a character.
 
-    Everything is checked at once; the model runs as the pieces are asked for. `text` is what has come so far, so that
-    an interrupted stream loses nothing.
+    The arguments are checked now; the model runs while the pieces are iterated over. `text` is the text so far, so an
+    interrupted stream loses nothing.
 
     >>> import regard as rg
     >>> model = rg.Decoder(rg.DecoderConfig(vocabulary_size=11, embedding_dim=8, num_layers=2, num_heads=2))
@@ -137,25 +137,25 @@ def stream(
     sampling = Sampling(
         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty
     )
-    own = speaking(model)
-    limits = limits_of(own, max_new_tokens, stop)
+    generative = as_generative(model)
+    limits = limits_of(generative, max_new_tokens, stop)
     check_single(prompt)
-    given = given_tokens(own, None if prompt is None else cast(Any, [prompt]), state, storage)
-    if len(given) != 1:
-        raise ValueError(f"state: expected one prompt to stream from, got {len(given)}")
-    own.room_after(len(given[0]))
+    token_lists = checked_prompts(generative, None if prompt is None else cast(Any, [prompt]), state, storage)
+    if len(token_lists) != 1:
+        raise ValueError(f"state: expected one prompt to stream from, got {len(token_lists)}")
+    generative.room_after(len(token_lists[0]))
     check_reading(chunk)
     seeds = seeds_of(seed, 1, 1)
 
     def ready() -> tuple[Growth, list[Row]]:
         options = {"state": state, "chunk": chunk, "storage": storage}
-        return begin(own, given, sampling=sampling, limits=limits, seeds=seeds, **options)  # type: ignore[arg-type]
+        return begin(generative, token_lists, sampling=sampling, limits=limits, seeds=seeds, **options)  # type: ignore[arg-type]
 
     return Stream(ready)
 
 
 class Stream:
-    """The pieces of one text, to be iterated over; `text` and `result` are what has come so far.
+    """An iterator over the pieces of one text; `text` and `result` are what was generated so far.
 
     >>> import regard as rg
     >>> model = rg.Decoder(rg.DecoderConfig(vocabulary_size=11, embedding_dim=8, num_layers=1, num_heads=2))
@@ -192,7 +192,7 @@ class Stream:
         return Generated("", tokens=[], reason="interrupted") if self._row is None else self._row.result()
 
     def prompt_so_far(self) -> Prompt | None:
-        """What the model has read: the prompt and all that came, but the newest token; None if it has not begun."""
+        """What the model has read: the prompt and all new tokens except the last; None before the first piece."""
         if self._growth is None:
             return None
         reached = self._growth.reached
@@ -202,10 +202,10 @@ class Stream:
 def prefill(
     model: Model, prompts: Texts, *, room: int = 0, chunk: int = CHUNK, storage: torch.dtype | None = None
 ) -> Prompt:
-    """Let a model read prompts and keep its state: `generate(model, state=…)` goes on from it as often as wanted.
+    """Read prompts and keep the model's state (a prompt cache): `generate(model, state=…)` can use it many times.
 
-    `room` is how many more tokens it should have room for, as far as the context allows; more are made room for when
-    needed, which copies the state.
+    `room` is the number of new tokens to allocate room for, up to the context length. For more tokens the state is
+    copied when they come.
 
     >>> import regard as rg
     >>> model = rg.Decoder(rg.DecoderConfig(vocabulary_size=11, embedding_dim=8, num_layers=2, num_heads=2))
@@ -213,8 +213,10 @@ def prefill(
     >>> [len(text.tokens) for text in rg.generate(model, state=prompt, max_new_tokens=4, n=2)]
     [4, 4, 4, 4]
     """
-    own = speaking(model)
-    given = given_tokens(own, prompts, None)
+    generative = as_generative(model)
+    token_lists = checked_prompts(generative, prompts, None)
     check_reading(chunk, room)
-    most = max(own.room_after(len(tokens)) for tokens in given)
-    return replace(read_prompts(own, given, min(room, most), chunk, storage), reader=fingerprint(own))
+    most = max(generative.room_after(len(tokens)) for tokens in token_lists)
+    return replace(
+        read_prompts(generative, token_lists, min(room, most), chunk, storage), reader=fingerprint(generative)
+    )

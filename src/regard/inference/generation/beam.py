@@ -1,9 +1,9 @@
-"""Beam search: the k likeliest beginnings grow together; the best ending wins.
+"""Beam search: keep the k most likely beginnings at each step, and return the best finished sequences.
 
     score = sum of log-probabilities / length ** length_penalty
 
-A penalty of 0 favours short texts, as plain sums do; 1 compares means. With as many beams as there are sequences the
-search is exhaustive.
+A penalty of 0 compares sums, which favours short texts; 1 compares means. With as many beams as there are sequences
+the search is exhaustive.
 """
 
 import math
@@ -21,20 +21,20 @@ from regard.models.base import GenerativeModel
 
 
 class Beam(NamedTuple):
-    """A sequence among the likeliest, or one that has ended."""
+    """One of the most likely sequences, unfinished or finished."""
 
     total: float
     """The sum of its log-probabilities."""
     tokens: list[int]
     log_probabilities: list[float]
     writer: Writer | None
-    """Its text, in which stop strings are looked for; None if there are none."""
+    """Its text, to search for stop strings; None if there are no stop strings."""
     reason: str | None = None
-    """Why it has ended."""
+    """Why it ended; None while it is unfinished."""
 
 
 Candidate = tuple[float, int, int, float]
-"""A beam with one more token: the sum, which beam, the token, its log-probability."""
+"""A beam with one more token: its sum, the index of the beam, the token, the token's log-probability."""
 
 
 @torch.inference_mode()
@@ -51,9 +51,9 @@ def search(
 ) -> list[list[Generated]]:
     """The best `results` continuations of each prompt, best first.
 
-    `rooms` are the new tokens each has room for, `places` what errors call it.
+    `rooms` are the numbers of new tokens that fit each prompt's context, `places` the prompts' numbers in errors.
 
-    The beams of all prompts are one batch; a prompt whose search is over leaves it.
+    The beams of all prompts are one batch; a prompt whose search is over is dropped from it.
     """
     searches = [
         _Search(model, limits, place, min(limits.max_new_tokens, room), room, beams, length_penalty, results)
@@ -63,48 +63,52 @@ def search(
     while True:
         rows: list[int] = []
         start = 0
-        for one, grown in zip(active, _candidates([one.alive for one in active], logits, 2 * beams), strict=True):
-            count = len(one.alive)
-            rows += [start + row for row in one.grow(grown)]
+        for prompt_search, grown in zip(
+            active, _candidates([prompt_search.alive for prompt_search in active], logits, 2 * beams), strict=True
+        ):
+            count = len(prompt_search.alive)
+            rows += [start + row for row in prompt_search.grow(grown)]
             start += count
-        active = [one for one in active if one.alive]
+        active = [prompt_search for prompt_search in active if prompt_search.alive]
         if not active:
-            return [one.results() for one in searches]
-        left = max(one.most - len(one.alive[0].tokens) for one in active)
+            return [prompt_search.results() for prompt_search in searches]
+        left = max(prompt_search.most - len(prompt_search.alive[0].tokens) for prompt_search in active)
         state = with_room(state.reorder(torch.tensor(rows, device=logits.device)), 1, left)
-        newest = torch.tensor([[beam.tokens[-1]] for one in active for beam in one.alive], device=logits.device)
+        newest = torch.tensor(
+            [[beam.tokens[-1]] for prompt_search in active for beam in prompt_search.alive], device=logits.device
+        )
         hidden, state = model.advance(newest, state)
         logits = model.predict(hidden)[:, 0]
 
 
 @dataclass(eq=False)
 class _Search:
-    """The search of one prompt."""
+    """The beam search of one prompt."""
 
     model: GenerativeModel
     limits: Limits
     place: int
     most: int
-    """New tokens it may have."""
+    """The most new tokens that a sequence may have."""
     room: int
-    """New tokens the context has room for."""
+    """The number of new tokens that fit the context."""
     beams: int
     length_penalty: float
     wanted: int
-    """Texts to give back."""
+    """The number of texts to return."""
     alive: list[Beam] = field(init=False)
-    """Beams that go on; none once the search is over."""
+    """The unfinished beams; empty once the search is over."""
     ended: list[Beam] = field(default_factory=list)
-    """The best of those that do not, best first."""
+    """The best finished beams, best first."""
 
     def __post_init__(self) -> None:
         stop = self.limits.stop_strings
         self.alive = [Beam(0.0, [], [], Writer(self.model.tokenizer, stop) if stop else None)]
 
     def grow(self, grown: Sequence[Candidate]) -> list[int]:
-        """Go on with the best candidates; gives which beam each of those that now live was."""
+        """Continue with the best candidates; returns the index of the previous beam for each of the new ones."""
         step, most = len(self.alive[0].tokens) + 1, self.most
-        if math.isnan(grown[0][0]):  # the largest sum: NaN if any logit is NaN, or the largest one is infinite
+        if math.isnan(grown[0][0]):  # the largest sum is NaN if any logit is NaN or the largest logit is infinite
             raise not_finite(math.nan, step - 1, self.place)
         rows: list[int] = []
         following: list[Beam] = []
@@ -117,7 +121,7 @@ class _Search:
                 rows.append(row)
         kept = max(self.beams, self.wanted)
         self.ended = sorted(self.ended, key=lambda beam: -self._score(beam.total, len(beam.tokens)))[:kept]
-        # The best any living beam can still become: log-probabilities only fall, so it is its sum over some length.
+        # The best score an unfinished beam can reach: its sum can only fall, so it is this sum over some length.
         ahead = (max(self._score(beam.total, step + 1), self._score(beam.total, most)) for beam in following)
         reach = max(ahead, default=None)
         least = self._score(self.ended[-1].total, len(self.ended[-1].tokens)) if len(self.ended) >= kept else -math.inf
@@ -139,7 +143,7 @@ class _Search:
         return Beam(total, tokens, [*beam.log_probabilities, log_probability], writer, reason)
 
     def _generated(self, beam: Beam) -> Generated:
-        """What an ended beam has become; without stop strings nobody has written its text yet."""
+        """The result of a finished beam; without stop strings its text is decoded only here."""
         writer = beam.writer
         if writer is None:
             writer = Writer(self.model.tokenizer)
@@ -160,22 +164,24 @@ class _Search:
 
 
 def _candidates(searches: Sequence[Sequence[Beam]], logits: Tensor, most: int) -> list[list[Candidate]]:
-    """The likeliest candidates of each search, best first; its beams are neighbours in `logits`."""
+    """The most likely candidates of each search, best first; the beams of a search are adjacent in `logits`."""
     size, widest = logits.shape[-1], max(map(len, searches))
     owner = [(which, place) for which, alive in enumerate(searches) for place in range(len(alive))]
     which, place = torch.tensor(owner, device=logits.device).unbind(-1)
-    each = logits.new_zeros(len(searches), widest, size, dtype=torch.float64)
-    each[which, place] = logits.double().log_softmax(-1)
-    sums = each.new_full((len(searches), widest, 1), -torch.inf)
+    log_probabilities = logits.new_zeros(len(searches), widest, size, dtype=torch.float64)
+    log_probabilities[which, place] = logits.double().log_softmax(-1)
+    sums = log_probabilities.new_full((len(searches), widest, 1), -torch.inf)
     totals = [[beam.total] for alive in searches for beam in alive]
     sums[which, place] = torch.tensor(totals, dtype=torch.float64, device=logits.device)
-    best, index = (sums + each).flatten(1).topk(min(most, widest * size))
-    own = each.flatten(1).gather(1, index)
+    best, index = (sums + log_probabilities).flatten(1).topk(min(most, widest * size))
+    chosen = log_probabilities.flatten(1).gather(1, index)
     return [
         [
-            (total, at // size, at % size, one)
-            for total, at, one in zip(totals, places, ones, strict=True)
+            (total, at // size, at % size, log_probability)
+            for total, at, log_probability in zip(totals, places, chosen_values, strict=True)
             if at // size < len(alive)
         ]
-        for alive, totals, places, ones in zip(searches, best.tolist(), index.tolist(), own.tolist(), strict=True)
+        for alive, totals, places, chosen_values in zip(
+            searches, best.tolist(), index.tolist(), chosen.tolist(), strict=True
+        )
     ]

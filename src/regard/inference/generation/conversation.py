@@ -1,7 +1,7 @@
-"""Turns of a conversation: the template is the checkpoint's own, and no token is read twice.
+"""A conversation in turns, with the checkpoint's chat template; no token is read twice.
 
-A turn is rendered with all those before it. What of that the model has read already, its own answers among it, is in
-its state; only what follows the longest common beginning is read.
+Each turn is rendered together with all turns before it. The state already has the tokens that the model has read or
+generated; only the tokens after the longest common prefix are read.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +16,7 @@ from regard.models.base import GenerativeModel, Model, expect
 
 
 class ContextError(ValueError):
-    """A turn that the model's context has no more room for.
+    """A message that does not fit the rest of the model's context.
 
     >>> from regard.inference.generation.conversation import ContextError
     >>> issubclass(ContextError, ValueError)
@@ -25,7 +25,7 @@ class ContextError(ValueError):
 
 
 class Answer:
-    """The pieces of one answer, to be iterated over; `text` and `result` are what has come so far."""
+    """An iterator over the pieces of one answer; `text` and `result` are what was generated so far."""
 
     def __init__(self, begin: Callable[[], Stream]) -> None:
         self._begin = begin
@@ -48,15 +48,15 @@ class Answer:
         return Generated("", tokens=[], reason="interrupted") if self._stream is None else self._stream.result
 
     def prompt_so_far(self) -> Prompt | None:
-        """What the model has read: the conversation and the answer, but its newest token; None if it has not begun."""
+        """What the model has read: the conversation and the answer except its last token; None before it begins."""
         return None if self._stream is None else self._stream.prompt_so_far()
 
 
 class Conversation:
     """A conversation with a model, turn by turn; the options are those of `stream`.
 
-    An answer joins the conversation as far as it was taken, so one may stop in the middle of it. With a `seed`, each
-    turn has its own: the seed and the number of turns before it.
+    The part of an answer that was iterated over becomes part of the conversation, so an answer may be interrupted. Each
+    turn adds the number of turns before it to `seed`.
 
     >>> import regard as rg
     >>> from regard.checkpoints import Tokenizer
@@ -78,14 +78,14 @@ class Conversation:
         if model.tokenizer is None or model.tokenizer.chat_template is None:
             lacking = "tokenizer" if model.tokenizer is None else "chat template"
             raise ValueError(f"model: expected a checkpoint with a chat template, got one without a {lacking}")
-        stream(model, [0], **options)  # checks them, and reads nothing yet
+        stream(model, [0], **options)  # checks the options; the model reads nothing yet
         self.model, self.system, self.options = model, system, options
         self._tokenizer = model.tokenizer
         self.reset()
-        self._rendered("a message")  # whether the template takes such
+        self._rendered("a message")  # raises if the template does not accept these messages
 
     def reset(self) -> None:
-        """Begin anew: only the system's message stays."""
+        """Start again; only the system message stays."""
         self._messages = [] if self.system is None else [{"role": "system", "content": self.system}]
         self._turns = 0
         self._prompt: Prompt | None = None
@@ -93,13 +93,14 @@ class Conversation:
 
     @property
     def messages(self) -> list[dict[str, str]]:
-        """All that was said so far, as templates take it."""
+        """All messages so far, in the form that chat templates take."""
         return [*self._messages, *self._last_turn()]
 
     def say(self, text: str) -> Answer:
-        """Say something; what this gives is the answer, made as it is iterated over.
+        """Send a message; returns the answer, which is generated while it is iterated over.
 
-        Raises ContextError, and leaves the conversation as it was, if there is no room for the text and a token more.
+        Raises ContextError, and leaves the conversation as it was, if the text and one more token do not fit the
+        context.
         """
         self._settle()
         tokens = tuple(self._tokenizer.encode(self._rendered(text), special=False))
@@ -114,26 +115,26 @@ class Conversation:
         return self._tokenizer.chat([*self._messages, {"role": "user", "content": text}])
 
     def _last_turn(self) -> list[dict[str, str]]:
-        """The last turn's messages, as far as the answer came; a turn without any was not said."""
+        """The messages of the last turn, with the answer as far as it was generated; none if it was not begun."""
         if self._last is None:
             return []
         text, answer = self._last
-        found = answer.result
-        if not found and found.reason == "interrupted":
+        result = answer.result
+        if not result and result.reason == "interrupted":
             return []
-        return [{"role": "user", "content": text}, {"role": "assistant", "content": str(found)}]
+        return [{"role": "user", "content": text}, {"role": "assistant", "content": str(result)}]
 
     def _settle(self) -> None:
-        """Make the last turn one of those before."""
-        said = self._last_turn()
+        """Move the last turn into the history."""
+        turn = self._last_turn()
         if self._last is not None:
             self._prompt = self._last[1].prompt_so_far() or self._prompt
-        self._messages += said
-        self._turns += len(said) // 2
+        self._messages += turn
+        self._turns += len(turn) // 2
         self._last = None
 
     def _answer(self, tokens: tuple[int, ...]) -> Stream:
-        # The state that `_read` gives has its storage already.
+        # The state from `_read` has its storage already.
         options = {name: value for name, value in self.options.items() if name != "storage"}
         if options.get("seed") is not None:
             options["seed"] = (options["seed"] + self._turns) % 2**63
@@ -141,7 +142,7 @@ class Conversation:
 
     @torch.inference_mode()
     def _read(self, tokens: tuple[int, ...]) -> Prompt:
-        """The state of all tokens; those that the model has met at the same place are not read again."""
+        """The state of all tokens; the common prefix with the previous state is not read again."""
         room = min(self.options.get("max_new_tokens", 128), self.model.context_length - len(tokens))
         kept = None if self._prompt is None else _beginning(self._prompt, tokens)
         if kept is None:
@@ -159,11 +160,11 @@ class Conversation:
 
 
 def _beginning(prompt: Prompt, tokens: Sequence[int]) -> Prompt | None:
-    """The prompt as far as it begins as `tokens` do, the last of them left to read; None if the state has no such."""
+    """The prompt cropped to its common prefix with `tokens` (without the last); None if the state cannot be cropped."""
     met = prompt.tokens[0]
     most = min(len(met), len(tokens) - 1)
     same = next((at for at in range(most) if met[at] != tokens[at]), most)
     try:
         return replace(prompt, state=prompt.state.crop(same), tokens=(met[:same],)) if same else None
-    except ValueError:  # sums that cannot be taken apart again, or a window that has moved on
+    except ValueError:  # a recurrent state, or a sliding window that has dropped tokens
         return None

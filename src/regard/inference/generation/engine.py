@@ -1,7 +1,7 @@
-"""Sequences that grow together, one token each at a step, and leave when they are done.
+"""Batched decoding: each step adds one token to every sequence; finished sequences are dropped from the batch.
 
-What a sequence becomes depends on its prompt, its options and its seed alone: it is padded by masks, drawn for by its
-own generator, and neither a neighbour that ends early nor one that goes on changes it.
+A sequence depends only on its prompt, its options and its seed: masks hide the padding, each sequence has its own
+random generator, and the other sequences in the batch do not change it.
 """
 
 import math
@@ -19,30 +19,30 @@ from regard.inference.generation.text import Writer
 from regard.models.base import GenerativeModel
 
 FEW = 0.75
-"""The share of a batch that must be left for it to stay as it is; below, the rest is taken out, which copies the state
-once. Rows whose context is full are taken out in any case: there may be no position for another token."""
+"""If at most this share of the batch is unfinished, the finished sequences are dropped, which copies the state once. A
+sequence whose context is full is dropped in any case, since there may be no position for another token."""
 FEW_REPLAYED = 0.5
-"""The same where steps are replayed: another batch is another capture, which takes about as long as two steps."""
+"""The same for replayed steps: a new batch needs a new capture, which takes about as long as two steps."""
 
 
 class Generated(str):
-    """Generated text, with what it is made of.
+    """Generated text, with its tokens and the reason why it ended.
 
     >>> from regard.inference.generation.engine import Generated
-    >>> found = Generated("Paris.", tokens=[7, 8], reason="end")
-    >>> found, found.tokens, found.reason
+    >>> text = Generated("Paris.", tokens=[7, 8], reason="end")
+    >>> text, text.tokens, text.reason
     ('Paris.', [7, 8], 'end')
     """
 
     tokens: list[int]
-    """The new tokens, the one that ended it included."""
+    """The new tokens, including the one that ended the text."""
     reason: str
-    """Why it ended: `stop` (a stop string, also one that has the end token in it, or a stop token), `end` (a token that
-    ends), `length`, or `context`."""
+    """Why it ended: `stop` (a stop token, or a stop string, also one that contains the end token), `end` (an end
+    token), `length` (max_new_tokens), `context` (the context is full) or `interrupted`."""
     log_probabilities: list[float] | None
-    """Of each token, as the model gave it, before any cut or temperature; None if they were not asked for."""
+    """Of each token, by the model's logits before temperature, top-k and so on; None unless requested."""
     score: float | None
-    """Of a beam: the sum of its log-probabilities over its length to the power of the penalty."""
+    """Of a beam: the sum of its log-probabilities, divided by length ** length_penalty."""
 
     def __new__(
         cls,
@@ -53,13 +53,13 @@ class Generated(str):
         log_probabilities: Sequence[float] | None = None,
         score: float | None = None,
     ) -> "Generated":
-        found = super().__new__(cls, text)
-        found.tokens, found.reason, found.score = list(tokens), reason, score
-        found.log_probabilities = None if log_probabilities is None else list(log_probabilities)
-        return found
+        generated = super().__new__(cls, text)
+        generated.tokens, generated.reason, generated.score = list(tokens), reason, score
+        generated.log_probabilities = None if log_probabilities is None else list(log_probabilities)
+        return generated
 
     def __getnewargs_ex__(self) -> tuple[tuple[str], dict[str, Any]]:
-        """What `pickle` and `copy` make it of again: a plain str would be made of its text alone."""
+        """The arguments with which `pickle` and `copy` create it again."""
         return (str(self),), dict(vars(self))
 
 
@@ -69,18 +69,18 @@ class Limits:
 
     max_new_tokens: int
     ends: frozenset[int] = frozenset()
-    """Tokens of the model's that end a sequence."""
+    """The model's end tokens."""
     stop_tokens: frozenset[int] = frozenset()
     stop_strings: tuple[str, ...] = ()
 
     def ending(self, token: int) -> str | None:
-        """Why a sequence ends with this token, whatever its text; None if it may go on."""
+        """Why a sequence ends with this token, regardless of its text; None if it goes on."""
         return "end" if token in self.ends else "stop" if token in self.stop_tokens else None
 
     def taken(self, token: int, writer: Writer) -> tuple[str, str | None]:
-        """Give a sequence's next token to its writer: the text that is certain now, and why the sequence ends.
+        """Pass a sequence's next token to its writer; returns the new text, and why the sequence ends, if it does.
 
-        A stop string that the token completes counts before the token: only the string says where the text ends.
+        A stop string that the token completes takes precedence over the token, since it says where the text ends.
         """
         ending = self.ending(token)
         piece = writer.add(token) if ending is None else writer.end(token)
@@ -89,33 +89,33 @@ class Limits:
 
 @dataclass(eq=False)
 class Row:
-    """One sequence on its way."""
+    """One sequence that is being generated."""
 
     place: int
-    """Of its result among all."""
+    """The index of its result."""
     prompt: tuple[int, ...]
     room: int
-    """New tokens it may have, by the model's context."""
+    """The number of new tokens that fit the model's context."""
     generator: torch.Generator
     writer: Writer
     log_probabilities: list[float] | None = None
     reason: str | None = None
     piece: str = field(default="", init=False)
-    """Text that the last step made certain."""
+    """The text that the last step added."""
 
     def take(self, token: int, limits: Limits) -> None:
-        """Append a token, and see whether it was the last."""
+        """Append a token and check whether the sequence ends with it."""
         self.piece, self.reason = limits.taken(token, self.writer)
         if self.reason is None and not self.left(limits):
             self.reason = "length" if limits.max_new_tokens <= self.room else "context"
             self.piece += self.writer.finish()
 
     def left(self, limits: Limits) -> int:
-        """New tokens it may still have."""
+        """How many more tokens it may get."""
         return min(limits.max_new_tokens, self.room) - len(self.writer.tokens)
 
     def result(self) -> Generated:
-        """What it has become so far."""
+        """The text generated so far."""
         return Generated(
             self.writer.text,
             tokens=self.writer.tokens,
@@ -125,7 +125,7 @@ class Row:
 
 
 class Growth:
-    """Rows growing from prompts until all have ended. Each step of the iteration is one token for every row left.
+    """Generates from prompts until all rows have ended. Each iteration adds one token to every unfinished row.
 
     >>> import regard as rg
     >>> from regard.inference.generation.engine import Growth, Limits
@@ -149,7 +149,7 @@ class Growth:
 
     @property
     def reached(self) -> Prompt:
-        """What the model has read: the prompts and all new tokens but those of the last step."""
+        """What the model has read: the prompts and all new tokens except those of the last step."""
         return self.reading.prompt
 
     def __iter__(self) -> "Growth":
@@ -157,7 +157,7 @@ class Growth:
 
     @torch.inference_mode()
     def __next__(self) -> None:
-        """Choose a token for every row, first letting the model read those of the step before."""
+        """Let the model read the tokens of the last step, then choose the next token of every row."""
         left = [at for at, row in enumerate(self.active) if row.reason is None]
         if not left:
             raise StopIteration
@@ -180,20 +180,22 @@ class Growth:
 
 
 def _choose(logits: Tensor, rows: Sequence[Row], sampling: Sampling) -> list[int]:
-    """The next token of each row. Raises ValueError for logits that are not finite: there is no likeliest token."""
+    """The next token of each row. Raises ValueError for logits that are not finite."""
     scores = logits
     if sampling.repetition_penalty != 1:
         seen = [(*row.prompt, *row.writer.tokens) for row in rows]
-        scores = torch.stack([sampling.penalised(own, tokens) for own, tokens in zip(logits, seen, strict=True)])
+        scores = torch.stack(
+            [sampling.penalised(row_logits, tokens) for row_logits, tokens in zip(logits, seen, strict=True)]
+        )
     chosen = scores.argmax(-1) if sampling.greedy else sampling.draw(scores, [row.generator for row in rows])
-    # The largest logit is NaN if any is. It comes with the tokens: one wait for the device, not two.
+    # The largest logit is NaN if any is. Reading it together with the tokens synchronises with the device only once.
     tokens, largest = torch.stack([chosen.double(), logits.amax(-1).double()]).tolist()
     for row, value in zip(rows, largest, strict=True):
         if not math.isfinite(value):
             raise not_finite(value, len(row.writer.tokens), row.place)
     if any(row.log_probabilities is not None for row in rows):
-        found = logits.double().log_softmax(-1).gather(-1, chosen[:, None])[:, 0].tolist()
-        for row, value in zip(rows, found, strict=True):
+        values = logits.double().log_softmax(-1).gather(-1, chosen[:, None])[:, 0].tolist()
+        for row, value in zip(rows, values, strict=True):
             if row.log_probabilities is not None:
                 row.log_probabilities.append(value)
     return [int(token) for token in tokens]
@@ -203,5 +205,5 @@ def not_finite(value: float, count: int, row: int) -> ValueError:
     """The error for logits with a NaN or an infinity, `count` new tokens into a row."""
     return ValueError(
         f"logits: expected finite numbers, got {value} after {count} new tokens of row {row}; "
-        "the model's weights are not finite, or its numbers exceed its dtype"
+        "the model's weights are not finite, or its activations overflow its dtype"
     )

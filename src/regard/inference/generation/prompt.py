@@ -1,4 +1,4 @@
-"""A prompt that a model has read: a value to hold, to generate from as often as wanted, and to keep in a file."""
+"""Prompt caches: prompts that a model has read, to generate from many times, and to save in a file."""
 
 import ctypes
 import hashlib
@@ -28,14 +28,14 @@ KEY, VERSION = "regard.prompt", 5
 UNREAD = ("dropout", "attention_dropout", "end_tokens", "padding_token")
 """Fields of a config that a model's state does not depend on."""
 SAMPLE = 1024
-"""About how many numbers of each weight tell a model from another."""
+"""The fingerprint of a model reads about this many numbers of each weight."""
 CHUNK = 512
-"""Tokens of a prompt that are read at once: memory is bounded by it, not by the prompt."""
+"""Prompts are read in chunks of this many tokens, which limits the memory that a long prompt needs."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Prompt:
-    """What a model keeps of prompts it has read: its state, their tokens, and the logits of what comes next (B, D).
+    """Prompts that a model has read: its state, their tokens, and the logits (B, D) of the next token.
 
     >>> import regard as rg, torch
     >>> model = rg.Decoder(rg.DecoderConfig(vocabulary_size=11, embedding_dim=8, num_layers=2, num_heads=2))
@@ -49,11 +49,11 @@ class Prompt:
     tokens: tuple[tuple[int, ...], ...]
     logits: Tensor
     reader: str = ""
-    """The model that read it, as `fingerprint` describes it: no other can go on with its state."""
+    """The `fingerprint` of the model that read it; no other model can use its state."""
 
     @property
     def length(self) -> int:
-        """Of the longest prompt."""
+        """The length of the longest prompt."""
         return self.state.length
 
     @property
@@ -66,13 +66,13 @@ class Prompt:
         return f"Prompt({len(self.tokens)} sequences of {lengths}{more} tokens, nbytes={self.nbytes})"
 
     def chosen(self, rows: Sequence[int]) -> "Prompt":
-        """Other rows of the batch; rows may repeat."""
+        """The prompt with other rows of the batch; rows may repeat."""
         index = torch.tensor(rows, dtype=torch.long, device=self.logits.device)
         tokens = tuple(self.tokens[row] for row in rows)
         return replace(self, state=self.state.reorder(index), tokens=tokens, logits=self.logits[index])
 
     def save(self, path: str | Path) -> Path:
-        """Write the prompt to one file, whole or not at all."""
+        """Write the prompt to one file, atomically."""
         with needed_for("saving a prompt"):
             from safetensors.torch import save_file
 
@@ -82,12 +82,12 @@ class Prompt:
 
     @staticmethod
     def load(path: str | Path, model: Model) -> "Prompt":
-        """The prompt of a file, for the model that read it; another model, and other weights, are refused."""
+        """Load a prompt for the model that read it; a model with another config or other weights is refused."""
         model = expect(GenerativeModel, model)
         source = open_safetensors(path)
         text = source.metadata.get(KEY)
         if not isinstance(text, str):
-            refuse(source.path, "a file that Prompt.save wrote", "a safetensors file of something else")
+            refuse(source.path, "a file that Prompt.save wrote", "another safetensors file")
         plan = parse_json(text, source.path)
         if plan.get("version") != VERSION or not isinstance(plan.get("reader"), str):
             refuse(source.path, f"a prompt of version {VERSION}", f"version {plan.get('version')!r:.40}")
@@ -102,10 +102,9 @@ class Prompt:
 
 
 def fingerprint(model: GenerativeModel) -> str:
-    """What tells a model from others: its kind, and checksums of its config and of some numbers of each weight.
+    """Identifies a model: its class, and checksums of its config and of a sample of each weight.
 
-    A weight gives fewer than 2,048, all of them if it has no more. Reading every number of a model would take longer
-    than some of the tokens.
+    The sample has fewer than 2,048 numbers. Reading all weights would take longer than generating some tokens.
 
     >>> import regard as rg
     >>> from regard.inference.generation.prompt import fingerprint
@@ -117,33 +116,43 @@ def fingerprint(model: GenerativeModel) -> str:
     for entry in fields(model.config):
         if entry.name not in UNREAD:
             value = getattr(model.config, entry.name)
-            # A mechanism of the user's own may hold functions, which have another name in every process.
+            # A user's mechanism may contain functions, whose repr differs between processes.
             config.update(f"{entry.name}={type(value).__name__ if isinstance(value, Mechanism) else value}\n".encode())
             config.update(_plain_fields(value).encode())
     for name, tensor in model.state_dict().items():
         flat = tensor.detach().reshape(-1)
-        sample = flat[:: max(1, len(flat) // SAMPLE) | 1]  # an odd step: over all columns of most matrices
+        sample = flat[:: max(1, len(flat) // SAMPLE) | 1]  # an odd step reaches all columns of most matrices
         weights.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         sample = sample.contiguous().cpu()
-        weights.update(ctypes.string_at(sample.data_ptr(), sample.nbytes))  # what .numpy() gives, without NumPy
+        weights.update(ctypes.string_at(sample.data_ptr(), sample.nbytes))  # the bytes of the tensor, without NumPy
     kind = f"{'quantized ' if model.quantized else ''}{type(model).__name__}"
     return f"{kind}, {config.hexdigest()}, {weights.hexdigest()}"
 
 
-def _plain_fields(value: object) -> str:
+def _plain_fields(mechanism: object) -> str:
     plain = (bool, int, float, str, tuple, type(None))
-    held = vars(value).items() if isinstance(value, Mechanism) else ()
-    named = {name: f"{one.__module__}.{one.__qualname__}" for name, one in held if hasattr(one, "__qualname__")}
-    return ", ".join(f"{name}={named.get(name, one)}" for name, one in held if isinstance(one, plain) or name in named)
+    items = vars(mechanism).items() if isinstance(mechanism, Mechanism) else ()
+    named = {
+        name: f"{value.__module__}.{value.__qualname__}" for name, value in items if hasattr(value, "__qualname__")
+    }
+    return ", ".join(
+        f"{name}={named.get(name, value)}" for name, value in items if isinstance(value, plain) or name in named
+    )
 
 
 def unlike(reader: str, model: GenerativeModel) -> str | None:
-    """How the model that read a prompt differs from another one; None if it does not."""
+    """How a model differs from the one that read a prompt; None if it does not."""
     theirs, ours = reader.split(", "), fingerprint(model).split(", ")
     if len(theirs) != len(ours):
-        return "one of an unknown model"
-    names = (f"that of a {theirs[0]}", "that of a model with another config", "that of a model with other weights")
-    return next((name for name, one, other in zip(names, theirs, ours, strict=True) if one != other), None)
+        return "a prompt of an unknown model"
+    names = (
+        f"a prompt of a {theirs[0]}",
+        "a prompt of a model with another config",
+        "a prompt of a model with other weights",
+    )
+    return next(
+        (name for name, their_part, our_part in zip(names, theirs, ours, strict=True) if their_part != our_part), None
+    )
 
 
 def read(
@@ -154,15 +163,15 @@ def read(
     chunk: int = CHUNK,
     storage: torch.dtype | None = None,
 ) -> Prompt:
-    """Let a model read prompts, `chunk` tokens at a time, with room for `room` more."""
+    """Let a model read prompts, `chunk` tokens at a time, with room for `room` new tokens."""
     logits, state = model.read_prompts(prompts, room=room, chunk=chunk, storage=storage)
     return Prompt(state, tuple(tuple(prompt) for prompt in prompts), logits)
 
 
 def with_room(state: ModelState, more: int, most: int) -> ModelState:
-    """The state with room for `more` tokens; a layer without gets room for as many as it holds, `most` at the most."""
+    """The state with room for `more` tokens; a full layer doubles its room, by at most `most` tokens."""
     pairs = zip(state.layers, state.windows, strict=True)
-    # A layer with a window makes room by forgetting.
+    # A layer with a sliding window makes room by dropping old tokens.
     layers = (layer.with_room(more, most) if window is None else layer for layer, window in pairs)
     return replace(state, layers=tuple(layers))
 
@@ -192,7 +201,7 @@ def _flatten(prompt: Prompt) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def _unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors as a file takes them, no two in the same memory: layers may share a table, or what a state holds."""
+    """The tensors without shared memory, as safetensors needs them: layers may share a table or a state."""
     memories: set[int] = set()
     result = {}
     for name, tensor in tensors.items():
@@ -204,12 +213,12 @@ def _unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @dataclass(frozen=True, eq=False)
 class _Stored:
-    """A layer's state in a file, as `regard.core.states.state.Stored` asks for it."""
+    """A layer's state in a file; implements `regard.core.states.state.Stored`."""
 
     source: Source
     device: torch.device
     prefix: str
-    """Of the names of its tensors."""
+    """The prefix of its tensors' names."""
     batch: int
     length: int
     plan: dict[str, Any] = field(default_factory=dict)
@@ -234,9 +243,9 @@ class _Stored:
 
 
 def _unflatten(source: Source, plan: dict[str, Any], model: GenerativeModel) -> Prompt:
-    """The prompt of a file whose every size agrees with its model and with the bytes that are there.
+    """The prompt in a file, after all its sizes were compared with the model and with the file.
 
-    Nothing is made by a number in the file: tensors are as large as the file holds them.
+    No size in the file's JSON allocates memory: tensors are as large as the bytes that the file has.
     """
     most = model.config.vocabulary_size
     [batch, _] = shape = source.shapes["logits"]
@@ -287,7 +296,7 @@ def _unflatten(source: Source, plan: dict[str, Any], model: GenerativeModel) -> 
 
 
 def _empty(layer: MultiHeadAttention) -> Buffer:
-    """Keys and values like those a layer's cross-attention remembers, of no tokens."""
+    """An empty KV cache like that of a layer's cross-attention."""
     sizes = layer.num_kv_heads, layer.qk_length, layer.value_length
     return KeyValueState.empty(Sizes(1, *sizes, layer.dtype, layer.W_k.weight.device), 0).buffer
 

@@ -1,8 +1,8 @@
-"""A model's step on a GPU, captured once as a CUDA graph and replayed for every token.
+"""Decode steps on a GPU, captured once as a CUDA graph and replayed for every token.
 
-A step of a small model is some thousand kernels of a few microseconds each, and Python takes longer to launch one than
-the GPU to run it. A graph launches them all at once. The first token is read by the same step as it is, which warms up
-what a capture may not; the second is captured; both count.
+A step of a small model runs about a thousand kernels of a few microseconds each, and launching one from Python takes
+longer than running it. A graph launches all of them at once. The first step runs without a graph, as a warm-up for the
+capture; the second is captured. Both produce tokens.
 """
 
 from collections.abc import Sequence
@@ -26,27 +26,27 @@ from regard.models.layers.attention import MultiHeadAttention
 from regard.models.layers.streaming import ModelState, recalled
 
 LEAST = 8
-"""New tokens from which on a capture pays: it takes about as long as two steps."""
+"""The fewest new tokens for which a capture pays off; it takes about as long as two steps."""
 
 
 def unfit(model: GenerativeModel, state: ModelState, most: int) -> str | None:
-    """Why a model's step is not captured; None if it is. `most` is how many tokens may still come."""
+    """Why a model's step is not captured; None if it is. `most` is the largest number of tokens still to come."""
     if model.device.type != "cuda":
         return "made for GPUs"
     return uncapturable(model, state, most)
 
 
 def uncapturable(model: GenerativeModel, state: ModelState, most: int) -> str | None:
-    """Why a model's step cannot be captured, wherever it is; None if it can."""
+    """Why a model's step cannot be captured, on any device; None if it can."""
     stack = model.decoder_stack
     if most < LEAST:
         return f"fewer than {LEAST} tokens to come"
     if model.training:
         return "a model in training draws random numbers"
     if not untouched() or _hooked(model):
-        return "hooks and modes want to see every step"
+        return "hooks and modes must run at every step"
     if stack.bias is not None:
-        return "a bias by distance is made for each length"
+        return "a bias by distance is computed for each length"
     if stack.rotary is not None and stack.rotary.scaling is not None and stack.rotary.scaling.kind == "dynamic":
         return "dynamic rotary scaling follows each sequence's length"
     if state.padding is not None and _starts(state.padding, state.length) is None:
@@ -56,7 +56,7 @@ def uncapturable(model: GenerativeModel, state: ModelState, most: int) -> str | 
         if block.cross is not None and (reason := _uncrossed(block.cross)) is not None:
             return reason
         if runs_user_code(mechanism):
-            return f"{type(mechanism).__name__} runs code that may read numbers"
+            return f"{type(mechanism).__name__} runs user code, which may read values from the GPU"
         if layer.forgotten:
             return "its state has forgotten what a mask's window left behind"
         if not mechanism.slotted:
@@ -65,7 +65,7 @@ def uncapturable(model: GenerativeModel, state: ModelState, most: int) -> str | 
 
 
 class Reading:
-    """What a model has read, and how it reads on: `how` says "replayed", or why each step is launched by itself.
+    """What a model has read, and how it reads on: `how` is "replayed", or says why steps are not replayed.
 
     >>> import regard as rg
     >>> from regard.inference.generation.replay import Reading
@@ -89,12 +89,12 @@ class Reading:
 
     @property
     def logits(self) -> Tensor:
-        """Of the next token, (B, D)."""
+        """The logits (B, D) of the next token."""
         return self._prompt.logits if self._replay is None else self._replay.logits
 
     @property
     def prompt(self) -> Prompt:
-        """All that was read, as a value: a replayed step's memory becomes its state, and the next step starts anew."""
+        """All that was read, as a value. It takes over the memory of the replay; the next step starts a new one."""
         if self._replay is not None:
             state, logits = self._replay.state(), self._replay.logits.clone()
             more = zip(*self._newer, strict=True)
@@ -104,11 +104,11 @@ class Reading:
         return self._prompt
 
     def choose(self, rows: Sequence[int]) -> None:
-        """Go on with some rows of the batch."""
+        """Continue with some rows of the batch."""
         self._prompt = self.prompt.chosen(rows)
 
     def read(self, newest: list[int], most: int) -> None:
-        """Read a token of each row. `most` is how many, this one included, may still come."""
+        """Read one token of each row. `most` is the largest number of tokens still to come, this one included."""
         if self._replay is not None and self._replay.full:
             self._prompt = self.prompt
         if self._replay is None:
@@ -128,7 +128,7 @@ class Reading:
 
 
 class Replay:
-    """A model's step over slots: memory that stays where it is. On a GPU it is captured and replayed."""
+    """A model's decode step over slots: states at fixed addresses. On a GPU it is captured and replayed."""
 
     def __init__(self, model: GenerativeModel, state: ModelState, most: int) -> None:
         self.model, self.like, self.length = model, state, state.length
@@ -137,9 +137,9 @@ class Replay:
         device = model.device
         self.clocks: dict[int, Clock] = {}
 
-        def clock(held: int) -> Clock:
-            """That of layers which hold the last tokens alone: their places begin later."""
-            gone = state.length - held
+        def clock(length: int) -> Clock:
+            """The clock of layers that keep the last `length` tokens: their positions begin later."""
+            gone = state.length - length
             if gone not in self.clocks:
                 begins = None if starts is None else tuple(low - gone for low in starts)
                 self.clocks[gone] = Clock.at(state.length - gone, begins, self.capacity - gone, device)
@@ -163,13 +163,13 @@ class Replay:
         return self.length >= self.capacity
 
     def read(self, newest: list[int]) -> None:
-        """Read a token of each row; then `logits` are those of the next."""
+        """Read one token of each row; `logits` are then those of the next."""
         tokens = _tensor(newest)
         self.tokens.copy_(tokens.pin_memory() if self.tokens.is_cuda else tokens, non_blocking=True)
         self.length += 1
         for slot, block in zip(self.slots, self.model.decoder_stack.layers, strict=True):
             slot.make_room(block.attention.mechanism, self.length)
-        with all_finite():  # a NaN in a key is a NaN in the logits, which is an error
+        with all_finite():  # a NaN in a key becomes a NaN in the logits, which raises
             if not self.warm or not self.tokens.is_cuda:
                 self.logits = self._step()
             else:
@@ -181,7 +181,7 @@ class Replay:
         self.warm = True
 
     def _step(self) -> Tensor:
-        """The logits (B, D) after `tokens`, all on the device."""
+        """The logits (B, D) after `tokens`, computed entirely on the device."""
         for clock in self.clocks.values():
             clock.tick()
         gone, clock = next(iter(self.clocks.items()))
@@ -197,7 +197,7 @@ class Replay:
         return self.model.predict(stack.norm(x))[:, 0]
 
     def state(self) -> ModelState:
-        """The state that was reached. It takes the slots' memory: nothing may be read any more."""
+        """The state after the last step. It takes over the memory of the slots: this replay must not read any more."""
         padding, new = self.like.padding, self.length - self.like.length
         if padding is not None:
             padding = Padding(tuple((low, self.length) for low, _ in padding.rows or ()))
@@ -216,14 +216,14 @@ def _tensor(newest: list[int]) -> Tensor:
 
 
 def _starts(padding: Padding, length: int) -> tuple[int, ...] | None:
-    """Where each row's real tokens begin, if all go on to the end."""
+    """The position of each row's first real token, if all rows are real from there to the end."""
     if padding.rows is None or any(high < length for _, high in padding.rows):
         return None
     return tuple(low for low, _ in padding.rows)
 
 
 def _uncrossed(layer: MultiHeadAttention) -> str | None:
-    """Why cross-attention by a layer is not captured; None if it is."""
+    """Why a layer's cross-attention cannot be captured; None if it can."""
     softmax = split.scale(layer.mechanism, layer.qk_length) is not None
     if softmax and layer.dtype != torch.float64 and max(layer.qk_length, layer.value_length) <= gpu.LONGEST:
         return None

@@ -1,9 +1,9 @@
-"""From logits to the next token: greedy, or a draw from a distribution that is cut and sharpened first.
+"""From logits to the next token: the most likely one, or a sample from a truncated distribution.
 
     repetition penalty → temperature → top-k → top-p → min-p → draw
 
-A draw is argmax(logits + Gumbel noise), with noise from the sequence's own generator: what a sequence draws depends on
-its seed and its logits, never on its neighbours in a batch.
+A sample is argmax(logits + Gumbel noise), with noise from the sequence's generator: it depends on the seed and the
+logits of the sequence, never on the other sequences in the batch.
 """
 
 import math
@@ -16,12 +16,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 LIKELIEST = 2048
-"""Tokens among which those of `top_p` are looked for first: sorting a whole vocabulary takes 25 times as long."""
+"""`top_p` looks at this many of the most likely tokens first: sorting a whole vocabulary takes 25 times as long."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How tokens are chosen. Temperature 0 is greedy, and then the cuts change nothing.
+    """How tokens are chosen. Temperature 0 is greedy; top_k, top_p and min_p then have no effect.
 
     >>> from regard.inference.generation.sampling import Sampling
     >>> Sampling(temperature=0.8, top_p=0.9).greedy
@@ -32,11 +32,11 @@ class Sampling:
     top_k: int | None = None
     """Only the k most likely tokens."""
     top_p: float | None = None
-    """Only the most likely tokens that together have this probability."""
+    """Only the most likely tokens whose probabilities sum to this."""
     min_p: float | None = None
-    """Only tokens with at least this fraction of the likeliest one's probability."""
+    """Only tokens with at least this fraction of the highest probability."""
     repetition_penalty: float = 1.0
-    """Divides what favours a token that is in the sequence already, and multiplies what speaks against it."""
+    """For tokens that are in the sequence already: divides positive logits and multiplies negative ones."""
 
     def __post_init__(self) -> None:
         if not (_number(self.temperature) and 0 <= self.temperature < math.inf):
@@ -55,38 +55,38 @@ class Sampling:
         return self.temperature == 0
 
     def penalised(self, logits: Float[Tensor, "D"], seen: Iterable[int]) -> Float[Tensor, "D"]:
-        """The logits with the repetition penalty for the tokens of a sequence."""
+        """The logits with the repetition penalty for the tokens in `seen`."""
         index = torch.tensor(sorted(set(seen)), dtype=torch.long, device=logits.device)
         before = logits[index]
         worse = torch.where(before > 0, before / self.repetition_penalty, before * self.repetition_penalty)
         return logits.index_copy(0, index, worse)
 
     def cut(self, logits: Float[Tensor, "*b D"]) -> Float[Tensor, "*b D"]:
-        """The logits at this temperature, less the largest; -inf for tokens that are cut. Ties at a border stay.
+        """The logits divided by the temperature, minus the largest; -inf for removed tokens. Ties at the limit stay.
 
         >>> import torch
         >>> from regard.inference.generation.sampling import Sampling
         >>> Sampling(temperature=1.0, top_k=2).cut(torch.tensor([1.0, 3.0, 2.0])).tolist()
         [-inf, 0.0, -1.0]
         """
-        # The largest becomes 0, which no temperature makes infinite: the likeliest token stays the likeliest.
+        # The largest logit becomes 0, which no temperature makes infinite: the most likely token stays so.
         logits = logits.double()
-        # A GPU multiplies by the inverse, which is finite from the smallest normal number on.
+        # A GPU multiplies by the inverse, which is finite only for normal numbers.
         logits = (logits - logits.amax(-1, keepdim=True)) / max(self.temperature, sys.float_info.min)
         if self.top_k is not None and self.top_k < logits.shape[-1]:
             logits.masked_fill_(logits < logits.topk(self.top_k).values[..., -1:], -math.inf)
-        if self.top_p is not None and self.top_p < 1:  # at 1 all stay, whatever rounding makes of their sum
+        if self.top_p is not None and self.top_p < 1:  # at 1 all tokens stay, whatever their sum is rounded to
             logits.masked_fill_(logits < _least(logits, logits.softmax(-1), self.top_p), -math.inf)
         if self.min_p is not None:
             logits.masked_fill_(logits < math.log(self.min_p), -math.inf)
         return logits
 
     def draw(self, logits: Float[Tensor, "B D"], generators: Sequence[torch.Generator]) -> Int[Tensor, "B"]:
-        """A token for each row, whose noise is its own generator's.
+        """A token for each row, with noise from the row's generator.
 
-        The noise is drawn on the CPU, so that a seed means the same on every device.
+        The noise is drawn on the CPU, so that a seed gives the same noise on every device.
         """
-        # A GPU cuts all rows at once; a CPU one by one, since a row fits its cache.
+        # A GPU processes all rows at once; a CPU one by one, since a row fits its cache.
         size, tokens = 1 if logits.device.type == "cpu" else len(logits), []
         for start in range(0, len(logits), size):
             scores = self.cut(logits[start : start + size])
@@ -100,10 +100,10 @@ class Sampling:
 def _least(
     logits: Float[Tensor, "*b D"], probabilities: Float[Tensor, "*b D"], top_p: float, most: int = LIKELIEST
 ) -> Float[Tensor, "*b 1"]:
-    """The lowest logit of each row among the likeliest tokens that together have the probability `top_p`.
+    """The lowest logit of each row among the most likely tokens whose probabilities sum to `top_p`.
 
-    Looked for among the `most` likeliest; only rows that need more are sorted whole. Sums begin with the likeliest
-    token, so that `most` changes no result.
+    The `most` likely tokens are tried first; only rows that need more are sorted completely. Sums begin with the most
+    likely token, so that `most` does not change the result.
     """
     most = min(most, logits.shape[-1])
     ordered, index = logits.topk(most)

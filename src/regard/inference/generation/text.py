@@ -1,7 +1,7 @@
-"""Tokens to text as they come: no character in two halves, and nothing of a stop string shown before it is known.
+"""Incremental detokenization: pieces never split a character, and never contain the beginning of a stop string.
 
-Special tokens, and the token that ends the text, are no part of the text, but a stop string may name them: it is looked
-for in the text with them written out, and in the text as it is given.
+Special tokens and the end token are not part of the text, but a stop string may contain them: stop strings are searched
+both in the text with special tokens and in the text without.
 """
 
 import copy
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from regard.checkpoints.tokenizer import Tokenizer
 
 BROKEN = "\ufffd"
-"""What a decoder gives for bytes that are no character, or not yet one."""
+"""The replacement character, which stands for bytes that are not, or not yet, a complete character."""
 
 
 class Writer:
@@ -30,22 +30,22 @@ class Writer:
         self.tokenizer, self.stop = tokenizer, tuple(stop)
         self.tokens: list[int] = []
         self.stopped = False
-        """Whether a stop string has come; the text ends before it."""
+        """Whether a stop string was found; the text ends before it."""
         self._pieces: list[str] = []
         self._pending: list[tuple[str, bool]] = []
-        """Characters that may begin a stop string, and whether they are text or of a special token."""
+        """Characters that may begin a stop string, and whether they are text or belong to a special token."""
         self._plain: list[int] = []
-        """The tokens without special ones; those from `_start` on are decoded, those from `_read` on are new."""
+        """Tokens that are not special; those from `_start` on are decoded together, those from `_read` on are new."""
         self._start = self._read = 0
 
     @property
     def text(self) -> str:
-        """What has been given out."""
+        """The text so far."""
         self._pieces = ["".join(self._pieces)]
         return self._pieces[0]
 
     def add(self, token: int) -> str:
-        """Take one more token; give what of the text is certain now."""
+        """Add a token; returns the text that is now certain."""
         self.tokens.append(token)
         if self.stopped:
             return ""
@@ -58,7 +58,7 @@ class Writer:
         return self._give(self._fresh(last=False), text=True)
 
     def end(self, token: int) -> str:
-        """Take a token that ends the text and is no part of it, but may be part of a stop string; give the rest."""
+        """Add the end token, which is not text but may be part of a stop string; returns the rest of the text."""
         self.tokens.append(token)
         piece = self._complete()
         if self.stop and not self.stopped:
@@ -66,25 +66,25 @@ class Writer:
         return piece + self.finish()
 
     def finish(self) -> str:
-        """Give what was held back: there is no more to come."""
+        """Return the text that was held back, since no more tokens will come."""
         piece = self._complete()
         return piece if self.stopped else piece + self._release(len(self._pending))
 
     def fork(self) -> "Writer":
-        """The same text so far, which goes on by itself."""
+        """A copy that continues separately."""
         other = copy.copy(self)
         other.tokens, other._plain = [*self.tokens], [*self._plain]
         other._pieces, other._pending = [*self._pieces], [*self._pending]
         return other
 
     def _complete(self) -> str:
-        """Give the characters that tokens have only begun, as they are."""
+        """Return the characters of incomplete tokens as they are."""
         if self.tokenizer is None or self.stopped:
             return ""
         return self._give(self._fresh(last=True), text=True)
 
     def _written(self, token: int) -> str:
-        """The newest token as a stop string has it."""
+        """The newest token as text, special tokens included, for the search of stop strings."""
         if self.tokenizer is None:
             return f" {token}" if len(self.tokens) > 1 else f"{token}"
         return self.tokenizer.decode([token], special=True)
@@ -92,16 +92,16 @@ class Writer:
     def _fresh(self, last: bool) -> str:
         """The characters that the newest tokens complete."""
         assert self.tokenizer is not None
-        # Tokens are decoded with some that are known already, since a tokenizer may treat the first one differently.
-        known = self.tokenizer.decode(self._plain[self._start : self._read])
+        # Tokens are decoded together with some older ones, since a tokenizer may treat the first token differently.
+        before = self.tokenizer.decode(self._plain[self._start : self._read])
         whole = self.tokenizer.decode(self._plain[self._start :])
-        if len(whole) <= len(known) or (whole.endswith(BROKEN) and not last):
-            return whole[len(known) :] if last else ""
+        if len(whole) <= len(before) or (whole.endswith(BROKEN) and not last):
+            return whole[len(before) :] if last else ""
         self._start, self._read = self._read, len(self._plain)
-        return whole[len(known) :]
+        return whole[len(before) :]
 
     def _give(self, fresh: str, *, text: bool) -> str:
-        """Take characters; give those that no stop string can begin with any more."""
+        """Add characters; returns those that can no longer be the beginning of a stop string."""
         if not self.stop:
             self._pieces.append(fresh if text else "")
             return self._pieces[-1]
@@ -115,12 +115,12 @@ class Writer:
         return self._release(min(kept, default=len(self._pending)))
 
     def _ends(self, places: Sequence[int]) -> list[int]:
-        """Where stop strings begin in the pending characters at `places`."""
+        """The positions at which stop strings begin in the pending characters at `places`."""
         text = "".join(self._pending[place][0] for place in places)
         return [places[at] for at in (text.find(stop) for stop in self.stop) if at >= 0]
 
     def _begins(self, places: Sequence[int]) -> list[int]:
-        """Where the last of the pending characters at `places` could begin a stop string."""
+        """The position from which the pending characters at `places` may be the beginning of a stop string."""
         text = "".join(self._pending[place][0] for place in places)
         longest = max(map(len, self.stop)) - 1
         for size in range(min(longest, len(text)), 0, -1):
@@ -129,7 +129,7 @@ class Writer:
         return []
 
     def _release(self, count: int) -> str:
-        """Give out the first pending characters, as far as they are text."""
+        """Return the first pending characters that are text, and drop them from the pending ones."""
         self._pieces.append("".join(character for character, text in self._pending[:count] if text))
         del self._pending[:count]
         return self._pieces[-1]

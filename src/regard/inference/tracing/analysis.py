@@ -1,4 +1,4 @@
-"""What follows from recorded weights: attention rollout and value-weighted attention."""
+"""Analyses of recorded weights: attention rollout and value-weighted attention."""
 
 import torch
 from torch import Tensor
@@ -12,15 +12,15 @@ def rollout(trace: Trace) -> Tensor:
         A_l = norm(0.5 · mean over heads of W_l + 0.5 · I),   norm making rows sum to 1
         R   = A_L · … · A_1
 
-    Over the recorded layers and heads, which should be all of one stack: `trace.select(kind="self", name="encoder")`.
+    Uses the recorded layers and heads, which should be all of one stack: `trace.select(kind="self", name="encoder")`.
     Abnar and Zuidema 2020, "Quantifying attention flow in transformers".
 
     >>> import regard as rg, torch
     >>> from regard.inference.trace import rollout
     >>> layer = rg.MultiHeadAttention(8, 2)
-    >>> with rg.trace(layer) as found:
+    >>> with rg.trace(layer) as trace:
     ...     _ = layer(torch.randn(1, 5, 8))
-    >>> rollout(found).sum(-1).allclose(torch.ones(1, 5))
+    >>> rollout(trace).sum(-1).allclose(torch.ones(1, 5))
     True
     """
     layers = list(trace.layers)
@@ -44,17 +44,18 @@ def rollout(trace: Trace) -> Tensor:
 
 
 def value_weighted(layer: TracedLayer, projection: Tensor | None = None) -> Tensor:
-    """‖w · v‖ (B, H, T, S): how much each key's value really adds, as a small value adds little at any weight.
+    """‖w · v‖ (B, H, T, S): how much each key's value contributes; a small value contributes little at any weight.
 
-    With `projection`, the weight (E, H · V) of the output projection, it is ‖w · W_o v‖, what reaches the residual.
+    With `projection`, the weight (E, H · V) of the output projection, it is ‖w · W_o v‖, the part that reaches the
+    residual stream.
     Kobayashi et al. 2020, "Attention is not only a weight".
 
     >>> import regard as rg, torch
     >>> from regard.inference.trace import value_weighted
     >>> layer = rg.MultiHeadAttention(8, 2)
-    >>> with rg.trace(layer) as found:
+    >>> with rg.trace(layer) as trace:
     ...     _ = layer(torch.randn(1, 5, 8))
-    >>> value_weighted(found.layers[0], layer.W_o.weight).shape
+    >>> value_weighted(trace.layers[0], layer.W_o.weight).shape
     torch.Size([1, 2, 5, 5])
     """
     weights, values = layer.need("weights"), layer.need("values")

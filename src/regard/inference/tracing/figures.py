@@ -14,7 +14,7 @@ def heads_figure(trace: Trace, layer: int, head: int | None = None, sequence: in
     """The weights of a layer's recorded heads, or of one of them, with their tokens."""
     traced = trace.layers[layer]
     if head is not None and head not in traced.heads:
-        raise ValueError(f"head: expected one of those recorded, {list(traced.heads)}, got {head!r}")
+        raise ValueError(f"head: expected a recorded head, one of {list(traced.heads)}, got {head!r}")
     weights = _weights(traced, sequence)
     panels = {
         f"head {number}": weights[place] for place, number in enumerate(traced.heads) if head is None or number == head
@@ -31,7 +31,7 @@ def heads_figure(trace: Trace, layer: int, head: int | None = None, sequence: in
 
 
 def overview_figure(trace: Trace, sequence: int = 0) -> Figure:
-    """The weights of every recorded layer and head, small."""
+    """The weights of all recorded layers and heads, as small maps."""
     layers = [(layer, _weights(layer, sequence)) for layer in trace.layers]
     columns = max((len(weights) for _, weights in layers), default=1)
     size = min(14.0, max(3.0, 0.95 * columns + 0.9)), min(18.0, max(1.6, 0.95 * len(layers) + 0.7))
@@ -56,7 +56,7 @@ def overview_figure(trace: Trace, sequence: int = 0) -> Figure:
 
 
 def _weights(layer: TracedLayer, sequence: int) -> Tensor:
-    """The weights (H, T, S) of one sequence, NaN where the mask hides a pair: NaN has a colour of its own."""
+    """The weights (H, T, S) of one sequence, NaN for hidden pairs, which get a separate colour."""
     weights = layer.need("weights")
     if type(sequence) is not int or not 0 <= sequence < len(weights):
         raise ValueError(f"sequence: expected 0 to {len(weights) - 1}, got {sequence!r}")
@@ -68,7 +68,7 @@ def _weights(layer: TracedLayer, sequence: int) -> Tensor:
 
 
 def _names(tokens: Sequence[Sequence[str]] | None, sequence: int, places: Sequence[int]) -> list[str]:
-    """The tokens at some positions; their numbers if they are unknown."""
+    """The tokens at some positions, or the positions if there are no tokens."""
     if tokens is None:
         return [str(place) for place in places]
     return [tokens[sequence][place] for place in places]

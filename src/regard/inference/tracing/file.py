@@ -20,7 +20,7 @@ FACTS = ("index", "name", "kind", "mechanism", "heads", "rows", "causal", "by_pa
 
 
 def save(trace: Trace, path: str | Path) -> Path:
-    """Write a trace; whole or not at all."""
+    """Write a trace to a file, atomically."""
     with needed_for("saving a trace"):
         from safetensors.torch import save_file
 
@@ -28,16 +28,16 @@ def save(trace: Trace, path: str | Path) -> Path:
     if not target.parent.is_dir():
         raise ValueError(f"path: expected an existing folder, got {str(target.parent)!r}")
     tensors: dict[str, Tensor] = {}
-    names: dict[int, str] = {}  # layers share masks: each is written once
+    names: dict[int, str] = {}  # layers share masks, which are written once
     layers = []
     for layer in trace.layers:
         entry: dict[str, Any] = {fact: getattr(layer, fact) for fact in FACTS}
         for kind in TENSORS:
-            held = getattr(layer, kind)
-            if held is not None:
-                name = names.setdefault(id(held), f"{layer.index}.{kind}")
+            tensor = getattr(layer, kind)
+            if tensor is not None:
+                name = names.setdefault(id(tensor), f"{layer.index}.{kind}")
                 if name not in tensors:
-                    tensors[name] = held.detach().cpu().contiguous().clone()
+                    tensors[name] = tensor.detach().cpu().contiguous().clone()
                 entry[kind] = name
         layers.append(entry)
     about = {
@@ -51,11 +51,11 @@ def save(trace: Trace, path: str | Path) -> Path:
 
 
 def read(path: str | Path) -> Trace:
-    """Read a trace; CheckpointError for a file that is none, or does not add up."""
+    """Read a trace; raises CheckpointError for another file, or an inconsistent one."""
     source = open_safetensors(path)
     text = source.metadata.get(KEY)
     if not isinstance(text, str):
-        refuse(source.path, "a file that Trace.save wrote", "a safetensors file of something else")
+        refuse(source.path, "a file that Trace.save wrote", "another safetensors file")
     about = parse_json(text, source.path)
     if about.get("format") != FORMAT:
         refuse(source.path, f"a trace of format {FORMAT}", repr(about.get("format")))
@@ -74,7 +74,7 @@ def read(path: str | Path) -> Trace:
 def _layer(source: Source, entry: dict[str, Any]) -> TracedLayer:
     facts = {fact: entry[fact] for fact in FACTS}
     for name in ("heads", "rows"):
-        if not isinstance(facts[name], list) or any(type(one) is not int or one < 0 for one in facts[name]):
+        if not isinstance(facts[name], list) or any(type(number) is not int or number < 0 for number in facts[name]):
             refuse(source.path, f"whole numbers as {name}", repr(facts[name])[:80])
         facts[name] = tuple(facts[name])
     kinds = {"index": int, "name": str, "kind": str, "mechanism": str, "causal": bool, "by_pairs": bool}
@@ -86,7 +86,7 @@ def _layer(source: Source, entry: dict[str, Any]) -> TracedLayer:
 
 
 def _check_shapes(source: Source, facts: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Refuse tensors of one layer that do not fit each other."""
+    """Refuse a layer whose tensors have inconsistent shapes."""
     heads, rows, pairs = len(facts["heads"]), len(facts["rows"]), facts["by_pairs"]
     sizes: dict[str, int] = {"H": heads, "T": rows}
     axes = {

@@ -1,8 +1,8 @@
-"""How a trace is gathered while a model runs.
+"""Collects a trace while a model runs.
 
-Attention modules are numbered in the order the model lists them, which is the order they run in; a module that runs
-several times in one pass (ALBERT) gets a new number each time. Passes that continue each other through a cache are
-joined into one layer with more rows; a pass that begins anew replaces what was there.
+Attention modules are numbered in the order in which the model lists them, which is the order they run in; a module that
+runs several times in one pass (ALBERT) gets a new number each time. Passes that continue each other through a KV cache
+are joined into one layer with more rows; a pass that starts a new sequence replaces what was recorded.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from regard.inference.tracing.record import KEEP, Kind, Trace, TracedLayer
 
 @dataclass(frozen=True)
 class Chosen:
-    """Which layers, heads and rows to record, and what of them; None is all."""
+    """Which layers, heads and rows to record (None is all), and which tensors."""
 
     layers: frozenset[int] | None
     heads: tuple[int, ...] | None
@@ -25,7 +25,7 @@ class Chosen:
     keep: frozenset[str]
 
     def these_heads(self, count: int) -> list[int]:
-        """The chosen ones of `count` heads, from 0."""
+        """The chosen heads among `count`, counted from 0."""
         if self.heads is None:
             return list(range(count))
         if wrong := [head for head in self.heads if not -count <= head < count]:
@@ -33,7 +33,7 @@ class Chosen:
         return [head % count for head in self.heads]
 
     def these_rows(self, start: int, count: int) -> tuple[list[int], set[int]]:
-        """The chosen ones of `count` rows that stand at `start` and after, from 0, and the choices they answer."""
+        """The chosen rows among `count` from position `start` on, counted from 0, and which choices they satisfy."""
         if self.rows is None:
             return list(range(count)), set()
         places = {row: row + count if row < 0 else row - start for row in self.rows}
@@ -43,7 +43,7 @@ class Chosen:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Met:
-    """One run of attention, as an adapter met it. What is costly is a function of the rows and heads wanted."""
+    """One run of attention, as an adapter reports it. Costly tensors are functions of the wanted rows and heads."""
 
     kind: Kind
     mechanism: str
@@ -61,7 +61,7 @@ class Met:
 
 @dataclass(frozen=True, eq=False)
 class _Piece:
-    """The rows of one run and where its keys stand among all."""
+    """The rows of one run, and the positions of its keys among all keys."""
 
     columns: tuple[int, int]
     rows: tuple[int, ...]
@@ -73,7 +73,7 @@ class _Piece:
 
 @dataclass(eq=False)
 class Gathered:
-    """A layer while the model runs: the pieces of passes that continue each other."""
+    """A layer while the model runs: the pieces of consecutive passes."""
 
     index: int
     name: str
@@ -91,7 +91,7 @@ class Gathered:
     joined: TracedLayer | None = None
 
     def takes(self, met: Met) -> bool:
-        """Whether a run can go on where the last one ended."""
+        """Whether a run can continue where the last one ended."""
         if (met.kind, tuple(met.q.shape[:2])) != (self.kind, self.size):
             return False
         keys = met.k.shape[2]
@@ -132,9 +132,9 @@ class Gathered:
         parts = []
         for piece in seen:
             size = (len(piece.rows), piece.columns[1] - piece.columns[0])
-            one = torch.ones(1, 1, *size, dtype=torch.bool, device=self.device)
-            one = one if piece.visible is None else piece.visible.expand(*piece.visible.shape[:2], *size)
-            parts.append(_spread(one, piece.columns, self.keys, False))
+            pairs = torch.ones(1, 1, *size, dtype=torch.bool, device=self.device)
+            pairs = pairs if piece.visible is None else piece.visible.expand(*piece.visible.shape[:2], *size)
+            parts.append(_spread(pairs, piece.columns, self.keys, False))
         shape = [max(part.shape[axis] for part in parts) for axis in (0, 1)] if parts else []
         return torch.cat([part.expand(*shape, *part.shape[2:]) for part in parts], dim=2) if parts else None
 
@@ -159,15 +159,15 @@ def _spread(part: Tensor, columns: tuple[int, int], keys: int, empty: float | bo
 
 @dataclass(eq=False)
 class _Pass:
-    """One run of a module under which attention is numbered from its beginning."""
+    """One run of a module in which attention is numbered from 0."""
 
     starter: nn.Module
     continues: bool | None = None
-    """Whether it goes on where the starter's last pass ended; None until its first self-attention tells."""
+    """Whether it continues where the starter's last pass ended; None until its first self-attention shows it."""
 
 
 class Recorder:
-    """Numbers the attention of a model as it runs and gathers what is chosen of it."""
+    """Numbers the attention modules of a model as they run, and collects the chosen tensors."""
 
     def __init__(self, trace: Trace, chosen: Chosen, attentions: dict[nn.Module, str]) -> None:
         self.trace, self.chosen, self.names = trace, chosen, attentions
@@ -178,10 +178,10 @@ class Recorder:
         self._open: list[_Pass] = []
         self._anchors: dict[nn.Module, Tensor] = {}
         self._current: dict[nn.Module, tuple[_Pass, int, int]] = {}
-        """For each module, the pass and number of its last run, and how many times it attended in it."""
+        """For each module, the pass and number of its last run, and how often it attended in that run."""
 
     def watch(self, starters: Sequence[nn.Module]) -> list[Any]:
-        """Hooks by which a pass begins and ends at each of these modules."""
+        """Hooks that begin and end a pass at each of these modules."""
         handles = []
         for starter in starters:
             beneath = [module for module in starter.modules() if module in self._order]
@@ -195,13 +195,13 @@ class Recorder:
             pass
 
     def begin(self, starter: nn.Module, beneath: list[nn.Module]) -> None:
-        """A pass begins: what is beneath it runs for the first time again."""
+        """Begin a pass: the modules in it count their runs from 0 again."""
         self._open.append(_Pass(starter))
         for module in beneath:
             self._runs[module] = 0
 
     def enter(self, module: nn.Module) -> int:
-        """An attention module begins to run; its number."""
+        """Note that an attention module begins to run; returns its number."""
         if self._open:
             under = self._open[-1]
         else:
@@ -216,15 +216,15 @@ class Recorder:
         return self.numbers[key]
 
     def wants(self, module: nn.Module) -> bool:
-        """Whether the module's run that is going on is to be recorded."""
+        """Whether the current run of the module is recorded."""
         return self.chosen.layers is None or self._current[module][1] in self.chosen.layers
 
     def meet(self, module: nn.Module, met: Met, *, packed: bool = False) -> None:
-        """Record one run of attention. With `packed`, a module attends once for each of several sequences in a row."""
+        """Record one run of attention. With `packed`, a module attends several times, once for each packed sequence."""
         under, index, times = self._current[module]
         if times and not packed:
             raise ValueError(
-                f"model: expected {type(module).__name__} ({self.names[module]}) to attend once a run, got twice"
+                f"model: expected {type(module).__name__} ({self.names[module]}) to attend once per run, got twice"
             )
         if met.kind == "self" and under.continues is None:
             under.continues = met.by_pairs and self._goes_on(under.starter, met)
@@ -233,7 +233,7 @@ class Recorder:
             self._gather(module, index, met, under.continues is True, times > 0)
 
     def _goes_on(self, starter: nn.Module, met: Met) -> bool:
-        """Whether the keys before the new ones are the very ones that were there last."""
+        """Whether the keys before the new ones are equal to those of the last pass."""
         past, before = met.k.shape[2] - met.q.shape[2], self._anchors.get(starter)
         self._anchors[starter] = met.k.detach()
         if before is None or not 0 < past <= before.shape[2]:
@@ -281,25 +281,27 @@ class Recorder:
             if name in self.chosen.keep:
                 part = whole if name == "queries" else whole[:, :, whole.shape[2] - fresh :]
                 part = part if chosen_heads is None else _of_heads(part, chosen_heads, met.q.shape[1])
-                # A copy: caches write into the tensors they lend.
+                # A copy, since a cache may overwrite the tensors it returned.
                 tensors[name] = part[:, :, places].detach() if name == "queries" else part.detach().clone()
         positions = tuple(start + place for place in places)
         visible = met.see(rows, chosen_heads) if places else None
         return _Piece(columns, positions, tensors, visible, met.real, met.causal)
 
     def finish(self) -> None:
-        """Join what was gathered and let go of its pieces."""
+        """Join the collected pieces into layers and free them."""
         self.trace._layers = self.trace.layers
         self.trace._gathered = {}
 
     def check(self) -> None:
-        """Raise ValueError for choices that nothing answered, and for attention that went by unseen."""
+        """Raise ValueError for chosen layers or rows that did not run, and for attention that was not recorded."""
         if unseen := [module for module, (_, _, times) in self._current.items() if not times]:
             kind, name = type(unseen[0]).__name__, self.names[unseen[0]]
-            raise ValueError(f"model: expected {kind} ({name}) to compute attention where a trace can see, got none")
+            raise ValueError(
+                f"model: expected {kind} ({name}) to compute attention in a way that a trace can record, got none"
+            )
         met = sorted(self.numbers.values())
         if wrong := sorted((self.chosen.layers or frozenset()) - set(met)):
-            raise ValueError(f"layers: expected some of those that ran, {_span(met)}, got {wrong}")
+            raise ValueError(f"layers: expected layers that ran, {_span(met)}, got {wrong}")
         if self.chosen.rows is not None and met and (missed := sorted(set(self.chosen.rows) - self.met_rows)):
             raise ValueError(f"rows: expected positions of queries that ran, got {missed}")
 
@@ -309,7 +311,7 @@ def _begin(recorder: Recorder, beneath: list[nn.Module]) -> Callable[[nn.Module,
 
 
 def _of_heads(part: Tensor, heads: list[int], count: int) -> Tensor:
-    """One key head, or query head, for each chosen query head of `count`."""
+    """The key or query head of each chosen query head, among `count` query heads."""
     return part[:, [head // (count // part.shape[1]) for head in heads]]
 
 

@@ -1,8 +1,8 @@
 """The trace of Hugging Face models, through transformers' AttentionInterface.
 
-While a trace is on, the model's attention implementation is "eager" and the interface answers that name with a
-function of ours, which calls the model's own eager function and records what it computed. So everything else is what
-eager is, masks included: the outputs are eager's, exactly.
+During a trace the model's attention implementation is "eager", and under that name the interface has a function of
+ours, which calls the model's eager function and records what it computed. Everything else is as in eager attention,
+masks included, so the outputs are exactly those of eager attention.
 """
 
 import inspect
@@ -23,7 +23,7 @@ from regard.inference.tracing.gather import Met, Recorder
 from regard.inference.tracing.record import Kind
 
 SOURCES = ("key_value_states", "encoder_hidden_states", "cross_attention_states")
-"""What attention modules call the sequence they attend to, if it is not their own."""
+"""Arguments of attention modules for the other sequence, in cross-attention."""
 CROSS_NAMES = ("cross", "encoder_attn", "encdecattention")
 
 _TRACED: dict[nn.Module, list["Adapter"]] = {}
@@ -40,19 +40,23 @@ def find(model: nn.Module) -> tuple[dict[nn.Module, str], list[nn.Module]]:
     if not starters:
         return {}, []
     attentions = {module: name for name, module in model.named_modules() if eager_of(module) is not None}
-    # Half a model's attention would look like all of it.
-    aside = [type(one).__name__ for one in starters if not _uses_interface(type(one), transformers.PreTrainedModel)]
-    aside += [type(one).__name__ for one in model.modules() if _computes_alone(one)]
+    # Recording only a part of the attention would look like all of it.
+    aside = [
+        type(starter).__name__
+        for starter in starters
+        if not _uses_interface(type(starter), transformers.PreTrainedModel)
+    ]
+    aside += [type(module).__name__ for module in model.modules() if _computes_alone(module)]
     if aside or not attentions:
         raise ValueError(
             f"model: expected attention that goes through transformers' AttentionInterface, "
-            f"got {aside[0] if aside else type(model).__name__}, which computes it in its own way"
+            f"got {aside[0] if aside else type(model).__name__}, which computes it in another way"
         )
     return attentions, starters
 
 
 def _uses_interface(kind: type, base: type) -> bool:
-    """Whether transformers judges by the source of a model, or of one it inherits from, that it uses the interface."""
+    """Whether a model class, or one it inherits from, uses the interface, which transformers reads from its source."""
     owners: list[Any] = [owner for owner in kind.__mro__ if issubclass(owner, base) and owner is not base]
     return any(owner._can_set_attn_implementation() for owner in owners)
 
@@ -65,7 +69,8 @@ def eager_of(module: nn.Module) -> Any:
 
 @lru_cache(maxsize=1024)
 def _eager_of(kind: Any) -> Any:
-    # The name as its own code looks it up: some files have several eager functions, some inherit from other files.
+    # The name that the module's code refers to: some files have several eager functions, others inherit from other
+    # files.
     for method in _methods(kind):
         for name in method.__code__.co_names:
             if name.endswith("eager_attention_forward") and "get_interface" in method.__code__.co_names:
@@ -83,7 +88,7 @@ def _methods(kind: type) -> Iterator[FunctionType]:
 
 
 def _computes_alone(module: nn.Module) -> bool:
-    """Whether a module of a model's own file computes attention's softmax itself."""
+    """Whether an attention module computes its softmax itself, without the interface."""
     kind = type(module)
     if "Attention" not in kind.__name__ or kind.__module__.startswith("torch.") or eager_of(module) is not None:
         return False
@@ -92,12 +97,12 @@ def _computes_alone(module: nn.Module) -> bool:
 
 @contextmanager
 def eager(model: nn.Module, adapter: "Adapter") -> Iterator[None]:
-    """The model's attention set to eager, and eager answered by `_attend`, until the end, however it comes."""
+    """Set the model's attention to eager, and eager to `_attend`; both are restored at the end, also after an error."""
     interface = sys.modules["transformers"].AttentionInterface
-    configs = {id(one): one for module in model.modules() for one in _configs(getattr(module, "config", None))}
+    configs = {id(config): config for module in model.modules() for config in _configs(getattr(module, "config", None))}
     before = {key: config._attn_implementation for key, config in configs.items()}
-    # GPT-2's other eager form has no interface: it is switched off, and `_attend` does it instead.
-    apart: list[Any] = [one for one in adapter.attentions if getattr(one, "reorder_and_upcast_attn", False)]
+    # GPT-2's upcast form does not use the interface: it is switched off, and `_attend` computes it instead.
+    apart: list[Any] = [module for module in adapter.attentions if getattr(module, "reorder_and_upcast_attn", False)]
     with _LOCK:
         _UPCASTING.update(apart)
         for module in adapter.attentions:
@@ -105,7 +110,7 @@ def eager(model: nn.Module, adapter: "Adapter") -> Iterator[None]:
         interface.register("eager", _attend)
     try:
         for config in configs.values():
-            config._attn_implementation_internal = "eager"  # the public name would reach into sub-configs as well
+            config._attn_implementation_internal = "eager"  # the public attribute would also set sub-configs
         for module in apart:
             module.reorder_and_upcast_attn = False
         yield
@@ -136,18 +141,18 @@ def _configs(config: Any) -> Iterator[Any]:
 def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, Any]:
-    """The module's own eager attention; recorded, if the module is being traced."""
+    """The module's eager attention, recorded if the module is traced."""
     forward = eager_of(module)
     if module in _UPCASTING:
         forward, args, kwargs = _upcast, (), {}
-    adapters = [one for one in _TRACED.get(module, ()) if one.wants(module)]
-    if not any("scores" in one.recorder.chosen.keep for one in adapters):
+    adapters = [adapter for adapter in _TRACED.get(module, ()) if adapter.wants(module)]
+    if not any("scores" in adapter.recorder.chosen.keep for adapter in adapters):
         out, weights = forward(module, query, key, value, attention_mask, *args, **kwargs)
         scores = None
     else:
         with _SoftmaxInputs() as inputs:
             out, weights = forward(module, query, key, value, attention_mask, *args, **kwargs)
-        scores = inputs.found
+        scores = inputs.scores
     undropped = weights
     if adapters and module.training and kwargs.get("dropout"):
         with torch.no_grad():
@@ -162,18 +167,18 @@ def _upcast(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_ma
 
 
 class _SoftmaxInputs(TorchFunctionMode):
-    """Keeps what goes into softmax: the scores, with whatever a model adds to them."""
+    """Keeps the input of softmax: the scores, with everything that a model adds to them."""
 
-    found: Tensor | None = None
+    scores: Tensor | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (F.softmax, torch.softmax, Tensor.softmax):
-            self.found = args[0] if args else kwargs["input"]
+            self.scores = args[0] if args else kwargs["input"]
         return func(*args, **(kwargs or {}))
 
 
 class Adapter:
-    """Tells a recorder of every run of a Hugging Face model's attention modules."""
+    """Reports every run of a Hugging Face model's attention modules to a recorder."""
 
     def __init__(self, recorder: Recorder, attentions: Iterable[nn.Module]) -> None:
         self.recorder, self.attentions = recorder, list(attentions)
@@ -183,22 +188,22 @@ class Adapter:
         self._masked_last: tuple[Tensor | None, Tensor | None, bool] = (None, None, False)
 
     def attach(self) -> list[Any]:
-        """Hooks at every attention."""
+        """Hooks at every attention module."""
         return [module.register_forward_pre_hook(self.before, with_kwargs=True) for module in self.attentions]
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Number the run, and see whether it attends to a sequence of its own."""
+        """Number the run, and find out whether it is self-attention or cross-attention."""
         self.recorder.enter(module)
-        given = inspect.signature(type(module).forward).bind_partial(module, *args, **kwargs).arguments
-        given = {**given, **given.get("kwargs", {})}
+        arguments = inspect.signature(type(module).forward).bind_partial(module, *args, **kwargs).arguments
+        arguments = {**arguments, **arguments.get("kwargs", {})}
         path = ".".join([type(module).__name__, *self.recorder.names[module].split(".")[-2:]]).lower()
         named = getattr(module, "is_cross_attention", False) or any(mark in path for mark in CROSS_NAMES)
-        crossing = named or any(given.get(name) is not None for name in SOURCES)
+        crossing = named or any(arguments.get(name) is not None for name in SOURCES)
         self._kinds[module] = "cross" if crossing else "self"
-        self._packed[module] = given.get("cu_seqlens") is not None
+        self._packed[module] = arguments.get("cu_seqlens") is not None
 
     def wants(self, module: nn.Module) -> bool:
-        """Whether the module's run is to be recorded."""
+        """Whether the module's run is recorded."""
         if module not in self._kinds:  # its forward was called without its hooks
             self.before(module, (), {})
         return self.recorder.wants(module)
@@ -228,8 +233,8 @@ class Adapter:
         def score(rows: list[int] | None, heads: list[int] | None) -> Tensor | None:
             if scores is None or scores.shape[:3] != q.shape[:3]:
                 raise ValueError(f"keep: expected no scores of {type(module).__name__}, which has no softmax of them")
-            found, visible = pick(scores[..., : k.shape[2]], rows, heads), pick(seen, rows, heads)
-            return found if found is None or visible is None else found.masked_fill(~visible, -torch.inf)
+            picked, visible = pick(scores[..., : k.shape[2]], rows, heads), pick(seen, rows, heads)
+            return picked if picked is None or visible is None else picked.masked_fill(~visible, -torch.inf)
 
         self.recorder.meet(
             module,
@@ -249,7 +254,7 @@ class Adapter:
         )
 
     def _masked(self, mask: Any, q: Tensor, k: Tensor) -> tuple[Tensor | None, Tensor | None, bool]:
-        """Who sees whom, which keys are real, and whether none sees one after it; once for all layers of a mask."""
+        """Which pairs are visible, which keys are real, and whether the mask is causal; computed once per mask."""
         queries, keys = q.shape[2], k.shape[2]
         if not isinstance(mask, Tensor):
             return None, None, queries == 1
@@ -259,6 +264,6 @@ class Adapter:
             seen = seen.expand(*seen.shape[:3], keys)
             after = torch.ones(queries, keys, dtype=torch.bool, device=seen.device).triu(keys - queries + 1)
             real = seen.any(1).any(1).expand(q.shape[0], keys)
-            found = None if bool(seen.all()) else seen, None if bool(real.all()) else real
-            self._last, self._masked_last = (mask, queries, keys), (*found, not bool((seen & after).any()))
+            masks = None if bool(seen.all()) else seen, None if bool(real.all()) else real
+            self._last, self._masked_last = (mask, queries, keys), (*masks, not bool((seen & after).any()))
         return self._masked_last

@@ -1,5 +1,5 @@
-"""The trace of our own models: hooks at every `Attend`. The weights are computed a second time, exactly, by
-`regard.weights`, for the chosen rows and heads alone; the model computes as it does without."""
+"""The trace of our models: hooks at every `Attend`. `regard.weights` computes the weights a second time, for the chosen
+rows and heads only; the model computes exactly as without a trace."""
 
 import inspect
 from typing import Any
@@ -35,12 +35,12 @@ def find(model: nn.Module) -> tuple[dict[nn.Module, str], list[nn.Module]]:
 
 
 class Adapter:
-    """Tells a recorder of every run of our attention modules."""
+    """Reports every run of our attention modules to a recorder."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
         self.histories: WeakKeyDictionary[State, History] = WeakKeyDictionary()
-        """Keys, values and padding behind states that do not keep them."""
+        """Keys, values and padding of states that do not keep them, such as recurrent ones."""
 
     def attach(self, model: nn.Module) -> list[Any]:
         """Hooks at every attention of a model."""
@@ -50,26 +50,26 @@ class Adapter:
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Record one run."""
         assert isinstance(module, Attend)
-        given = ARGUMENTS.bind(module, *args, **kwargs).arguments
-        q, k, v = given["q"], given["k"], given["v"]
-        rule, state = as_mask(given.get("mask")), given.get("state")
+        arguments = ARGUMENTS.bind(module, *args, **kwargs).arguments
+        q, k, v = arguments["q"], arguments["k"], arguments["v"]
+        rule, state = as_mask(arguments.get("mask")), arguments.get("state")
         self.recorder.enter(module)
         if state is not None:
-            k, v, held = self._history(module, k, v, rule, state, output[1])
-            rule = held if rule is None else rule if held is None else rule & held
-        kind: Kind = "cross" if given.get("cross") else "self"
-        self.recorder.meet(module, met(kind, module.mechanism, q, k, v, rule, given.get("bias")))
+            k, v, padding = self._history(module, k, v, rule, state, output[1])
+            rule = padding if rule is None else rule if padding is None else rule & padding
+        kind: Kind = "cross" if arguments.get("cross") else "self"
+        self.recorder.meet(module, met(kind, module.mechanism, q, k, v, rule, arguments.get("bias")))
 
     def _history(
         self, module: Attend, k: Tensor, v: Tensor, rule: Mask | None, state: State, longer: State
     ) -> "History":
-        """All keys and values up to now, and their padding."""
+        """All keys and values so far, and their padding."""
         if longer.earliest == 0 and (history := longer.history()) is not None:
             return history
         before = self.histories.get(state) or state.history()
         if before is None and state.length:
             raise ValueError(
-                f"state: expected one whose tokens all came under the trace, got one with {state.length} tokens "
+                f"state: expected a state that began under the trace, got one with {state.length} tokens "
                 f"already summed by {module.mechanism!r}; trace from the start of the sequence"
             )
         keys, values, padding = before or (k[:, :, :0], v[:, :, :0], None)
@@ -113,7 +113,7 @@ def met(
         return reachable if seen is None else seen & reachable
 
     def score(rows: list[int] | None, chosen: list[int] | None) -> Tensor | None:
-        computed = None if runs_user_code(mechanism) else chosen  # a user's formula may have a part for each head
+        computed = None if runs_user_code(mechanism) else chosen  # a user's formula may treat heads differently
         wanted = choose_scores(q, rows, computed)
         shared = k if computed is None else k[:, [head // (heads // k.shape[1]) for head in computed]]
         extra = None if added is None else choose_scores(added, rows, computed)
@@ -123,7 +123,7 @@ def met(
         scores = scores if computed is chosen else choose_scores(scores, None, chosen)
         return (scores if seen is None else scores.masked_fill(~seen, mechanism.hidden_score)).to(q.dtype)
 
-    known = structure_of(rule, queries, keys)
+    structure = structure_of(rule, queries, keys)
     return Met(
         kind=kind,
         mechanism=repr(mechanism),
@@ -133,7 +133,7 @@ def met(
         weigh=lambda rows, chosen: weights(q, k, mechanism, rule, bias=bias, rows=rows, heads=chosen),
         score=score,
         see=see,
-        real=known.valid(keys, q.device),
-        causal=kind == "self" and (known.causal or queries == 1),
+        real=structure.valid(keys, q.device),
+        causal=kind == "self" and (structure.causal or queries == 1),
         hidden_score=mechanism.hidden_score,
     )

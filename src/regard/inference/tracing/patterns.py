@@ -1,23 +1,23 @@
-"""What a head looks at, scored against a head that looks everywhere.
+"""What a head attends to, scored against a head with uniform weights.
 
-A pattern names, for each query, some target keys:
+A pattern defines, for each query, some target keys:
 
     previous     the token before                     next       the token after
     self         the token itself                     first      the first real token (a ViT's class token)
     separator    [SEP], </s>, <|endoftext|>, …        same word  the other tokens of the query's word
     induction    the tokens that followed earlier occurrences of the query's token
 
-In cross-attention positions do not compare, so previous, next, self and induction have no meaning there, and "same
-word" are the source tokens of the same string. A ViT's patches count row by row.
+In cross-attention, positions of queries and keys are not comparable: previous, next, self and induction have no meaning
+there, and "same word" means source tokens with the same string. A ViT's patches are numbered row by row.
 
     mass      mean over rows of the weight on the targets
     baseline  mean over rows of targets / keys, counting only keys that the row's mask leaves visible
     score     (mass - baseline) / (1 - baseline): 1 if all weight is on the targets, 0 for a uniform head
 
-Rows that stand on padding, that see no target, or that see nothing but targets say nothing and are left out. The
-eighth pattern, uniform, has for mass the overlap with the uniform weights, the sum over keys of min(w, 1/n), and for
-baseline the overlap that all weight on one key has, 1/n: its score is 1 for a uniform head, 0 for a one-hot one. A
-head that mixes a one-key pattern and uniform weights a : 1 - a scores a and 1 - a.
+Rows at padding, rows that see no target, and rows that see only targets carry no information and are left out. For the
+eighth pattern, uniform, the mass is the overlap with uniform weights, the sum over keys of min(w, 1/n), and the
+baseline is the overlap of a one-hot head, 1/n: its score is 1 for a uniform head, 0 for a one-hot one. A head that
+mixes a one-key pattern and uniform weights as a : 1 - a scores a and 1 - a.
 """
 
 from collections import Counter
@@ -36,15 +36,15 @@ if TYPE_CHECKING:
 
 PATTERNS = ("previous", "next", "first", "separator", "same word", "self", "induction", "uniform")
 COLOURS = ("#0072B2", "#56B4E9", "#E69F00", "#D55E00", "#009E73", "#CC79A7", "#F0E442", "#999999")
-"""Okabe and Ito's, a colour for each pattern."""
+"""A colour for each pattern, from Okabe and Ito's palette."""
 LETTERS = ("P", "N", "F", "/", "W", "S", "I", "U")
-"""What stands for a pattern in a figure's cell, for readers who do not see the colour."""
+"""A letter for each pattern in the cells of a figure, for readers who cannot distinguish the colours."""
 SEPARATORS = frozenset(
     ("[SEP]", "</s>", "<sep>", "<eos>", "<|endoftext|>", "<|im_end|>", "<|end_of_text|>", "<|eot_id|>", "<|end|>")
 )
 PADS = frozenset(("[PAD]", "<pad>", "<|pad|>"))
 STARTS = ("Ġ", "▁", " ")
-"""How byte-level and SentencePiece tokens mark that a word begins."""
+"""How byte-level and SentencePiece tokens mark the beginning of a word."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -61,7 +61,7 @@ class HeadPatterns:
 
     @property
     def top(self) -> str | None:
-        """The pattern of the highest score."""
+        """The pattern with the highest score."""
         scored = {name: score for name, score in self.score.items() if score is not None}
         return max(scored, key=scored.__getitem__) if scored else None
 
@@ -81,7 +81,7 @@ class HeadPatterns:
 
 @dataclass(frozen=True, repr=False)
 class Patterns:
-    """The patterns of every head. Print it, draw it with `plot()`, or take `to_dict()`."""
+    """The patterns of every head. Print it, draw it with `plot()`, or read `to_dict()`."""
 
     heads: tuple[HeadPatterns, ...]
 
@@ -93,7 +93,7 @@ class Patterns:
         raise ValueError(f"head: expected a recorded layer and head, got layer {layer} head {head}")
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, ready for JSON."""
+        """All numbers, as a dict that can be written as JSON."""
         return {"patterns": list(PATTERNS), "heads": [asdict(head) for head in self.heads]}
 
     def __str__(self) -> str:
@@ -121,8 +121,8 @@ class Patterns:
         return table(rows, title="The strongest pattern of each head, and its score (1: all weight, 0: as uniform)")
 
     def plot(self) -> "Figure":
-        """A matplotlib figure: layers down, heads across, each head's strongest pattern by its colour and letter, the
-        colour as strong as the score."""
+        """A matplotlib figure: layers down, heads across, each head's strongest pattern by colour and letter; a low
+        score makes the colour pale."""
         from regard.core.style import INK, QUIET, Patch, lattice, new_figure, to_rgba
 
         layers, columns, places = self._grid()
@@ -153,7 +153,7 @@ class Patterns:
         return figure
 
     def _grid(self) -> "tuple[list[tuple[int, str]], list[int], dict[tuple[int, str, int], HeadPatterns]]":
-        """The layers, the heads that any of them has, and what is known of each."""
+        """The layers, the head numbers that any of them has, and the patterns of each layer and head."""
         layers = list(dict.fromkeys((head.layer, head.kind) for head in self.heads))
         columns = sorted({head.head for head in self.heads})
         return layers, columns, {(head.layer, head.kind, head.head): head for head in self.heads}
@@ -177,10 +177,10 @@ def _html_cell(head: HeadPatterns | None) -> Html:
 
 
 def patterns(trace: Trace, separators: Sequence[str] | Sequence[int] | None = None) -> Patterns:
-    """Score every recorded head against the patterns of this module, each by the baseline of the sequence and mask.
+    """Score every recorded head for the patterns of this module, relative to the baseline of its sequence and mask.
 
-    Separator, same word and induction need the trace's tokens. `separators` are token strings of your own, or positions
-    among the keys. Layers of channel attention have no patterns and are left out.
+    Separator, same word and induction need the trace's tokens. `separators` are other token strings, or positions among
+    the keys. Layers of channel attention have no patterns and are left out.
 
     >>> import torch
     >>> from regard.inference.trace import Trace, TracedLayer, patterns
@@ -191,11 +191,11 @@ def patterns(trace: Trace, separators: Sequence[str] | Sequence[int] | None = No
     layer  head  kind   pattern     score   mass  baseline
         0     0  self   previous     1.00   1.00      0.25
     """
-    found: list[HeadPatterns] = []
+    heads: list[HeadPatterns] = []
     for layer in trace.layers:
         if layer.by_pairs:
-            found += _heads(trace, layer, separators)
-    return Patterns(tuple(found))
+            heads += _heads(trace, layer, separators)
+    return Patterns(tuple(heads))
 
 
 def _heads(trace: Trace, layer: TracedLayer, separators: Sequence[str] | Sequence[int] | None) -> list[HeadPatterns]:
@@ -221,7 +221,7 @@ def _heads(trace: Trace, layer: TracedLayer, separators: Sequence[str] | Sequenc
 
 
 def _mean(numbers: Tensor, rows: Tensor) -> Tensor:
-    """The mean over the batch and the chosen rows, for each head; NaN where there are none."""
+    """The mean over the batch and the chosen rows, for each head; NaN without rows."""
     return numbers.masked_fill(~rows, 0).sum((0, 2)) / rows.sum((0, 2))
 
 
@@ -231,7 +231,7 @@ def _head(layer: TracedLayer, place: int, results: dict[str, tuple[Tensor, Tenso
     score: dict[str, float | None] = dict.fromkeys(PATTERNS)
     for name, (masses, baselines) in results.items():
         m, b = float(masses[place]), float(baselines[place])
-        if m == m and b < 1:  # NaN is no rows
+        if m == m and b < 1:  # NaN means no rows
             mass[name], baseline[name], score[name] = m, b, (m - b) / (1 - b)
     return HeadPatterns(layer.index, layer.name, layer.kind, layer.heads[place], mass, baseline, score)
 
@@ -240,21 +240,21 @@ Spoken = list[list[str]] | None
 
 
 def _spoken(trace: Trace, layer: TracedLayer, batch: int, keys: int) -> tuple[Spoken, Spoken]:
-    """The strings of queries (by position) and keys, one for each there is."""
+    """The token strings of queries (by position) and of keys, if the trace has tokens."""
     asked, answered = trace.labels(layer)
     for name, tokens, least in (
         ("tokens" if layer.kind == "self" else "source_tokens", answered, keys),
         ("tokens", asked, max(layer.rows, default=-1) + 1),
     ):
-        # What generation adds last is a token that has not run yet.
+        # The last generated token has not run yet, so there may be one string more.
         if tokens is not None and (len(tokens) != batch or any(len(t) not in (least, least + 1) for t in tokens)):
-            given = [len(sequence) for sequence in tokens]
-            raise ValueError(f"{name}: expected {batch} sequences of {least} strings, got lengths {given}")
+            lengths = [len(sequence) for sequence in tokens]
+            raise ValueError(f"{name}: expected {batch} sequences of {least} strings, got lengths {lengths}")
     return asked, None if answered is None else [sequence[:keys] for sequence in answered]
 
 
 def _counted_rows(layer: TracedLayer, asked: Spoken, batch: int, device: torch.device) -> Tensor:
-    """Which rows (B, T) do not stand on padding."""
+    """Which rows (B, T) are not at padding."""
     places = torch.tensor(layer.rows, dtype=torch.long, device=device)
     counted = torch.ones(batch, len(places), dtype=torch.bool, device=device)
     if layer.kind == "self" and layer.real is not None:
@@ -272,30 +272,30 @@ def _targets(
     batch: int,
     keys: int,
 ) -> dict[str, Tensor]:
-    """For each pattern with a meaning here, which keys are targets, broadcastable to (B, T, S)."""
+    """For each pattern that is defined here, which keys are targets, broadcastable to (B, T, S)."""
     query, key = torch.tensor(layer.rows, dtype=torch.long)[:, None], torch.arange(keys)
     start = torch.zeros(1, 1) if layer.real is None else layer.real.cpu().int().argmax(-1)[:, None]
-    found = {"first": (key == start)[:, None]}
+    targets = {"first": (key == start)[:, None]}
     if (marked := _separated(answered, separators, keys)) is not None:
-        found["separator"] = marked[:, None]
+        targets["separator"] = marked[:, None]
     if layer.kind == "cross":
         if asked is not None and answered is not None:
             mine, theirs = _numbered([[bare(t) for t in s] for s in asked], [[bare(t) for t in s] for s in answered])
-            found["same word"] = mine[:, layer.rows, None] == theirs[:, None]
-        return found
-    found |= {"previous": (key == query - 1)[None], "next": (key == query + 1)[None], "self": (key == query)[None]}
+            targets["same word"] = mine[:, layer.rows, None] == theirs[:, None]
+        return targets
+    targets |= {"previous": (key == query - 1)[None], "next": (key == query + 1)[None], "self": (key == query)[None]}
     if answered is not None:
         words = torch.tensor([[-1 if word is None else word for word in word_ids(s)] for s in answered])
         mine = words[:, layer.rows, None]
-        found["same word"] = (mine == words[:, None]) & (mine >= 0) & (key != query)
+        targets["same word"] = (mine == words[:, None]) & (mine >= 0) & (key != query)
         tokens, _ = _numbered(answered, answered)
         before = torch.cat([torch.full((batch, 1), -1), tokens[:, :-1]], dim=1)
-        found["induction"] = (tokens[:, layer.rows, None] == before[:, None]) & (key <= query)
-    return found
+        targets["induction"] = (tokens[:, layer.rows, None] == before[:, None]) & (key <= query)
+    return targets
 
 
 def _separated(answered: Spoken, separators: Sequence[str] | Sequence[int] | None, keys: int) -> Tensor | None:
-    """Which keys (B, S) are separators; None if nobody can say."""
+    """Which keys (B, S) are separators; None without tokens."""
     if separators is not None and all(type(place) is int for place in separators):
         if wrong := [place for place in separators if not -keys <= place < keys]:  # type: ignore[operator]
             raise ValueError(f"separators: expected positions below {keys}, got {wrong[0]}")
@@ -304,12 +304,12 @@ def _separated(answered: Spoken, separators: Sequence[str] | Sequence[int] | Non
         return marked
     if answered is None:
         return None
-    known = SEPARATORS if separators is None else set(separators)
-    return torch.tensor([[token in known for token in sequence] for sequence in answered])
+    marks = SEPARATORS if separators is None else set(separators)
+    return torch.tensor([[token in marks for token in sequence] for sequence in answered])
 
 
 def _numbered(*groups: list[list[str]]) -> list[Tensor]:
-    """Strings as whole numbers, the same for the same string."""
+    """Strings as integers, equal for equal strings."""
     numbers: dict[str, int] = {}
     width = [max(len(sequence) for sequence in group) for group in groups]
     return [
@@ -319,7 +319,7 @@ def _numbered(*groups: list[list[str]]) -> list[Tensor]:
 
 
 def bare(token: str) -> str:
-    """A token without the marks that say where words begin and end.
+    """A token without the marks for the beginning and end of words.
 
     >>> [bare(token) for token in ("Ġcat", "▁cat", "##cat", "cat</w>")]
     ['cat', 'cat', 'cat', 'cat']
@@ -330,8 +330,9 @@ def bare(token: str) -> str:
 def word_ids(tokens: Sequence[str]) -> list[int | None]:
     """Which word each token belongs to, by the marks of its tokenizer; None for special tokens.
 
-    WordPiece marks what continues a word (##), byte-level BPE and SentencePiece what begins one (Ġ, ▁), CLIP's BPE what
-    ends one (</w>). Without any mark, each token is a word. A token of signs only is a word of its own.
+    WordPiece marks tokens that continue a word (##), byte-level BPE and SentencePiece those that begin one (Ġ, ▁),
+    CLIP's BPE those that end one (</w>). Without marks each token is a word. A token without letters and digits is a
+    word.
 
     >>> word_ids(["[CLS]", "re", "##gard", "this", "[SEP]"])
     [None, 0, 0, 1, None]
@@ -341,7 +342,7 @@ def word_ids(tokens: Sequence[str]) -> list[int | None]:
     pieces = any(token.startswith("##") for token in tokens)
     begins = any(token.startswith(STARTS) for token in tokens)
     ends = any(token.endswith("</w>") for token in tokens)
-    found: list[int | None] = []
+    words: list[int | None] = []
     word, goes_on = -1, False
     for token in tokens:
         special = len(token) > 2 and (token[0], token[-1]) in (("[", "]"), ("<", ">")) and token[:2] != "</w"
@@ -350,8 +351,8 @@ def word_ids(tokens: Sequence[str]) -> list[int | None]:
             joined = token.startswith("##")
         else:
             joined = (begins or ends) and goes_on and not token.startswith(STARTS) and not signs
-        if not special and not (joined and found and found[-1] is not None):
+        if not special and not (joined and words and words[-1] is not None):
             word += 1
-        found.append(None if special else word)
+        words.append(None if special else word)
         goes_on = not special and not signs and not token.endswith("</w>")
-    return found
+    return words

@@ -1,4 +1,4 @@
-"""What a trace holds."""
+"""The classes of a trace: `Trace`, its `Layers` and each `TracedLayer`."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from regard.inference.tracing.patterns import Patterns
 
 MOST_SHOWN = 16
-"""Layers of a trace, and heads of a layer, that are printed or shown in a notebook."""
+"""The most layers of a trace, and heads of a layer, that are printed or shown in a notebook."""
 KEEP = ("weights", "queries", "keys", "values", "scores")
 Kind = Literal["self", "cross"]
 Tokens = Sequence[str] | Sequence[Sequence[str]]
@@ -24,9 +24,9 @@ Tokens = Sequence[str] | Sequence[Sequence[str]]
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TracedLayer:
-    """One attention of a model, as it ran: (B, H, T, S) between H heads' T queries and S keys.
+    """One attention layer as it ran: weights (B, H, T, S) of H heads between T queries and S keys.
 
-    With chosen heads or rows, H and T count those alone; keys and values then have one head for each chosen one. For
+    With chosen heads or rows, H and T are the numbers of those; keys and values then have one head per chosen head. For
     channel attention, weights are (B, H, K, K) between channels and `by_pairs` is False.
     """
 
@@ -41,19 +41,19 @@ class TracedLayer:
     weights: Tensor | None = None
     """(B, H, T, S), before dropout."""
     queries: Tensor | None = None
-    """(B, H, T, K), turned to their positions where the model does so."""
+    """(B, H, T, K), with rotary positions applied if the model has them."""
     keys: Tensor | None = None
     """(B, G, S, K). Query head h reads key head h // (H // G)."""
     values: Tensor | None = None
     """(B, G, S, V)."""
     scores: Tensor | None = None
-    """(B, H, T, S): what softmax takes, bias included and -inf where hidden; for kernels the similarity, 0 there."""
+    """(B, H, T, S): the input of softmax, -inf if hidden; for linear attention the similarity, 0 if hidden."""
     visible: Tensor | None = None
     """Which pairs the mask allows, broadcastable to (B, H, T, S); None if all."""
     real: Tensor | None = None
-    """Which keys (B, S) are no padding; None if all."""
+    """Which keys (B, S) are real, not padding; None if all."""
     causal: bool = False
-    """Whether no query could see a key after it."""
+    """Whether no query sees a later key."""
     by_pairs: bool = True
 
     def __repr__(self) -> str:
@@ -64,7 +64,7 @@ class TracedLayer:
         return table([self._row()])
 
     def _row(self) -> dict[str, object]:
-        """A line of a notebook's table: the layer in words, and its heads' weights for the first sequence."""
+        """A row of a notebook's table: the layer's name and kind, and its heads' weights for the first sequence."""
         row: dict[str, object] = {
             "layer": self.index,
             "name": self.name,
@@ -81,11 +81,11 @@ class TracedLayer:
         return {**row, heading: images}
 
     def need(self, name: str) -> Tensor:
-        """The tensor of a name, or an error that says how to have it recorded."""
-        found = getattr(self, name)
-        if found is None:
+        """The tensor with that name, or an error that says how to record it."""
+        tensor = getattr(self, name)
+        if tensor is None:
             raise ValueError(f"layer {self.index}: expected {name}, got none; trace with keep=({name!r}, …)")
-        return found
+        return tensor
 
 
 class Layers:
@@ -95,11 +95,11 @@ class Layers:
         self._layers = {layer.index: layer for layer in sorted(layers, key=lambda layer: layer.index)}
 
     def __getitem__(self, index: int) -> TracedLayer:
-        held = list(self._layers)
-        if type(index) is int and -len(held) <= index < 0:
-            index = held[index]
+        recorded = list(self._layers)
+        if type(index) is int and -len(recorded) <= index < 0:
+            index = recorded[index]
         if type(index) is not int or index not in self._layers:
-            raise ValueError(f"layers: expected one of those recorded, {held}, got {index!r}")
+            raise ValueError(f"layers: expected a recorded layer, one of {recorded}, got {index!r}")
         return self._layers[index]
 
     def __iter__(self) -> Iterator[TracedLayer]:
@@ -113,7 +113,7 @@ class Layers:
 
 
 class Trace:
-    """What `trace` recorded: `layers`, and the token strings they stand for. Prints as a list of its layers.
+    """What `trace` recorded: `layers`, and the strings of the tokens. Prints as a list of its layers.
 
     >>> import regard as rg, torch
     >>> model = rg.Decoder(rg.DecoderConfig(vocabulary_size=11, embedding_dim=8, num_layers=2, num_heads=2))
@@ -140,25 +140,25 @@ class Trace:
     def layers(self) -> Layers:
         """The layers recorded so far."""
         if self._gathered:
-            self._layers = Layers([*(one.layer() for one in self._gathered.values())])
+            self._layers = Layers([*(gathered.layer() for gathered in self._gathered.values())])
         return self._layers
 
     def label(self, tokens: Tokens | None = None, source_tokens: Tokens | None = None) -> "Trace":
-        """Say what the tokens are: strings of one sequence, or of each. Those of the encoder are `source_tokens`."""
+        """Set the token strings: of one sequence, or of each in the batch. `source_tokens` are those of an encoder."""
         self.tokens = _sequences("tokens", tokens)
         self.source_tokens = _sequences("source_tokens", source_tokens)
         return self
 
     def labels(self, layer: TracedLayer) -> tuple[list[list[str]] | None, list[list[str]] | None]:
-        """The strings of a layer's queries (at all positions, by `layer.rows`) and of its keys, for each sequence."""
+        """The strings of a layer's queries (at all positions, not only `layer.rows`) and keys, for each sequence."""
         if layer.kind == "cross":
             return self.tokens, self.source_tokens
         encoder = self.source_tokens is not None and "encoder" in layer.name.split(".")
-        found = self.source_tokens if encoder else self.tokens
-        return found, found
+        tokens = self.source_tokens if encoder else self.tokens
+        return tokens, tokens
 
     def select(self, *, kind: Kind | None = None, name: str | None = None) -> "Trace":
-        """The layers of a kind, or whose module path contains `name`, as a trace of their own.
+        """A trace of the layers of a kind, or of those whose module path contains `name`.
 
         >>> from regard.inference.trace import Trace
         >>> len(Trace().select(kind="cross", name="decoder").layers)
@@ -188,14 +188,14 @@ class Trace:
         return patterns(self, separators)
 
     def save(self, path: str | Path) -> Path:
-        """Write everything into one safetensors file."""
+        """Write the trace to one safetensors file."""
         from regard.inference.tracing.file import save
 
         return save(self, path)
 
     @classmethod
     def open(cls, path: str | Path) -> "Trace":
-        """Read a file that `save` wrote; CheckpointError, a ValueError, for any other."""
+        """Read a file that `save` wrote; any other file raises CheckpointError."""
         from regard.inference.tracing.file import read
 
         return read(path)
@@ -239,7 +239,7 @@ def _sequences(name: str, tokens: Tokens | None) -> list[list[str]] | None:
     if tokens is None:
         return None
     nested: Any = [tokens] if all(isinstance(token, str) for token in tokens) else tokens
-    known = not isinstance(tokens, str) and all(isinstance(sequence, list | tuple) for sequence in nested)
-    if not known or any(not isinstance(token, str) for sequence in nested for token in sequence):
-        raise ValueError(f"{name}: expected strings of one sequence, or a list of them for each, got {tokens!r}")
+    listed = not isinstance(tokens, str) and all(isinstance(sequence, list | tuple) for sequence in nested)
+    if not listed or any(not isinstance(token, str) for sequence in nested for token in sequence):
+        raise ValueError(f"{name}: expected a list of strings, or one list for each sequence, got {tokens!r}")
     return [list(sequence) for sequence in nested]
