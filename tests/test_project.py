@@ -33,6 +33,10 @@ CORE = [
 ]
 
 
+def python_files(path):
+    return sorted(path.rglob("*.py")) if path.is_dir() else [path]
+
+
 def layer(module):
     """Where a module stands: its room, and its place in the core."""
     _, room, *inner = module.split(".")
@@ -125,6 +129,57 @@ def test_a_relative_import_counts_from_its_file():
     assert imports("from ..laws import check", "regard.core.paths.sums") == {"regard.core.laws"}
     assert imports("from ..laws import check", "regard.core.paths", is_package=True) == {"regard.core.laws"}
     assert imports("from .sums import steps", "regard.core.paths", is_package=True) == {"regard.core.paths.sums"}
+
+
+VAGUE = {"one", "ones", "found", "given", "held", "known", "own", "said", "told", "each"}
+NAMED = ("src/regard/core", "src/regard/models", "src/regard/checkpoints", "src/regard/inference")
+"""Folders and files in which every name says what it is the name of."""
+
+
+def vague_names(source):
+    """The lines of a file with names of VAGUE. Names of other packages are theirs: torch.ones, hypothesis.given."""
+    nodes = list(ast.walk(ast.parse(source)))
+    aliases = [name for node in nodes if isinstance(node, ast.Import | ast.ImportFrom) for name in node.names]
+    imported = {name.asname or name.name for name in aliases} - (VAGUE & {name.asname for name in aliases})
+    lines = set()
+    for node in nodes:
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in imported:
+            continue
+        for field in ("id", "arg", "attr", "name", "asname"):
+            name = getattr(node, field, None)
+            if isinstance(name, str) and name.strip("_") in VAGUE and name not in imported:
+                lines.add(node.lineno)
+    return sorted(lines)
+
+
+@pytest.mark.parametrize("path", sorted(path for name in NAMED for path in python_files(ROOT / name)), ids=str)
+def test_names_say_the_thing(path):
+    assert vague_names(path.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "found = 1",
+        "for one in range(3): pass",
+        "def _held(x): return x",
+        "def choose(given): return given",
+        "class Part:\n    own: int",
+        "self.known = {}",
+        "choose(told=1)",
+        "import torch as each",
+        "lambda said: said",
+        "try:\n    pass\nexcept ValueError as one:\n    pass",
+    ],
+)
+def test_a_name_that_says_nothing_is_caught(line):
+    assert vague_names(line)
+
+
+def test_names_of_other_packages_are_theirs():
+    assert not vague_names(
+        "import torch\nfrom hypothesis import given\nx = torch.ones(3)\n@given(x)\ndef check(): pass"
+    )
 
 
 @pytest.mark.parametrize("name", MODULES)

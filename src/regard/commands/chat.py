@@ -49,21 +49,7 @@ def chat(
 
     The template is the checkpoint's own. What was said stays in the model's state: each turn reads only what is new.
     """
-    sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-    sampling["repetition_penalty"] = repetition_penalty
-    chosen = plan(
-        source,
-        sampling,
-        stop,
-        stop_token,
-        weights,
-        state,
-        mechanism,
-        dtype,
-        device,
-        seed,
-        max_new_tokens=max_new_tokens,
-    )
+    chosen = plan(locals())
     _talk(Conversation(chosen.load(), system, seed=seed, **chosen.stream))
 
 

@@ -3,9 +3,9 @@
 import json
 import secrets
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -68,6 +68,7 @@ class Plan:
     """The options that `generate` and `chat` share, checked."""
 
     source: str
+    sampling: Sampling
     stream: dict[str, Any]
     """Options of `rg.stream`."""
     quantized: bool
@@ -81,46 +82,40 @@ class Plan:
             return rg.quantized(model) if self.quantized else model
 
 
-def plan(
-    source: str,
-    sampling: dict[str, Any],
-    stop: Sequence[str] | None,
-    stop_token: Sequence[int] | None,
-    weights: str | None,
-    state: str | None,
-    mechanism: str | None,
-    dtype: str | None,
-    device: str,
-    seed: int | None,
-    **more: Any,
-) -> Plan:
-    """Check all options that can be checked without the model, which takes seconds to load."""
-    Sampling(**sampling)
-    seeds_of(seed, 1, 1)
-    stops = (*(stop or ()), *(stop_token or ()))
+def plan(options: Mapping[str, Any]) -> Plan:
+    """Check the parameters of `generate` or `chat` that both have, before the model is loaded, which takes seconds.
+
+    `options` are a command's parameters by name; other names in it are ignored.
+    """
+    sampling = Sampling(**{field.name: options[field.name] for field in fields(Sampling)})
+    seeds_of(options["seed"], 1, 1)
+    stops = (*(options["stop"] or ()), *(options["stop_token"] or ()))
     if "" in stops:
         raise ValueError("stop: expected a text, got ''")
-    for token in stop_token or ():
+    for token in options["stop_token"] or ():
         if token < 0:
             raise ValueError(f"stop_token: expected a token from 0, got {token}")
+    state, dtype, device, mechanism = (options[name] for name in ("state", "dtype", "device", "mechanism"))
     storage = None if state is None else one_of("state", state, INT8)
     wanted = None if dtype is None else one_of("dtype", dtype, FILE_DTYPES)
-    if weights is not None:
-        one_of("weights", weights, INT8)
+    quantized = options["weights"] is not None
+    if quantized:
+        one_of("weights", options["weights"], INT8)
         if wanted not in (None, torch.float32):
             raise ValueError(f"dtype: expected float32, which int8 weights compute in, got {dtype}")
         if device != "cpu":
             raise ValueError(f"device: expected cpu, on which int8 weights compute, got {device}")
         wanted = torch.float32
     checked = Plan(
-        source=source,
-        stream={**sampling, "stop": stops, "storage": storage, **more},
-        quantized=weights is not None,
+        source=options["source"],
+        sampling=sampling,
+        stream={**asdict(sampling), "stop": stops, "storage": storage, "max_new_tokens": options["max_new_tokens"]},
+        quantized=quantized,
         mechanism=None if mechanism is None else lookup(mechanism),
         dtype=wanted,
         device=device,
     )
-    resolve(source)
+    resolve(checked.source)
     return checked
 
 
@@ -166,22 +161,8 @@ def generate(
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object a line, for each text.")] = False,
 ) -> None:
     """Continue texts. A single text is printed token by token, several as they finish; Ctrl-C keeps what is there."""
-    sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-    sampling["repetition_penalty"] = repetition_penalty
-    chosen = plan(
-        source,
-        sampling,
-        stop,
-        stop_token,
-        weights,
-        state,
-        mechanism,
-        dtype,
-        device,
-        seed,
-        max_new_tokens=max_new_tokens,
-    )
-    check_counts(n, beams, length_penalty, Sampling(**sampling))  # type: ignore[arg-type]
+    chosen = plan(locals())
+    check_counts(n, beams, length_penalty, chosen.sampling)
     if log_probabilities and not as_json:
         raise ValueError("log_probabilities: expected --json, which has a place for them, got none")
     texts = _texts(prompts, file)
