@@ -1,0 +1,118 @@
+"""Files of traces: opened as they were saved, and refused if they are none."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import regard as rg
+from regard.inference.trace import Trace, TracedLayer, patterns, trace
+from traced_models import (
+    EVERYTHING,
+    MODELS,
+    inputs,
+    layer_of,
+    stack,
+)
+
+
+def same(one, two):
+    assert (one.tokens, one.source_tokens, one.model) == (two.tokens, two.source_tokens, two.model)
+    for mine, theirs in zip(one.layers, two.layers, strict=True):
+        for name in TracedLayer.__dataclass_fields__:
+            a, b = getattr(mine, name), getattr(theirs, name)
+            assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b, name
+
+
+@pytest.mark.parametrize("name", ["llama", "bart", "vit"])
+def test_a_trace_is_saved_and_opened_as_it_was(name, tmp_path):
+    model = MODELS[name]().eval().to(torch.bfloat16 if name == "llama" else torch.float32)
+    with trace(model, keep=EVERYTHING, tokens=["ä", "\udc80"], source_tokens=[["▁"], ["b"]]) as traced:
+        model(**inputs(name))
+    same(Trace.open(traced.save(tmp_path / "one.safetensors")), traced)
+    same(Trace.open(Trace().save(tmp_path / "none.safetensors")), Trace())
+
+
+def test_channel_attention_is_saved_too(tmp_path):
+    model = stack(rg.Channel())
+    with trace(model) as traced:
+        model(torch.randn(1, 5, 16))
+    same(Trace.open(traced.save(tmp_path / "one.safetensors")), traced)
+    assert patterns(traced).heads == ()
+
+
+def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "one.safetensors"
+    Trace([layer_of(torch.ones(1, 1, 2, 2) / 2)]).save(path)
+    before = path.read_bytes()
+
+    def broken(tensors, to, metadata):
+        to.write_bytes(b"half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr("safetensors.torch.save_file", broken)
+    with pytest.raises(OSError, match="disk full"):
+        Trace().save(path)
+    assert path.read_bytes() == before
+    assert [file.name for file in tmp_path.iterdir()] == ["one.safetensors"]
+    with pytest.raises(ValueError, match="path: expected an existing folder"):
+        Trace().save(tmp_path / "nowhere" / "one.safetensors")
+
+
+FACTS = {"index": 0, "name": "", "kind": "self", "mechanism": "", "heads": [0], "rows": [0, 1], "causal": False}
+LAYER = {**FACTS, "by_pairs": True, "weights": "w"}
+ABOUT = {"format": 1, "model": "", "tokens": None, "source_tokens": None, "layers": [LAYER]}
+
+
+@pytest.mark.parametrize(
+    "about",
+    [
+        None,
+        [],
+        {**ABOUT, "format": 2},
+        {**ABOUT, "layers": 3},
+        {**ABOUT, "layers": [3]},
+        {**ABOUT, "layers": [LAYER, LAYER]},
+        {**ABOUT, "model": 1},
+        {**ABOUT, "tokens": [[1]]},
+        {**ABOUT, "tokens": 5},
+        {**ABOUT, "layers": [{**LAYER, "index": "0"}]},
+        {**ABOUT, "layers": [{**LAYER, "kind": "other"}]},
+        {**ABOUT, "layers": [{**LAYER, "heads": [0, 1]}]},
+        {**ABOUT, "layers": [{**LAYER, "heads": [-1]}]},
+        {**ABOUT, "layers": [{**LAYER, "rows": "01"}]},
+        {**ABOUT, "layers": [{**LAYER, "weights": "gone"}]},
+        {**ABOUT, "layers": [{**LAYER, "weights": ["w"]}]},
+        {**ABOUT, "layers": [{**LAYER, "weights": "flat"}]},
+        {**ABOUT, "layers": [{**LAYER, "weights": "whole"}]},
+        {**ABOUT, "layers": [{**LAYER, "visible": "wide"}]},
+        {**ABOUT, "layers": [{**LAYER, "real": "w"}]},
+        {**ABOUT, "layers": [{**LAYER, "keys": "none"}]},
+        {**ABOUT, "layers": [{name: fact for name, fact in LAYER.items() if name != "causal"}]},
+    ],
+)
+def test_files_that_are_no_traces_are_refused(about, tmp_path):
+    tensors = {
+        "w": torch.ones(1, 1, 2, 3),
+        "flat": torch.ones(2, 3),
+        "whole": torch.ones(1, 1, 2, 3, dtype=torch.int64),
+        "wide": torch.ones(1, 1, 2, 4, dtype=torch.bool),
+        "none": torch.ones(1, 0, 3, 4),
+    }
+    path = tmp_path / "one.safetensors"
+    save_file(tensors, path, metadata={} if about is None else {"regard.inference.trace": json.dumps(about)})
+    with pytest.raises(ValueError, match=r"one\.safetensors: expected"):
+        Trace.open(path)
+
+
+def test_the_file_that_the_refused_ones_were_made_of_opens(tmp_path):
+    path = tmp_path / "one.safetensors"
+    save_file({"w": torch.ones(1, 1, 2, 3)}, path, metadata={"regard.inference.trace": json.dumps(ABOUT)})
+    assert Trace.open(path).layers[0].weights.shape == (1, 1, 2, 3)
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=r"one\.safetensors: expected"):
+        Trace.open(path)
+    path.write_text("not a trace")
+    with pytest.raises(ValueError, match=r"one\.safetensors: expected"):
+        Trace.open(path)

@@ -1,0 +1,186 @@
+"""What follows from a trace: patterns of heads, rollout, value-weighted attention."""
+
+import json
+
+import pytest
+import torch
+
+import regard as rg
+from regard.inference.trace import Trace, patterns, rollout, trace, value_weighted, word_ids
+from regard.inference.tracing.patterns import PATTERNS
+from regard.models.layers.attention import MultiHeadAttention
+from traced_models import (
+    MODELS,
+    inputs,
+    layer_of,
+    stack,
+    vit,
+)
+
+TOKENS = ["[CLS]", "the", "re", "##gard", "the", "re", "##gard", "[SEP]"]
+CAUSAL = rg.causal.draw(8).visible[None, None]
+
+
+def looking(targets):
+    """A head that puts all weight on some keys of each row, and on its last visible key where there are none."""
+    weights = torch.zeros(8, 8)
+    for row, columns in enumerate(targets):
+        weights[row, columns or [row]] = 1 / max(1, len(columns))
+    return weights
+
+
+HEADS = {
+    "previous": [[row - 1] if row else [] for row in range(8)],
+    "next": [[row + 1] if row < 7 else [] for row in range(8)],
+    "first": [[0]] * 8,
+    "separator": [[7]] * 8,
+    "same word": [[], [], [3], [2], [], [6], [5], []],
+    "self": [[row] for row in range(8)],
+    "induction": [[], [], [], [], [2], [3], [4], []],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "causal"),
+    # Under a causal mask no row but the last sees the next token or the separator.
+    [(name, causal) for name in HEADS for causal in (False, True) if not causal or name not in ("next", "separator")],
+)
+def test_a_head_of_one_pattern_scores_1_on_it(name, causal):
+    targets = [[c for c in columns if not causal or c <= row] for row, columns in enumerate(HEADS[name])]
+    weights = torch.stack([looking(targets), looking([list(range(row + 1 if causal else 8)) for row in range(8)])])[
+        None
+    ]
+    found = patterns(Trace([layer_of(weights, visible=CAUSAL if causal else None)], tokens=TOKENS))
+    sharp, flat = found.heads
+    assert sharp.score[name] == pytest.approx(1)
+    assert sharp.mass[name] == pytest.approx(1)
+    for other in PATTERNS:
+        if flat.score[other] is not None:
+            assert flat.score[other] == pytest.approx(1 if other == "uniform" else 0, abs=1e-6), other
+    assert flat.top == "uniform"
+    assert sharp.score["uniform"] == pytest.approx(0, abs=1e-6) or name in ("same word", "induction")
+
+
+def test_a_mixture_of_a_pattern_and_uniform_scores_its_parts():
+    weights = 0.3 * looking(HEADS["self"]) + 0.7 / 8
+    one = patterns(Trace([layer_of(weights[None, None])])).of(0, 0)
+    assert one.score["self"] == pytest.approx(0.3)
+    assert one.score["uniform"] == pytest.approx(0.7)
+    assert one.score["separator"] is one.score["same word"] is one.score["induction"] is None
+
+
+def test_induction_on_a_repeated_sequence():
+    tokens = list("abcdabcd")
+    weights = torch.zeros(8, 8)
+    for row in range(8):
+        weights[row, row - 3 if row > 3 else 0] = 1
+    found = patterns(Trace([layer_of(weights[None, None], visible=CAUSAL)], tokens=tokens)).of(0, 0)
+    assert found.score["induction"] == pytest.approx(1)
+    assert found.top == "induction"
+    assert found.baseline["induction"] == pytest.approx(sum(1 / n for n in (5, 6, 7, 8)) / 4)
+
+
+def test_the_baseline_is_of_the_visible_keys_and_padding_is_left_out():
+    real = torch.ones(2, 8, dtype=torch.bool)
+    real[1, :3] = False  # padded on the left
+    visible = CAUSAL & real[:, None, None]
+    weights = visible / visible.sum(-1, keepdim=True).clamp(min=1)
+    weights[1, 0, 3:, 3:] = torch.eye(5)
+    weights[1, 0, 4:] = 0
+    weights[1, 0, 4:, 3] = 1  # the first real token
+    weights[0, 0] = weights[0, 0] * 0 + torch.eye(8)[0]
+    found = patterns(Trace([layer_of(weights, visible=visible, real=real)])).of(0, 0)
+    assert found.score["first"] == pytest.approx(1)
+    first = [1 / n for n in range(2, 9)] + [1 / n for n in range(2, 6)]  # rows that see the first token and more
+    assert found.baseline["first"] == pytest.approx(sum(first) / len(first))
+
+
+def test_patterns_of_cross_attention_and_of_patches():
+    source, target = ["▁chat", "▁noir", "</s>"], ["▁noir", "▁cat"]
+    weights = torch.tensor([[0.0, 1, 0], [0, 0, 1]])[None, None]
+    found = patterns(Trace([layer_of(weights, kind="cross")], tokens=target, source_tokens=source)).of(0, 0)
+    assert found.score["same word"] == pytest.approx(1)
+    assert found.score["separator"] == pytest.approx((0.5 - 1 / 3) / (1 - 1 / 3))
+    assert [name for name in PATTERNS if found.score[name] is None] == ["previous", "next", "self", "induction"]
+    model = vit().eval()
+    with trace(model) as traced:
+        model(torch.randn(1, 3, 16, 16))
+    patches = traced.patterns()
+    assert {name for name, score in patches.heads[0].score.items() if score is None} == {
+        "separator",
+        "same word",
+        "induction",
+    }
+    assert patches.heads[0].baseline["first"] == pytest.approx(1 / 17)
+
+
+def test_patterns_print_draw_and_go_to_json():
+    model = MODELS["bart"]().eval()
+    words = [[f"▁{n}" for n in range(9)]] * 2
+    with trace(model, tokens=[w[:5] for w in words], source_tokens=words) as traced:
+        model(**inputs("bart"))
+    found = traced.patterns(separators=["▁8"])
+    assert len(str(found).splitlines()) == 1 + 6 * 4
+    assert len(json.loads(json.dumps(found.to_dict()))["heads"]) == 24
+    assert found.plot().axes
+    assert traced.patterns(separators=[-1]).of(1, 0).score["separator"] is not None
+    with pytest.raises(ValueError, match="separators: expected positions below"):
+        traced.patterns(separators=[20])
+    with pytest.raises(ValueError, match=r"tokens: expected 2 sequences of 5 strings, got lengths \[3\]"):
+        traced.label(["a", "b", "c"], words).patterns()
+    with pytest.raises(ValueError, match="head: expected a recorded layer and head, got layer 9 head 0"):
+        found.of(9, 0)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "words"),
+    [
+        (["[CLS]", "un", "##like", "##ly", "!", "[SEP]"], [None, 0, 0, 0, 1, None]),
+        (["Hel", "lo", ",", "Ġwor", "ld", "<|endoftext|>"], [0, 0, 1, 2, 2, None]),
+        (["<s>", "▁Hel", "lo", "▁", "you", "</s>"], [None, 0, 0, 1, 2, None]),
+        (["<|startoftext|>", "hel", "lo</w>", "you</w>"], [None, 0, 0, 1]),
+        (["C", "C", "(", "=", "O", ")"], [0, 1, 2, 3, 4, 5]),
+        ([], []),
+    ],
+)
+def test_words_of_tokens(tokens, words):
+    assert word_ids(tokens) == words
+
+
+def test_rollout_is_the_product_of_mixed_layers():
+    model, x = stack(rg.Quadratic(), layers=3, causal=False), torch.randn(2, 6, 16)
+    with trace(model) as traced:
+        model(x)
+    flow = rollout(traced)
+    assert torch.allclose(flow.sum(-1), torch.ones(2, 6), atol=1e-6)
+    expected = torch.eye(6).expand(2, 6, 6)
+    for layer in traced.layers:
+        expected = (0.5 * layer.weights.mean(1) + 0.5 * torch.eye(6)) @ expected
+    assert torch.allclose(flow, expected, atol=1e-6)
+    assert torch.equal(traced.rollout(), flow)
+
+
+def test_rollout_wants_one_stack():
+    model = MODELS["bart"]().eval()
+    with trace(model) as traced:
+        model(**inputs("bart"))
+    with pytest.raises(ValueError, match=r"trace: expected self-attention of one stack"):
+        rollout(traced)
+    assert rollout(traced.select(kind="self", name="encoder")).shape == (2, 9, 9)
+    with pytest.raises(ValueError, match="trace: expected at least one layer"):
+        rollout(Trace())
+
+
+def test_value_weighted_attention_is_the_norm_of_weighted_values():
+    layer, x = MultiHeadAttention(16, 4, num_kv_heads=2, value_length=3), torch.randn(2, 5, 16)
+    with trace(layer) as traced:
+        layer(x, mask=rg.causal)
+    found = traced.layers[0]
+    plain, projected = value_weighted(found), traced.value_weighted(0, layer.W_o.weight)
+    for b, h, t, s in [(0, 0, 4, 1), (1, 3, 2, 2), (1, 1, 3, 0), (0, 2, 1, 3)]:
+        value = found.weights[b, h, t, s] * found.values[b, h // 2, s]
+        assert plain[b, h, t, s] == pytest.approx(value.norm().item(), abs=1e-6)
+        through = layer.W_o.weight[:, 3 * h : 3 * h + 3] @ value
+        assert projected[b, h, t, s] == pytest.approx(through.norm().item(), abs=1e-6)
+    with pytest.raises(ValueError, match=r"projection: expected \(E, H · 3\)"):
+        value_weighted(found, torch.randn(16, 7))
