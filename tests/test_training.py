@@ -145,7 +145,7 @@ def test_only_matrices_decay():
         ({"learning_rate": math.nan}, "learning_rate: expected 0 to 100, got nan"),
         ({"schedule": "linear"}, "schedule: expected one of cosine, inverse_root, constant, got 'linear'"),
         ({"precision": "float16"}, "precision: expected one of float32, float64, bfloat16, got 'float16'"),
-        ({"clip": 0.0}, "clip: expected a length above 0, got 0.0"),
+        ({"clip": 0.0}, "clip: expected a norm above 0, got 0.0"),
         ({"patience": 0}, "patience: expected a whole number of at least 1, got 0"),
     ],
 )
@@ -283,7 +283,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(tmp_path):
     said = []
     again = Counting(dropout=0.2)
     train(again, settings(), tmp_path / "run", watch=lambda report: said.append(report.message))
-    assert any("step-00000012" in one and "going on after step 8" in one for one in said), said
+    assert any("step-00000012" in one and "resumed after step 8" in one for one in said), said
     assert same(weights(again), weights(straight))
     assert losses(tmp_path / "run") == losses(tmp_path / "straight")
 
@@ -382,6 +382,7 @@ def check_shards(place):
 
 RANKS = """
 import sys
+import time
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 import torch
@@ -395,6 +396,10 @@ with placed("cpu", sys.argv[3]) as place:
         train(Counting(), settings(**changes), Path(sys.argv[2]), place=place)
     if sys.argv[3] == "fsdp":
         check_shards(place)
+    if place.first:
+        time.sleep(0.2)
+        Path(sys.argv[2], "last").touch()
+assert Path(sys.argv[2], "last").exists(), "a process left before the others"
 """
 
 

@@ -1,4 +1,4 @@
-"""`regard train`: recipes. Their flags are the fields of their options and of the settings."""
+"""`regard train`: recipes, whose flags are the fields of their options and of the settings."""
 
 import inspect
 import math
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from regard.training.parallel import Place
 
 FLAGS = {"start": "--from"}
-"""Fields whose flag has another name: `from` is a keyword in Python."""
+"""Flags that are not named after their field: `from` is a keyword in Python."""
 
 Out = Annotated[Path | None, typer.Option("--out", metavar="FOLDER", help="Folder of the run; runs/NAME if not given.")]
-Device = Annotated[
-    str | None, typer.Option("--device", help="cpu or cuda; the GPU if there is one and nothing is said.")
+Device = Annotated[str | None, typer.Option("--device", help="cpu or cuda; by default the GPU if there is one.")]
+Strategy = Annotated[
+    str, typer.Option("--strategy", help="Under torchrun: ddp (replicated model) or fsdp (sharded model).")
 ]
-Strategy = Annotated[str, typer.Option("--strategy", help="Under torchrun: ddp (whole models) or fsdp (shards).")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the end of the run as JSON.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the results as JSON.")]
 
 
 def _command(name: str) -> Callable[..., None]:
@@ -58,7 +58,9 @@ def _command(name: str) -> Callable[..., None]:
 
             folder = values["out"] or default_folder(name)
             task = begin(name, run_options, run_settings, folder, place)
-            _run(task, run_settings, folder, place, values["as_json"])
+            report = _run(task, run_settings, folder, place)
+        if place.first:
+            _show(report, folder, values["as_json"])
 
     parameters = [
         *(_parameter(field, hints[field.name], None, "What to train") for field in options),
@@ -77,7 +79,7 @@ def _fixed(name: str, annotation: Any, default: Any) -> inspect.Parameter:
 
 
 def _parameter(field: "Field[Any]", hint: Any, default: Any, panel: str) -> inspect.Parameter:
-    """A field as an option whose value is None unless it is typed; the help says the default."""
+    """The command-line option of a field. Its value is None unless it is typed; the help text has the default."""
     shown = field.default if default is None and field.default is not MISSING else default
     words = str(field.metadata["help"])
     if shown not in (None, (), ""):
@@ -92,18 +94,18 @@ def _parameter(field: "Field[Any]", hint: Any, default: Any, panel: str) -> insp
 
 
 NAMES, NUMBERS = tuple[str, ...], tuple[int, ...]
-"""Fields of several values: names are typed one flag after another, numbers with commas between them."""
+"""Fields with several values: for names the flag is repeated, numbers are separated by commas."""
 
 
 def _plain(hint: Any) -> Any:
-    """The type of a field, whether or not it may be None."""
+    """The type of a field without None."""
     if get_origin(hint) in (Union, types.UnionType):
         return next(part for part in get_args(hint) if part is not types.NoneType)
     return hint
 
 
 def _value(field: "Field[Any]", hints: dict[str, Any], typed: dict[str, Any]) -> Any:
-    """What was typed for a field, as the field has it."""
+    """The typed value of a field, converted to the field's type."""
     value, kind = typed[field.name], _plain(hints[field.name])
     if kind is Window:
         return window_from_text(field.name, value)
@@ -121,12 +123,14 @@ def resume(
     strategy: Strategy = "ddp",
     as_json: AsJson = False,
 ) -> None:
-    """Go on with a run after its newest good checkpoint."""
+    """Resume a run from its newest valid checkpoint."""
     with _placed(device, strategy) as place:
         from regard.training.runs import reopen
 
         task, settings = reopen(folder, place, steps)
-        _run(task, settings, folder, place, as_json)
+        report = _run(task, settings, folder, place)
+    if place.first:
+        _show(report, folder, as_json)
 
 
 def _placed(device: str | None, strategy: str) -> Any:
@@ -135,16 +139,14 @@ def _placed(device: str | None, strategy: str) -> Any:
     return placed(device, strategy)
 
 
-def _run(task: "Task", settings: Settings, folder: Path, place: "Place", as_json: bool) -> None:
+def _run(task: "Task", settings: Settings, folder: Path, place: "Place") -> "Report":
     from regard.training import loop
     from regard.training.progress import progress
 
     if not place.first:
-        loop.train(task, settings, folder, place=place)
-        return
+        return loop.train(task, settings, folder, place=place)
     with progress(task.name, settings.steps, log=True) as watch:
-        report = loop.train(task, settings, folder, place=place, watch=watch)
-    _show(report, folder, as_json)
+        return loop.train(task, settings, folder, place=place, watch=watch)
 
 
 def _show(report: "Report", folder: Path, as_json: bool) -> None:
@@ -167,7 +169,7 @@ def _show(report: "Report", folder: Path, as_json: bool) -> None:
             print_table(rows, right=("",))
         output().print(f"{report.step:,} steps, {report.tokens_per_second:,.0f} tokens/s -> {folder}", markup=False)
     if report.interrupted:
-        words = f"saved after step {report.step:,}; to go on: regard train resume {folder}"
+        words = f"saved after step {report.step:,}; to resume: regard train resume {folder}"
         print(words, file=sys.stderr if as_json else sys.stdout)
         raise typer.Exit(130)
 
@@ -176,8 +178,8 @@ def _load(name: str) -> Any:
     """The command of a recipe, or `resume`."""
     if name == "resume":
         return command(resume, name, ("regard train resume runs/translate",))
-    shipped, own = f"--mechanism quadratic --out runs/{name}-quadratic", "--mechanism my_file.py:Mine"
-    return command(_command(name), name, (f"regard train {name} {shipped}", f"regard train {name} {own}"))
+    mechanisms = (f"--mechanism quadratic --out runs/{name}-quadratic", "--mechanism my_file.py:Mine")
+    return command(_command(name), name, tuple(f"regard train {name} {flags}" for flags in mechanisms))
 
 
 def _listed(name: str) -> str:
@@ -192,7 +194,7 @@ def _summary(text: str) -> str:
 
 
 def train() -> None:
-    """Train a model by a recipe; or go on with a run."""
+    """Train a model with a recipe, or resume a run."""
 
 
 app = group(

@@ -1,7 +1,7 @@
-"""One process or many: torchrun says how many there are, torch does the rest.
+"""One process or many, as torchrun started them.
 
 `ddp` keeps the whole model in every process and averages gradients. `fsdp` (FSDP2) shards weights, gradients and the
-optimizer's memory over the processes.
+optimizer's state over the processes.
 """
 
 import os
@@ -21,7 +21,7 @@ STRATEGIES = ("ddp", "fsdp")
 
 @dataclass(frozen=True)
 class Place:
-    """Which process this is, and what it computes on."""
+    """The rank of this process, the number of processes, and the device."""
 
     rank: int
     world: int
@@ -30,7 +30,7 @@ class Place:
 
     @property
     def first(self) -> bool:
-        """Whether this is the process that writes and speaks."""
+        """Whether this is rank 0, the process that writes files and prints."""
         return self.rank == 0
 
     def added(self, values: Tensor) -> Tensor:
@@ -40,13 +40,13 @@ class Place:
         return values
 
     def wait(self) -> None:
-        """Until every process is here."""
+        """Wait until every process is here."""
         if self.world > 1:
             dist.barrier()
 
     @contextmanager
     def first_alone(self) -> Iterator[None]:
-        """What the first process does before the others do it, so that they find what it made."""
+        """Let rank 0 run first and the others after it, so that they find the files it made."""
         if not self.first:
             self.wait()
         try:
@@ -58,7 +58,7 @@ class Place:
 
 @contextmanager
 def placed(device: str | None = None, strategy: str = "ddp") -> Iterator[Place]:
-    """Where to train: under torchrun one place a process, else the only one.
+    """The place of this process: its rank under torchrun, or the only process. Processes that succeed leave together.
 
     >>> from regard.training.parallel import placed
     >>> with placed("cpu") as place:
@@ -78,20 +78,25 @@ def placed(device: str | None = None, strategy: str = "ddp") -> Iterator[Place]:
         ) from None
     if "RANK" not in os.environ:
         if strategy == "fsdp":
-            raise ValueError("strategy: expected fsdp under torchrun alone, got a single process")
+            raise ValueError("strategy: expected fsdp only under torchrun, got a single process")
         yield Place(0, 1, where)
         return
     if where.type == "cuda":
         torch.cuda.set_device(where)
     dist.init_process_group("cpu:gloo,cuda:nccl" if where.type == "cuda" else "gloo")
+    place = Place(dist.get_rank(), dist.get_world_size(), where, strategy)  # type: ignore[arg-type]
     try:
-        yield Place(dist.get_rank(), dist.get_world_size(), where, strategy)  # type: ignore[arg-type]
+        yield place
+        # Processes that succeed end together. Gloo's threads outlive the process group, because DDP keeps a reference
+        # to it; a thread that is still releasing the last collective's tensors while Python exits aborts the process.
+        # A process that failed does not wait: closing its connections ends the waiting of the others.
+        place.wait()
     finally:
         dist.destroy_process_group()
 
 
 class Objective(nn.Module):
-    """A task's totals as a module, so that DDP and FSDP see one forward pass; without a batch, its evaluation."""
+    """A task's totals as a module's forward pass, which DDP and FSDP wrap; without a batch, the task's evaluation."""
 
     def __init__(self, task: Task) -> None:
         super().__init__()
@@ -102,7 +107,7 @@ class Objective(nn.Module):
 
 
 def spread(objective: Objective, place: Place) -> nn.Module:
-    """The objective as the place's strategy runs it."""
+    """The objective, wrapped for the place's strategy."""
     if place.world == 1:
         return objective
     if place.strategy == "ddp":
@@ -122,7 +127,7 @@ def spread(objective: Objective, place: Place) -> nn.Module:
 
 @contextmanager
 def unsynchronised(runner: nn.Module, last: bool) -> Iterator[None]:
-    """Gradients of all pieces of a step but the last stay where they are."""
+    """Synchronise gradients between processes in the last micro-batch of a step only."""
     from torch.distributed.fsdp import FSDPModule
     from torch.nn.parallel import DistributedDataParallel
 
