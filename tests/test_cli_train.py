@@ -82,7 +82,7 @@ def test_a_signal_saves_and_says_how_to_go_on(regard, tmp_path, number):
     with started("-c", SIGNALLED, *command, cwd=tmp_path, env=ENVIRONMENT) as child:
         out, err = child.communicate()
     assert child.returncode == 130, err
-    assert "to go on: regard train resume run" in out
+    assert "to resume: regard train resume run" in out
     assert 3 <= len(losses(tmp_path / "run")) < 8
     done = regard("train", "resume", "run", "--device", "cpu", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -113,7 +113,7 @@ FAILURES = {
     "no steps": (["--steps", "0"], "steps: expected a whole number of at least 1, got 0"),
     "a batch too small": (["--batch-tokens", "1"], "--batch-tokens: expected room for the longest example"),
     "a device that is not here": (["--device", "tpu"], "device"),
-    "shards for one process": (["--strategy", "fsdp"], "strategy: expected fsdp under torchrun alone"),
+    "shards for one process": (["--strategy", "fsdp"], "strategy: expected fsdp only under torchrun"),
     "a flag of no name": (["--nosuch", "1"], "nosuch"),
 }
 FEW = ["--count", "50", "--held-out", "5"]
@@ -317,4 +317,4 @@ def test_other_data_cannot_go_on_with_a_run(regard, tmp_path):
     table.write_text("".join(f"mot {n}\tanother {n}\n" for n in range(60)))
     done = regard("train", "resume", "run", "--steps", "4", cwd=tmp_path)
     assert done.returncode == 2
-    assert "data: expected what the run began with" in done.stderr
+    assert "data: expected the examples the run began with" in done.stderr

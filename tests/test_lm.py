@@ -87,7 +87,7 @@ def test_the_standard_library_is_modules_without_tests_and_tables():
 def test_modules_that_are_not_utf8_are_left_out_and_named(tmp_path, monkeypatch):
     library = written(tmp_path / "lib", good_py="x = 1\n", fine_py="y = 2\n", latin_py=b"# \xe9\n")
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(library)})
-    with pytest.warns(UserWarning, match="left out, 1 of 3 modules: latin.py"):
+    with pytest.warns(UserWarning, match="not UTF-8: 1 of 3 modules: latin.py"):
         assert [one.name for one in documents()] == ["fine.py", "good.py"]
 
 

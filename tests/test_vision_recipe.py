@@ -197,8 +197,8 @@ def test_cifar_as_pictures_of_rows(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("[1]", "expected a list of 10 labels, one an image, got 1"),
-        ("{}", "expected a list of 10 labels, one an image, got dict"),
+        ("[1]", "expected a list of 10 labels, one per image, got 1"),
+        ("{}", "expected a list of 10 labels, one per image, got dict"),
         ("[1,", "expected JSON, got"),
         (json.dumps([*range(9), 10]), "record 10: expected a label from 0 to 9, got 10"),
         (json.dumps([*range(9), True]), "record 10: expected a label from 0 to 9, got True"),
@@ -236,7 +236,7 @@ def test_train_and_test_folders_are_taken_as_they_are(tmp_path):
     assert images.train.images.shape == (6, 3, 4, 6)
     assert images.test.labels.tolist() == [1, 1]
     (tmp_path / "test" / "dog").rename(tmp_path / "test" / "wolf")
-    with pytest.raises(ValueError, match=r"test/wolf: expected a class that is trained on \(cat, dog\)"):
+    with pytest.raises(ValueError, match=r"test/wolf: expected a class of the training images \(cat, dog\)"):
         read_images(tmp_path)
 
 
@@ -451,8 +451,8 @@ def test_evaluation_is_over_all_test_images(monkeypatch):
     assert found["accuracy"] == pytest.approx((logits.argmax(-1) == labels).float().mean().item())
     assert found["loss"] == pytest.approx(F.cross_entropy(logits, labels).item(), rel=1e-6)
     assert len(task.samples(model)) == 6
-    assert task.samples(model)[0].startswith("a: taken for ")
-    assert "24 images of 8×8 to train on, 10 to test on" in task.card().data
+    assert task.samples(model)[0].startswith("a: classified as ")
+    assert "24 training images of 8×8 pixels, 10 test images" in task.card().data
     assert task.watched[0] in found
 
 

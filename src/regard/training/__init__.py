@@ -1,7 +1,7 @@
-"""Training: recipes, any mechanism, one machine or many, nothing lost.
+"""Training: recipes for any mechanism, on one machine or many; a killed run resumes where it stopped.
 
-A recipe gives a `Task` (a model, its examples, its loss); `train` runs it in a folder that holds everything about the
-run and that `rg.load` opens. A task of your own is a class with five methods.
+A recipe builds a `Task` (a model, its examples, its loss); `train` runs it in a folder that has everything about the
+run, and `rg.load` opens that folder. A task of your own is a class with five methods.
 
 Names are imported when they are first used.
 """

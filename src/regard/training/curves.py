@@ -10,16 +10,16 @@ UNITS = {
     "bleu": "BLEU (of 100)",
     "loss": "loss (nats)",
 }
-"""What the vertical axis of a result says; other results are named as they are."""
+"""Axis labels of results; a result that is not listed is labelled with its name."""
 
 
 def curves_figure(
     runs: dict[str, list[dict[str, Any]]], *, title: str = "", note: str = "", label_smoothing: float = 0.0
 ) -> Figure:
-    """Loss over steps, and every held-out result in a panel of its own, for one run or several.
+    """Loss over steps, and a panel for each held-out result, for one run or several.
 
     Training losses with `label_smoothing` cannot be compared with held-out losses, which have none: the title says so.
-    An evaluation may have a `deviation` beside it, over several seeds, which is drawn as a band.
+    The `deviation` of an evaluation, over several seeds, is drawn as a band.
 
     >>> from regard.training.curves import curves_figure
     >>> lines = [{"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.0}, {"step": 2, "evaluation": {"loss": 2.1}}]
@@ -62,7 +62,7 @@ def curves_figure(
 
 
 def _smooth(points: list[tuple[int, float]], most: int = 400) -> list[tuple[int, float]]:
-    """At most so many points, each the mean of its neighbours."""
+    """About `most` points at most, each the mean of a group of neighbours."""
     size = max(1, len(points) // most)
     groups = [points[start : start + size] for start in range(0, len(points), size)]
     return [(group[-1][0], sum(value for _, value in group) / len(group)) for group in groups]

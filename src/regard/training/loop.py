@@ -1,7 +1,8 @@
-"""The loop: batches, steps, evaluations, checkpoints; the same on one process and on many, before and after a kill.
+"""The training loop: batches, steps, evaluations, checkpoints; the same on one process and on many.
 
-What a run needs to go on bitwise as if nothing had happened: weights, the optimizer's memory, random states, and where
-in the order of examples it stands. The rest follows from settings and data.
+A run that is killed resumes bitwise as if nothing had happened. For this a checkpoint has the weights, the optimizer's
+state, the states of random generators, and the position in the order of examples. The rest follows from settings and
+data.
 """
 
 import math
@@ -31,25 +32,25 @@ from regard.training.signals import listening
 from regard.training.task import Batch, Task
 
 QUEUED = 20
-"""Steps whose losses many GPUs may owe before they are waited for."""
+"""With several GPUs, how many steps may be pending before the loop waits for their losses."""
 
 
 @dataclass(frozen=True)
-class _Owed:
-    """What a step computed, on its way to be written down. A GPU is not waited for."""
+class _Pending:
+    """The results of a step that are not logged yet: the loop does not wait for a GPU after every step."""
 
     step: int
     counts: dict[str, float]
     tokens: int
     values: Tensor
-    """The terms' totals and the gradient's norm."""
+    """The total of each loss term, and the norm of the gradient."""
     event: torch.cuda.Event | None
-    """After which the values are there."""
+    """Reached when the values have been copied to the CPU."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """How a run stands.
+    """The state of a run.
 
     >>> from regard.training import Report
     >>> Report(step=10, steps=10, results={"loss": 0.5}).finished
@@ -59,10 +60,10 @@ class Report:
     step: int
     steps: int
     results: dict[str, float] = field(default_factory=dict)
-    """Of the best evaluation, whose model the run's folder holds."""
+    """Of the best evaluation, whose model is in the run's folder."""
     loss: float = math.nan
     seconds: float = 0.0
-    """In steps; evaluations and checkpoints of other steps included."""
+    """Since the run began, evaluations and checkpoints included, pauses between a kill and a resume excluded."""
     tokens_per_second: float = 0.0
     samples: tuple[str, ...] = ()
     """Lines to show, after an evaluation."""
@@ -71,7 +72,7 @@ class Report:
     """What has just happened."""
     interrupted: bool = False
     early: bool = False
-    """Whether it stopped for want of better results."""
+    """Whether it stopped early because results no longer improved."""
 
     @property
     def finished(self) -> bool:
@@ -84,11 +85,11 @@ Watch = Callable[[Report], object]
 def train(
     task: Task, settings: Settings, folder: str | Path, *, place: Place | None = None, watch: Watch | None = None
 ) -> Report:
-    """Train a task in a folder, from the newest good checkpoint there if there is one. Gives how the run ended.
+    """Train a task in a folder, from the newest valid checkpoint there if there is one. Returns the last report.
 
     The folder gets metrics.jsonl, tensorboard/, checkpoints/, model/ (the best so far; `rg.load(folder)` opens it),
     curves.png and README.md. `watch` is called after each step and each evaluation; without it there is a progress bar
-    in a terminal, and a line that counts in a notebook.
+    in a terminal, and a line that is updated in a notebook.
 
     >>> import tempfile, regard as rg
     >>> from regard.training import Settings, train
@@ -108,7 +109,7 @@ def train(
 
 
 class _Course:
-    """Where in the order of examples a run stands."""
+    """The position of a run in the order of examples."""
 
     def __init__(self, task: Task, settings: Settings) -> None:
         self.sizes = task.sizes()
@@ -142,7 +143,7 @@ class _Run:
             _recompute(model)
         self.objective = Objective(task)
         if settings.compile:
-            # The loss over 50,000 words takes an H200 2.4 ms in inductor's one pass, 1.8 ms in two.
+            # On an H200 the loss over 50,000 tokens takes 2.4 ms with inductor's single-pass softmax, 1.8 ms with two.
             self.objective.compile(options={"online_softmax": False} if place.device.type == "cuda" else None)
         self.runner = spread(self.objective, place)
         self.optimizer = adamw(self.objective, settings)
@@ -150,7 +151,7 @@ class _Run:
         self.step, self.tokens, self.seconds = 0, 0, 0.0
         self.best: dict[str, float] | None = None
         self.stale = 0
-        self.owed: deque[_Owed] = deque()
+        self.pending: deque[_Pending] = deque()
         self.loss = math.nan
         self.resumed = self._resume()
         self.metrics = Metrics(folder, self.step) if place.first else None
@@ -167,7 +168,7 @@ class _Run:
         return self._report(kind="end", interrupted=interrupted)
 
     def _loop(self) -> bool:
-        """Steps until the end, or until somebody asks to stop: then True."""
+        """Run steps until the end, or until a signal asks to stop; returns whether one did."""
         if self.resumed:
             self.watch(self._report(kind="message", message=self.resumed))
         settings = self.settings
@@ -189,26 +190,26 @@ class _Run:
         return asked and self.step < settings.steps
 
     def _advance(self, stop: bool) -> bool:
-        """One step. Gives whether any process was asked to stop."""
+        """Run one step. Returns whether any process was asked to stop."""
         settings, place, task = self.settings, self.place, self.task
         indices, epoch = self.course.next()
         parts = place.world * settings.accumulate
         pieces = [indices[place.rank * settings.accumulate + at :: parts] for at in range(settings.accumulate)]
-        # A piece without examples computes one for nothing: every process must take part.
+        # A micro-batch without examples computes one with weight 0, since every process must take part.
         batches = [task.batch(piece or indices[:1], epoch) for piece in pieces]
         counts: dict[str, float] = {}
         for piece, batch in zip(pieces, batches, strict=True):
             for name, count in task.counts(batch).items():
                 counts[name] = counts.get(name, 0) + (count if piece else 0)
         summed = place.added(torch.tensor([*counts.values(), float(stop)], dtype=torch.float64)).tolist()
-        counts = {name: max(1.0, found) for name, found in zip(counts, summed, strict=False)}
+        counts = {name: max(1.0, total) for name, total in zip(counts, summed, strict=False)}
         self.step += 1
         terms = torch.zeros(len(counts), dtype=torch.float64, device=place.device)
         for at, (piece, batch) in enumerate(zip(pieces, batches, strict=True)):
             with unsynchronised(self.runner, at == len(pieces) - 1):
                 with self._precision(), all_finite():
                     totals = self.runner(_moved(batch, place.device))
-                # Processes average their gradients, so that each counts for all.
+                # DDP and FSDP average gradients over processes; the loss is multiplied to get their sum.
                 loss = sum(totals[name] / count for name, count in counts.items()) * (place.world if piece else 0)
                 loss.backward()
             if piece:
@@ -222,7 +223,7 @@ class _Run:
         self.tokens += size
         values = torch.cat([place.added(terms), norm.detach().double()[None]]).to("cpu", non_blocking=True)
         event = torch.cuda.current_stream(place.device).record_event() if place.device.type == "cuda" else None
-        self.owed.append(_Owed(self.step, counts, size, values, event))
+        self.pending.append(_Pending(self.step, counts, size, values, event))
         return summed[-1] > 0
 
     def _precision(self) -> Any:
@@ -230,34 +231,34 @@ class _Run:
         return torch.autocast(self.place.device.type, torch.bfloat16) if wanted else nullcontext()
 
     def _settle(self, wait: bool) -> None:
-        """Write down the losses that are there, or all of them."""
-        while self.owed and (wait or self._readable(self.owed[0])):
-            owed = self.owed.popleft()
-            if owed.event is not None:
-                owed.event.synchronize()
-            *totals, norm = owed.values.tolist()
-            terms = {name: total / count for (name, count), total in zip(owed.counts.items(), totals, strict=True)}
+        """Log the losses that are computed, or with `wait` all of them."""
+        while self.pending and (wait or self._readable(self.pending[0])):
+            done = self.pending.popleft()
+            if done.event is not None:
+                done.event.synchronize()
+            *totals, norm = done.values.tolist()
+            terms = {name: total / count for (name, count), total in zip(done.counts.items(), totals, strict=True)}
             self.loss = sum(terms.values())
             values = {
-                "step": owed.step, "loss": self.loss, "norm": norm,
-                "rate": rate(self.settings, owed.step), "tokens": owed.tokens,
+                "step": done.step, "loss": self.loss, "norm": norm,
+                "rate": rate(self.settings, done.step), "tokens": done.tokens,
             }  # fmt: skip
             if len(terms) > 1:
-                values |= {f"{name} loss": one for name, one in terms.items()}
+                values |= {f"{name} loss": term for name, term in terms.items()}
             if self.metrics is not None:
                 self.metrics.add({**values, "seconds": round(self.seconds, 3)})
             if not math.isfinite(self.loss) or not math.isfinite(norm):
                 last, _ = store.newest(self.folder / "checkpoints")
                 raise ValueError(
-                    f"loss: expected a finite number, got {self.loss} (gradient {norm}) at step {owed.step}; try a "
+                    f"loss: expected a finite number, got {self.loss} (gradient {norm}) at step {done.step}; try a "
                     f"lower learning rate. The last checkpoint is {'none' if last is None else last.name}"
                 )
 
-    def _readable(self, owed: _Owed) -> bool:
-        if owed.event is None:
+    def _readable(self, pending: _Pending) -> bool:
+        if pending.event is None:
             return True
-        # Processes must meet a loss that is not finite at the same step, and their GPUs are not equally far.
-        return owed.event.query() if self.place.world == 1 else len(self.owed) > QUEUED
+        # All processes must raise for a loss that is not finite at the same step, although some GPUs are ahead.
+        return pending.event.query() if self.place.world == 1 else len(self.pending) > QUEUED
 
     def _evaluate(self) -> None:
         self.objective.eval()
@@ -306,13 +307,13 @@ class _Run:
         return model | {f"optimizer.{name}": tensor for name, tensor in memory(self.objective, self.optimizer).items()}
 
     def _random(self) -> dict[str, Tensor]:
-        found = {f"random.cpu.{self.place.rank}": torch.get_rng_state()}
+        states = {f"random.cpu.{self.place.rank}": torch.get_rng_state()}
         if self.place.device.type == "cuda":
-            found[f"random.cuda.{self.place.rank}"] = torch.cuda.get_rng_state(self.place.device)
-        return found
+            states[f"random.cuda.{self.place.rank}"] = torch.cuda.get_rng_state(self.place.device)
+        return states
 
     def _resume(self) -> str:
-        """Go on where the newest good checkpoint ends. Gives what there is to say about it."""
+        """Load the newest valid checkpoint. Returns a message about it."""
         path, damaged = store.newest(self.folder / "checkpoints")
         if path is None:
             return " ".join(damaged)
@@ -327,7 +328,7 @@ class _Run:
         self.step, self.tokens, self.seconds = note["step"], note["tokens"], note["seconds"]
         self.best, self.stale = note["best"], note["stale"]
         self.course.move(note["epoch"], note["batch"])
-        return " ".join([*damaged, f"going on after step {self.step}"])
+        return " ".join([*damaged, f"resumed after step {self.step}"])
 
     def _report(self, **changes: Any) -> Report:
         passed = max(self.seconds, 1e-9)
@@ -350,7 +351,7 @@ def _moved(batch: Batch, device: torch.device) -> Batch:
 
 
 def _recompute(model: Model) -> None:
-    """Compute the activations of the model's blocks again in the backward pass instead of keeping them."""
+    """Recompute the activations of the model's blocks in the backward pass instead of storing them."""
     if not model.blocks:
         raise ValueError(f"recompute: expected a model with repeated blocks, got {type(model).__name__} without any")
     for block in model.blocks:
@@ -361,7 +362,7 @@ def _again(forward: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        # The backward pass runs outside of the forward pass's policy, and on a GPU in another thread.
+        # The backward pass runs outside of the forward pass's `all_finite`, and on a GPU in another thread.
         policy = all_finite if finite() else nullcontext
         return checkpoint(forward, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), policy()), **kwargs)
 

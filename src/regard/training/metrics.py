@@ -1,4 +1,4 @@
-"""What a run says of itself: metrics.jsonl, one line a step and one an evaluation; TensorBoard files beside it."""
+"""The log of a run: metrics.jsonl, with a line for each step and each evaluation, and TensorBoard files."""
 
 import json
 import os
@@ -11,7 +11,7 @@ FILE = "metrics.jsonl"
 
 
 def read_metrics(folder: str | Path) -> list[dict[str, Any]]:
-    """The lines of a run's metrics, in order. A line that a kill cut short is left out.
+    """The records of metrics.jsonl, in order. A last line that a kill cut short is left out.
 
     >>> import tempfile
     >>> from pathlib import Path
@@ -22,27 +22,28 @@ def read_metrics(folder: str | Path) -> list[dict[str, Any]]:
     [{'step': 1, 'loss': 2.5}]
     """
     path = Path(folder) / FILE
-    found = []
+    records = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         try:
-            found.append(json.loads(line))
+            records.append(json.loads(line))
         except ValueError:
             break
-    return found
+    return records
 
 
 class Metrics:
-    """The open files of a run, from some step on: what they held of later steps, which a kill took back, is gone."""
+    """The open log files of a run that continues after `step`. Records of later steps, which are computed again after
+    a kill, are removed."""
 
     def __init__(self, folder: Path, step: int) -> None:
-        kept = [one for one in read_metrics(folder) if one["step"] <= step]
+        kept = [record for record in read_metrics(folder) if record["step"] <= step]
         folder.mkdir(parents=True, exist_ok=True)
-        write_text(folder / FILE, "".join(json.dumps(one) + "\n" for one in kept))
+        write_text(folder / FILE, "".join(json.dumps(record) + "\n" for record in kept))
         self._file = (folder / FILE).open("a", encoding="utf-8")
         self._board = _board(folder / "tensorboard", step)
 
     def add(self, values: dict[str, Any]) -> None:
-        """One more line."""
+        """Write a record."""
         self._file.write(json.dumps(values) + "\n")
         self._file.flush()
         if self._board is not None:
@@ -52,14 +53,14 @@ class Metrics:
                 self._board.add_scalar(f"{kind}/{name}", value, values["step"])
 
     def flush(self) -> None:
-        """Onto the disk."""
+        """Write everything to the disk."""
         self._file.flush()
         os.fsync(self._file.fileno())
         if self._board is not None:
             self._board.flush()
 
     def close(self) -> None:
-        """The last line is written."""
+        """Flush and close the files."""
         self.flush()
         self._file.close()
         if self._board is not None:

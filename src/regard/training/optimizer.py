@@ -1,7 +1,7 @@
-"""AdamW with decay for matrices alone, and the learning rate of each step.
+"""AdamW with weight decay for matrices only, and the learning rate of each step.
 
 warm-up        rate = highest · step / warmup
-cosine         rate = highest · (final + (1 - final) · (1 + cos(π · part)) / 2)      part: of what is left
+cosine         rate = highest · (final + (1 - final) · (1 + cos(π · part)) / 2)      part: of the steps after warm-up
 inverse root   rate = highest · √(warmup / step)                                     Vaswani et al. 2017
 """
 
@@ -16,7 +16,7 @@ from regard.training.settings import Settings
 
 
 def rate(settings: Settings, step: int) -> float:
-    """The learning rate of a step, counted from 1.
+    """The learning rate of a step; steps count from 1.
 
     >>> from regard.training import Settings
     >>> from regard.training.optimizer import rate
@@ -36,7 +36,7 @@ def rate(settings: Settings, step: int) -> float:
 
 
 def adamw(model: nn.Module, settings: Settings) -> torch.optim.AdamW:
-    """The optimizer, its state there from the beginning, so that a checkpoint finds where to go.
+    """The optimizer. Its state is allocated now, not in the first step, so that a checkpoint can be loaded into it.
 
     >>> import regard as rg
     >>> from regard.training import Settings
@@ -45,49 +45,54 @@ def adamw(model: nn.Module, settings: Settings) -> torch.optim.AdamW:
     >>> [group["weight_decay"] for group in adamw(model, Settings(steps=1, batch_size=1)).param_groups]
     [0.01, 0.0]
     """
-    known = [one for one in model.parameters() if one.requires_grad]
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
-        {"params": [one for one in known if one.ndim >= 2], "weight_decay": settings.weight_decay},
-        {"params": [one for one in known if one.ndim < 2], "weight_decay": 0.0},
+        {
+            "params": [parameter for parameter in parameters if parameter.ndim >= 2],
+            "weight_decay": settings.weight_decay,
+        },
+        {"params": [parameter for parameter in parameters if parameter.ndim < 2], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(
         groups, lr=settings.learning_rate, betas=(settings.beta1, settings.beta2), eps=1e-9, fused=True
     )
-    for one in known:
-        optimizer.state[one] = {
-            "step": torch.zeros((), dtype=torch.float32, device=one.device),
-            "exp_avg": torch.zeros_like(one, memory_format=torch.preserve_format),
-            "exp_avg_sq": torch.zeros_like(one, memory_format=torch.preserve_format),
+    for parameter in parameters:
+        optimizer.state[parameter] = {
+            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+            "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+            "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
         }
     return optimizer
 
 
 def clip(optimizer: torch.optim.AdamW, parameters: Iterable[Tensor], longest: float | None) -> Tensor:
-    """See that the next step's gradient is no longer than `longest`. Gives its length before.
+    """Clip the next step's gradient to the norm `longest`. Returns the norm before clipping.
 
-    A fused AdamW divides float32 gradients by a scale as it reads them, which saves a pass over them all; shards and
-    float64, whose scale would be rounded, are divided beforehand.
+    A fused AdamW divides float32 gradients by `grad_scale` as it reads them, which saves a pass over all gradients.
+    Sharded and float64 gradients are divided here: `grad_scale` would round the latter.
 
     >>> import torch
     >>> from regard.training.optimizer import clip
-    >>> one = torch.nn.Parameter(torch.zeros(2))
-    >>> one.grad = torch.tensor([3.0, 4.0])
-    >>> clip(torch.optim.AdamW([one], fused=True), [one], 1.0)
+    >>> parameter = torch.nn.Parameter(torch.zeros(2))
+    >>> parameter.grad = torch.tensor([3.0, 4.0])
+    >>> clip(torch.optim.AdamW([parameter], fused=True), [parameter], 1.0)
     tensor(5.)
     """
     optimizer.grad_scale = None  # type: ignore[attr-defined]
-    known = list(parameters)
-    norm = nn.utils.get_total_norm([one.grad for one in known if one.grad is not None])
+    parameters = list(parameters)
+    norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
     if longest is not None and (isinstance(norm, DTensor) or norm.dtype != torch.float32):
-        nn.utils.clip_grads_with_norm_(known, longest, norm)
+        nn.utils.clip_grads_with_norm_(parameters, longest, norm)
     elif longest is not None:
         optimizer.grad_scale = (norm / longest).clamp(min=1.0)  # type: ignore[attr-defined]
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def memory(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """What the optimizer remembers of each parameter, by name."""
-    names = {id(one): name for name, one in model.named_parameters()}
+    """The optimizer's state tensors, named after their parameters."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
     return {
-        f"{names[id(one)]}.{part}": tensor for one, held in optimizer.state.items() for part, tensor in held.items()
+        f"{names[id(parameter)]}.{part}": tensor
+        for parameter, state in optimizer.state.items()
+        for part, tensor in state.items()
     }

@@ -1,4 +1,4 @@
-"""How a run is shown while it goes on: a bar in a terminal, a line that counts in a notebook."""
+"""The progress of a run: a bar in a terminal, a line that is updated in a notebook."""
 
 import math
 import sys
@@ -16,10 +16,10 @@ PAUSE = 0.2
 
 @contextmanager
 def progress(name: str, steps: int, *, log: bool = False) -> Iterator[Callable[["Report"], None]]:
-    """Show reports on standard error. Give this to `train` as its `watch`.
+    """Show reports on standard error; pass the function it yields to `train` as `watch`.
 
-    Evaluations are lines of their own. Where standard error is neither a terminal nor a notebook nothing is shown, or
-    with `log` those lines alone.
+    Evaluations are printed as lines. Where standard error is neither a terminal nor a notebook, nothing is shown, or
+    with `log` only these lines.
 
     >>> from regard.training import Report
     >>> from regard.training.progress import progress
@@ -49,7 +49,7 @@ def status(report: "Report") -> str:
 
 
 def lines(report: "Report") -> list[str]:
-    """What a report says beside its numbers: a message, or an evaluation and its samples.
+    """The lines to print for a report: a message, or an evaluation and its samples.
 
     >>> from regard.training import Report
     >>> from regard.training.progress import lines
@@ -70,7 +70,7 @@ def _print(words: list[str]) -> None:
 
 
 class _Line:
-    """A line that is written over: a notebook knows a carriage return, but not how to go up a line."""
+    """A line that is overwritten: a notebook supports a carriage return, but not moving up a line."""
 
     def __init__(self, name: str, steps: int) -> None:
         self.name, self.steps, self.last = name, steps, -math.inf
@@ -97,7 +97,7 @@ def _bar(name: str, steps: int) -> Iterator[Callable[["Report"], None]]:
         TextColumn("{task.description}"),
         TimeRemainingColumn(),
     )
-    # Standard output is left alone: what is printed meanwhile would go to standard error with the bar.
+    # Leave standard output alone: rich would redirect what is printed meanwhile to standard error.
     with Progress(*columns, console=console, transient=True, redirect_stdout=False) as bar:
         task = bar.add_task("", total=steps)
 

@@ -1,4 +1,4 @@
-"""What a run leaves for people: the best model, a picture of its curves, a model card, the environment it ran in."""
+"""Files of a run for people: the best model, a figure of its curves, a model card, the environment."""
 
 import json
 import os
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 
 def write_model(objective: Objective, folder: Path, place: Place) -> None:
-    """The model as it stands, for `rg.load`; all processes call it, the first one writes."""
+    """Save the current model for `rg.load`. All processes call this; rank 0 writes."""
     model = objective.model
-    for left in folder.parent.glob(f".{folder.name}-*") if place.first else ():  # of a save that a kill cut short
+    for left in folder.parent.glob(f".{folder.name}-*") if place.first else ():  # temporary folders of killed saves
         shutil.rmtree(left, ignore_errors=True)
     if place.strategy == "fsdp" and place.world > 1:
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -46,7 +46,7 @@ def write_model(objective: Objective, folder: Path, place: Place) -> None:
 
 
 def environment(place: Place) -> dict[str, Any]:
-    """The machine, the versions and the command, for whoever wants to repeat a run."""
+    """The machine, the versions and the command, so that a run can be repeated."""
     packages = {}
     for name in ("torch", "numpy", "tokenizers", "safetensors", "regard"):
         try:
@@ -69,7 +69,7 @@ def environment(place: Place) -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """The commit of the checkout that the package runs from, if it does.
+    """The commit of the checkout that the package runs from; None outside of a checkout.
 
     >>> from regard.training.records import commit
     >>> commit() is None or len(commit()) >= 7
@@ -85,7 +85,7 @@ def commit() -> str | None:
 
 
 def write_curves(task: Task, folder: Path) -> None:
-    """Draw curves.png of a run, where matplotlib is installed."""
+    """Draw a run's curves.png if matplotlib is installed."""
     lines = read_metrics(folder)
     if not lines or find_spec("matplotlib") is None:
         return
@@ -96,16 +96,16 @@ def write_curves(task: Task, folder: Path) -> None:
 
 
 def write_card(task: Task, settings: Settings, folder: Path, report: "Report") -> None:
-    """README.md of a run: what was trained on what, how, and with which results."""
+    """Write a run's README.md, its model card: model, data, results, settings."""
     card = task.card()
     model = task.model
     rows = "\n".join(f"| {name} | {value:.4g} |" for name, value in report.results.items())
-    numbers = sum(one.numel() for one in model.parameters())
+    count = sum(parameter.numel() for parameter in model.parameters())
     kind = type(model.config.mechanism).__name__
-    known = "" if is_shipped(model.config.mechanism) else f", mechanisms=[{kind}]"
-    code = f"import regard as rg\n\nmodel = rg.load({json.dumps(str(folder))}{known})"
+    extra = "" if is_shipped(model.config.mechanism) else f", mechanisms=[{kind}]"
+    code = f"import regard as rg\n\nmodel = rg.load({json.dumps(str(folder))}{extra})"
     parts = [
-        f"# {task.name}: a {type(model).__name__.lower()} of {numbers:,} parameters",
+        f"# {task.name}: a {type(model).__name__.lower()} of {count:,} parameters",
         f"Mechanism: `{model.config.mechanism!r}`. Trained for {report.step:,} of {settings.steps:,} steps"
         + (", stopped early." if report.early else "."),
         "## Data\n" + card.data,

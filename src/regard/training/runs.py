@@ -1,4 +1,4 @@
-"""Run folders: what was asked for, so that a run can go on or be repeated from its folder alone.
+"""Run folders, which have all that is needed to resume or repeat a run.
 
 run.json            recipe, options, settings, a fingerprint of the data
 environment.json    machine, versions, command
@@ -31,15 +31,15 @@ from regard.training.task import Task
 
 VERSION = 1
 UNFINISHED = ".unfinished"
-"""Stands in a run's folder until run.json does: what is beside it is ours to delete, should the run be killed."""
+"""Marks a run's folder until run.json is written: if the run is killed before, its files may be deleted."""
 BEFORE = {"data", "environment.json", UNFINISHED}
-"""What a run's folder holds before run.json, with which it begins."""
+"""Names that a run's folder may have before run.json is written."""
 SAMPLED = 16
-"""Examples that a fingerprint looks at whole; of the others it knows the size."""
+"""How many examples a fingerprint hashes completely; of the others it hashes the size."""
 
 
 def begin(name: str, options: Any, settings: Settings, folder: str | Path, place: Place) -> Task:
-    """A new run in a new folder; all processes call it.
+    """Begin a run in a new folder. All processes call this.
 
     >>> import tempfile, torch
     >>> from regard.training import Settings
@@ -54,7 +54,7 @@ def begin(name: str, options: Any, settings: Settings, folder: str | Path, place
     2
     """
     target = Path(folder)
-    place.wait()  # all have chosen their folder, which may be the first that is free, before it is there
+    place.wait()  # every process chooses its folder, perhaps the first free name, before rank 0 creates it
     missing = [folder for folder in (target, *target.parents) if not folder.exists()]
     if place.first:
         _check_new(target)
@@ -86,7 +86,7 @@ def begin(name: str, options: Any, settings: Settings, folder: str | Path, place
 
 
 def _remembered(options: Any) -> dict[str, Any]:
-    """The options as JSON has them; a mechanism's file by its whole path, so that the run goes on from any folder."""
+    """The options as JSON values, a mechanism's file by its absolute path so that the run resumes from any folder."""
     values = asdict(options)
     mechanism = values.get("mechanism")
     return values if mechanism is None else {**values, "mechanism": absolute(mechanism)}
@@ -107,16 +107,16 @@ def _from_json(value: Any) -> Any:
 
 
 def _remove(target: Path, made: Sequence[Path]) -> None:
-    """Take back a run that did not begin, so that its name is free again: its data, and the folders made for it."""
+    """Remove a run that could not begin, its data and the folders made for it, so that its name is free again."""
     shutil.rmtree(target / "data", ignore_errors=True)
     (target / UNFINISHED).unlink(missing_ok=True)
     for folder in made:
-        with suppress(OSError):  # somebody else has put something there
+        with suppress(OSError):  # not empty: others have put something there
             folder.rmdir()
 
 
 def _check_new(target: Path) -> None:
-    """Raise ValueError for a folder that something stands in. A run that was killed before it began may begin again."""
+    """Raise ValueError unless the folder is new or empty, or has a run that was killed before it began."""
     if not target.exists():
         return
     wanted = f"out: expected a new folder or an empty one, got {target}, which"
@@ -124,16 +124,16 @@ def _check_new(target: Path) -> None:
         raise ValueError(f"{wanted} is a file")
     names = {path.name for path in target.iterdir()}
     if names and not (UNFINISHED in names and names <= BEFORE):
-        again = f"; to go on with it: regard train resume {target}" if "run.json" in names else ""
-        raise ValueError(f"{wanted} holds {', '.join(sorted(names)[:3])}{', …' if len(names) > 3 else ''}{again}")
+        again = f"; to resume it: regard train resume {target}" if "run.json" in names else ""
+        raise ValueError(f"{wanted} has {', '.join(sorted(names)[:3])}{', …' if len(names) > 3 else ''}{again}")
 
 
 def reopen(folder: str | Path, place: Place, steps: int | None = None) -> tuple[Task, Settings]:
-    """The task and the settings of a run that goes on, perhaps for more steps than it was to have."""
+    """The task and the settings of a run, to resume it, with another number of steps if `steps` is given."""
     target = Path(folder)
     path = target / "run.json"
     if not path.is_file():
-        raise ValueError(f"run: expected a folder that a run began in, got {target}, which has no run.json")
+        raise ValueError(f"run: expected the folder of a run, got {target}, which has no run.json")
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         name, data = values["recipe"], values["data"]
@@ -145,7 +145,9 @@ def reopen(folder: str | Path, place: Place, steps: int | None = None) -> tuple[
         settings = replace(settings, steps=steps)
     task = _built(name, options, settings, target, place)
     if fingerprint(task) != data:
-        raise ValueError(f"data: expected what the run began with, got other examples; {target} cannot go on with them")
+        raise ValueError(
+            f"data: expected the examples the run began with, got others; {target} cannot resume with them"
+        )
     if place.first and steps is not None:
         write_text(path, json.dumps({**values, "settings": settings.to_json()}, indent=1, ensure_ascii=False) + "\n")
     place.wait()
@@ -158,15 +160,17 @@ def _built(name: str, options: Any, settings: Settings, folder: Path, place: Pla
 
 
 def fingerprint(task: Task) -> str:
-    """A hash of a task's examples: their sizes, and some of them whole."""
+    """A hash of a task's examples: all sizes, and some examples completely."""
     sizes = task.sizes()
-    digest = hashlib.sha256(json.dumps([len(sizes), [int(one) for one in sizes]]).encode())
+    digest = hashlib.sha256(json.dumps([len(sizes), [int(size) for size in sizes]]).encode())
     for name, tensor in sorted(task.batch(list(range(min(SAMPLED, len(sizes)))), 0).items()):
         digest.update(name.encode() + tensor.contiguous().numpy().tobytes())
     return digest.hexdigest()
 
 
 def default_folder(name: str) -> Path:
-    """Where a run goes if nobody says: runs/NAME, or the next free number."""
+    """The folder of a run if none is named: runs/NAME, or the first free runs/NAME-2, runs/NAME-3, …"""
     base = Path("runs") / name
-    return next(one for one in (base, *(base.with_name(f"{name}-{n}") for n in range(2, 10_000))) if not one.exists())
+    return next(
+        folder for folder in (base, *(base.with_name(f"{name}-{n}") for n in range(2, 10_000))) if not folder.exists()
+    )

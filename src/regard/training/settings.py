@@ -8,7 +8,7 @@ SCHEDULES = ("cosine", "inverse_root", "constant")
 
 
 def option(default: Any, help: str, *, also: str | None = None) -> Any:
-    """A field with the sentence that the command's `--help` says about it, and a second spelling of its flag.
+    """A dataclass field with its `--help` text and, with `also`, a second spelling of its flag.
 
     >>> from dataclasses import dataclass, fields
     >>> from regard.training.settings import option
@@ -23,7 +23,7 @@ def option(default: Any, help: str, *, also: str | None = None) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How a run is trained: how long, how fast, in batches of which size. Checked when made.
+    """How a run is trained: steps, learning rate, batch size. Checked when it is made.
 
     >>> from regard.training import Settings
     >>> settings = Settings(steps=1000, learning_rate=3e-4, batch_tokens=4096)
@@ -35,26 +35,26 @@ class Settings:
     learning_rate: float = option(1e-3, "The highest learning rate, reached after the warm-up.")
     warmup: int = option(100, "Steps over which the learning rate rises.")
     schedule: Literal["cosine", "inverse_root", "constant"] = option(
-        "cosine", "The rate after the warm-up: half a cosine, the original Transformer's 1/√step, or constant."
+        "cosine", "The learning rate after the warm-up: half a cosine, 1/√step as in Vaswani et al., or constant."
     )
-    final_rate: float = option(0.05, "What a cosine ends at, as a part of the highest rate.")
-    batch_tokens: int | None = option(None, "Tokens of a step, padding included.")
-    batch_size: int | None = option(None, "Examples of a step; instead of --batch-tokens.")
-    accumulate: int = option(1, "Pieces that a step is computed in, to hold less in memory. The step stays the same.")
-    weight_decay: float = option(0.01, "Decay of matrices; norms and biases have none.")
-    beta1: float = option(0.9, "AdamW's memory of gradients.")
-    beta2: float = option(0.98, "AdamW's memory of their squares.")
-    clip: float | None = option(1.0, "The longest that a step's gradient may be.")
+    final_rate: float = option(0.05, "Where the cosine ends, as a fraction of the highest learning rate.")
+    batch_tokens: int | None = option(None, "Tokens per step, padding included.")
+    batch_size: int | None = option(None, "Examples per step; instead of --batch-tokens.")
+    accumulate: int = option(1, "Micro-batches per step, to use less memory. The step stays the same.")
+    weight_decay: float = option(0.01, "Weight decay of matrices; norms and biases have none.")
+    beta1: float = option(0.9, "AdamW's decay of the mean gradient.")
+    beta2: float = option(0.98, "AdamW's decay of the mean squared gradient.")
+    clip: float | None = option(1.0, "The largest gradient norm; longer gradients are scaled down to it.")
     precision: Literal["float32", "float64", "bfloat16"] = option(
-        "float32", "What products are computed in; bfloat16 keeps weights in float32."
+        "float32", "The dtype of matrix products; bfloat16 keeps weights in float32."
     )
-    recompute: bool = option(False, "Compute blocks again in the backward pass instead of keeping them: less memory.")
+    recompute: bool = option(False, "Recompute activations of blocks in the backward pass: less memory.")
     compile: bool = option(False, "Compile the model with torch.compile.")
     evaluate_every: int | None = option(None, "Steps between evaluations; a tenth of the run if not given.")
-    save_every: int | None = option(None, "Steps between checkpoints; as evaluations if not given.")
-    keep: int = option(2, "How many checkpoints stay.")
-    patience: int | None = option(None, "Evaluations without a better result after which the run stops early.")
-    seed: int = option(0, "Of weights, order and everything random.")
+    save_every: int | None = option(None, "Steps between checkpoints; as often as evaluations if not given.")
+    keep: int = option(2, "How many checkpoints to keep.")
+    patience: int | None = option(None, "Stop early after so many evaluations without a better result.")
+    seed: int = option(0, "Seed of weights, the order of examples and everything else that is random.")
 
     def __post_init__(self) -> None:
         for name in ("steps", "accumulate", "keep"):
@@ -69,9 +69,9 @@ class Settings:
                 "batch_tokens: expected either this or batch_size, "
                 f"got batch_tokens = {self.batch_tokens}, batch_size = {self.batch_size}"
             )
-        for name, known in (("schedule", SCHEDULES), ("precision", PRECISIONS)):
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name}: expected one of {', '.join(known)}, got {getattr(self, name)!r}")
+        for name, choices in (("schedule", SCHEDULES), ("precision", PRECISIONS)):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name}: expected one of {', '.join(choices)}, got {getattr(self, name)!r}")
         for name, low, high in (
             ("learning_rate", 0, 100),
             ("final_rate", 0, 1),
@@ -82,7 +82,7 @@ class Settings:
             if not low <= getattr(self, name) <= high:
                 raise ValueError(f"{name}: expected {low} to {high}, got {getattr(self, name)}")
         if self.clip is not None and not self.clip > 0:
-            raise ValueError(f"clip: expected a length above 0, got {self.clip}")
+            raise ValueError(f"clip: expected a norm above 0, got {self.clip}")
 
     @property
     def between_evaluations(self) -> int:
@@ -93,7 +93,7 @@ class Settings:
         return self.save_every or self.between_evaluations
 
     def to_json(self) -> dict[str, Any]:
-        """The settings as JSON has them."""
+        """The settings as JSON values."""
         return asdict(self)
 
 

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM ask a run to stop after its step; a second one ends it at once."""
+"""SIGINT and SIGTERM ask a run to stop after the current step; a second signal ends it at once."""
 
 import signal
 import threading
@@ -8,14 +8,15 @@ from types import FrameType
 
 
 class Signals:
-    """What was asked."""
+    """The signals so far."""
 
     asked: str | None = None
+    """The name of the signal that asked to stop, if one did."""
 
 
 @contextmanager
 def listening() -> Iterator[Signals]:
-    """Within this, signals are noted instead of obeyed; those that are ignored, as in a background job, stay so.
+    """Note signals instead of obeying them. A signal that is ignored, as in a background job, stays ignored.
 
     >>> import os, signal
     >>> from regard.training.signals import listening
@@ -24,22 +25,24 @@ def listening() -> Iterator[Signals]:
     ...     signals.asked
     'SIGTERM'
     """
-    found = Signals()
-    if threading.current_thread() is not threading.main_thread():  # where Python gives none
-        yield found
+    signals = Signals()
+    if threading.current_thread() is not threading.main_thread():  # Python delivers signals to the main thread only
+        yield signals
         return
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     before = {number: handler for number, handler in handlers.items() if handler is not signal.SIG_IGN}
 
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
     def note(number: int, frame: FrameType | None) -> None:
-        found.asked = signal.Signals(number).name
-        for one, handler in before.items():
-            signal.signal(one, handler)
+        signals.asked = signal.Signals(number).name
+        restore()
 
     for number in before:
         signal.signal(number, note)
     try:
-        yield found
+        yield signals
     finally:
-        for one, handler in before.items():
-            signal.signal(one, handler)
+        restore()

@@ -1,15 +1,18 @@
-"""Checkpoints of a run: there whole or not at all, checked before they are used, and never a pickle.
+"""Checkpoints of a run: written atomically, verified before they are loaded, and without pickle.
 
     checkpoints/
       step-00000100/
-        part-00000-of-00002.safetensors    what the first process wrote: its shards, its share of what all hold alike
+        part-00000-of-00002.safetensors    tensors that rank 0 wrote: its shards, and its part of replicated tensors
         part-00001-of-00002.safetensors
-        manifest.json                      where every tensor lies, every file's size and SHA-256, the run's note
-      .step-00000105-3f2a9c1e/             what a killed save left; the next save removes it
+        manifest.json                      the file of every tensor, the size and SHA-256 of every file, the run's note
+      .step-00000105-3f2a9c1e/             temporary folder of a killed save; the next save removes it
 
-Everything is written beside, flushed to the disk, the manifest last, and then renamed: a kill at any moment leaves the
-checkpoints that were there. torch.distributed.checkpoint plans who writes and who reads which part of which tensor, and
-carries errors to all processes. The storage is our own: its usual one keeps a pickle, and its safetensors one makes a
+A checkpoint is written to a temporary folder, the manifest last, fsynced, and renamed: a kill at any moment leaves the
+earlier checkpoints intact. `core.files.write_folder` does not serve here: all processes write into the folder, files
+are fsynced before the rename, and a checkpoint whose replacement was killed gets its name back.
+
+torch.distributed.checkpoint plans which process writes and reads which part of which tensor, and passes errors to all
+processes. We use storage classes of our own: torch's default writes a pickle, and its safetensors storage makes a
 second copy of all tensors in memory and refuses tied weights.
 """
 
@@ -67,11 +70,11 @@ KINDS = {dtype: kind for kind, dtype in DTYPES.items()}
 
 
 def save(folder: Path, step: int, tensors: dict[str, Tensor], note: dict[str, Any], *, keep: int) -> Path:
-    """Write the checkpoint of a step, then remove all older ones but the newest `keep` - 1 that look whole.
+    """Write the checkpoint of a step, then remove older checkpoints except the newest `keep` - 1 that look complete.
 
-    With a process group, all its processes call this and see one folder. Plain tensors are the same on all of them, or
-    have a name of their own; DTensors are written shard by shard. The note is the first process's. What fails on one
-    process raises on all, and leaves the checkpoints that were there.
+    With a process group, all its processes call this with the same folder. Plain tensors are the same on all processes,
+    or have different names; DTensors are written shard by shard. The note is that of rank 0. An error on one process
+    is raised on all, and leaves the earlier checkpoints intact.
 
     >>> import tempfile, torch
     >>> from pathlib import Path
@@ -79,7 +82,7 @@ def save(folder: Path, step: int, tensors: dict[str, Tensor], note: dict[str, An
     >>> folder = Path(tempfile.mkdtemp())
     >>> for step in (5, 10, 15):
     ...     path = store.save(folder, step, {"weight": torch.ones(2) * step}, {"step": step}, keep=2)
-    >>> path.name, sorted(one.name for one in folder.iterdir())
+    >>> path.name, sorted(entry.name for entry in folder.iterdir())
     ('step-00000015', ['step-00000010', 'step-00000015'])
     """
     for name, value, least in (("step", step, 0), ("keep", keep, 1)):
@@ -100,7 +103,7 @@ def save(folder: Path, step: int, tensors: dict[str, Tensor], note: dict[str, An
 
 
 def newest(folder: Path) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint that is whole, every byte of it, and a sentence for each newer one that is not.
+    """The newest checkpoint whose checksums are right, and a sentence for each newer checkpoint that is damaged.
 
     >>> import tempfile, torch
     >>> from pathlib import Path
@@ -109,8 +112,8 @@ def newest(folder: Path) -> tuple[Path | None, list[str]]:
     >>> for step in (5, 10):
     ...     path = store.save(folder, step, {"weight": torch.ones(2)}, {}, keep=2)
     >>> (path / "manifest.json").unlink()
-    >>> found, skipped = store.newest(folder)
-    >>> found.name
+    >>> path, skipped = store.newest(folder)
+    >>> path.name
     'step-00000005'
     >>> skipped[0].replace(str(folder), "checkpoints")
     "Skipped checkpoints/step-00000010/manifest.json: expected a checkpoint's manifest, got no such file."
@@ -119,7 +122,7 @@ def newest(folder: Path) -> tuple[Path | None, list[str]]:
     for path, finished in _listed(Path(folder)):
         try:
             if not finished:
-                refuse(path, "a checkpoint", "what a save that was stopped left")
+                refuse(path, "a checkpoint", "the temporary folder of a save that was killed")
             _check(path, slice(None))
             return path, skipped
         except CheckpointError as error:
@@ -128,10 +131,10 @@ def newest(folder: Path) -> tuple[Path | None, list[str]]:
 
 
 def load(path: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """Fill tensors in place with what a checkpoint holds under their names, and give its note.
+    """Load tensors from a checkpoint, in place and by name. Returns its note.
 
-    With a process group, all its processes call this. Shards need not be those that were saved: the number of
-    processes may be another one. The checkpoint may hold more names than are asked for.
+    With a process group, all its processes call this. The number of processes, and so the shards, may differ from those
+    of the save. The checkpoint may have more tensors than are loaded.
 
     >>> import tempfile, torch
     >>> from pathlib import Path
@@ -151,7 +154,7 @@ def load(path: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
         return manifest["sha256"]
 
     if len(set(_together(ready))) > 1:
-        refuse(path, "the same checkpoint on all processes", "another one on some")
+        refuse(path, "the same checkpoint on all processes", "different checkpoints")
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
         with _quiet():
@@ -181,23 +184,23 @@ def read_note(path: Path) -> dict[str, Any]:
 
 
 def _listed(folder: Path) -> Iterator[tuple[Path, bool]]:
-    """Checkpoints and what is left of them, newest first, and whether they were finished.
+    """Checkpoints and temporary folders of killed saves, newest first, each with whether it is complete.
 
-    One that was being replaced when its save was killed counts as long as nothing has its name."""
+    A checkpoint whose replacement was killed counts unless a checkpoint has its name."""
     names = {entry.name for entry in folder.iterdir()} if folder.is_dir() else set()
-    found = []
+    entries = []
     for name in names:
         if whole := NAMED.fullmatch(name):
-            found.append((int(whole[1]), True, name))
+            entries.append((int(whole[1]), True, name))
         elif left := BESIDE.fullmatch(name):
             replaced = left[3] == "old"
             if not (replaced and left[1] in names):
-                found.append((int(left[2]), replaced, name))
-    return ((folder / name, finished) for _, finished, name in sorted(found, reverse=True))
+                entries.append((int(left[2]), replaced, name))
+    return ((folder / name, finished) for _, finished, name in sorted(entries, reverse=True))
 
 
 def _tidy(folder: Path) -> None:
-    """Remove what killed saves left; a checkpoint that was being replaced gets its name back if nothing has it."""
+    """Remove temporary folders of killed saves. A checkpoint whose replacement was killed gets its name back."""
     for entry in folder.iterdir():
         if left := BESIDE.fullmatch(entry.name):
             target = folder / left[1]
@@ -208,9 +211,9 @@ def _tidy(folder: Path) -> None:
 
 
 def _prune(folder: Path, step: int, keep: int) -> None:
-    """Remove what is older than a step and not among the newest `keep` - 1 that look whole.
+    """Remove checkpoints before a step that are not among the newest `keep` - 1 that look complete.
 
-    Later ones are left alone: the run went back behind them because they are damaged, and it will replace them."""
+    Later checkpoints stay: the run resumed before them because they are damaged, and it will replace them."""
     kept, gone = 0, []
     for path, _ in _listed(folder):
         number = NAMED.fullmatch(path.name)
@@ -219,7 +222,7 @@ def _prune(folder: Path, step: int, keep: int) -> None:
         if kept < keep - 1 and _looks_whole(path):
             kept += 1
         else:
-            # A kill in the midst of removing must leave nothing half-removed under a checkpoint's name.
+            # Rename before removing, so that a kill leaves no half-removed checkpoint under a checkpoint's name.
             gone.append(path.with_name(f".{path.name}-{uuid4().hex[:8]}"))
             os.rename(path, gone[-1])
     if gone:
@@ -236,7 +239,7 @@ def _remove(path: Path) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Wait until the names in a folder are on the disk."""
+    """Fsync a folder, so that renames in it are on the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -248,42 +251,43 @@ def _sync(folder: Path) -> None:
 
 
 def _sealed(text: str) -> bytes:
-    """The manifest whose fields, all but the first one, are this text: the first one is the checksum of the rest."""
+    """A manifest's bytes: `text` has all fields but the first, which is the SHA-256 of the text."""
     rest = text.encode()
     return b'{"sha256": "' + hashlib.sha256(rest).hexdigest().encode() + b'",\n' + rest
 
 
 def _manifest(path: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint, if it is as it was written."""
+    """The manifest of a checkpoint; CheckpointError unless its checksum is right."""
     file = path / MANIFEST
     if not path.is_dir():
         refuse(path, "a checkpoint's folder", "a file" if path.exists() else "no such folder")
     text = read_text(file, expected="a checkpoint's manifest")
     if text.encode() != _sealed(text[len(_sealed("")) :]):
-        refuse(file, "what was written", "something else: its checksum differs")
-    found = parse_json(text, file)
-    if found.get("version") != VERSION:
-        refuse(file, f"version {VERSION}", f"{found.get('version')!r:.40}")
-    if not all(isinstance(found.get(name), dict) for name in ("files", "tensors", "note")):
-        refuse(file, "files, tensors and a note", f"{', '.join(found)[:80]}")
-    return found
+        refuse(file, "the checksum that was written", "another: the file is damaged")
+    manifest = parse_json(text, file)
+    if manifest.get("version") != VERSION:
+        refuse(file, f"version {VERSION}", f"{manifest.get('version')!r:.40}")
+    if not all(isinstance(manifest.get(name), dict) for name in ("files", "tensors", "note")):
+        refuse(file, "files, tensors and a note", f"{', '.join(manifest)[:80]}")
+    return manifest
 
 
 def _check(path: Path, hashed: slice) -> dict[str, Any]:
-    """The manifest of a checkpoint that has the files it says, of the sizes it says; checksums of some of them."""
+    """The manifest of a checkpoint; CheckpointError unless it has exactly the manifest's files, with the right sizes
+    and, for the files in the slice `hashed`, the right checksums."""
     manifest = _manifest(path)
     try:
-        for name, said in manifest["files"].items():
+        for name, expected in manifest["files"].items():
             size = check_file(path / name, "a part of the checkpoint").stat().st_size
-            if size != said["bytes"]:
-                refuse(path / name, f"{said['bytes']:,} bytes", f"{size:,}")
+            if size != expected["bytes"]:
+                refuse(path / name, f"{expected['bytes']:,} bytes", f"{size:,}")
         for name in sorted({entry.name for entry in path.iterdir()} - manifest["files"].keys() - {MANIFEST}):
-            refuse(path / name, "nothing but the checkpoint's files", "a file that is not one of them")
-        for name, said in list(manifest["files"].items())[hashed]:
+            refuse(path / name, "only the checkpoint's files", "another file")
+        for name, expected in list(manifest["files"].items())[hashed]:
             with (path / name).open("rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
-            if digest != said["sha256"]:
-                refuse(path / name, "what was written", "something else: its checksum differs")
+            if digest != expected["sha256"]:
+                refuse(path / name, "the checksum that was written", "another: the file is damaged")
     except CheckpointError:
         raise
     except (OSError, LookupError, TypeError, ValueError) as error:
@@ -300,7 +304,7 @@ def _looks_whole(path: Path) -> bool:
 
 
 def _compare(path: Path, metadata: Metadata, tensors: dict[str, Tensor]) -> None:
-    """Refuse a checkpoint that lacks some of the tensors, or has them in another shape or type; all at once."""
+    """Refuse a checkpoint that lacks some of the tensors or has them with another shape or dtype; names all of them."""
     wrong = []
     for name, tensor in tensors.items():
         saved: Any = metadata.state_dict_metadata.get(name)
@@ -318,7 +322,8 @@ def _shown(shape: Iterable[int], dtype: torch.dtype) -> str:
 
 
 def _metadata(path: Path, manifest: dict[str, Any]) -> Metadata:
-    """What torch.distributed.checkpoint wants to know of a checkpoint; a place is a file and a name in it."""
+    """The metadata that torch.distributed.checkpoint needs to read a checkpoint. A chunk's storage data is its file and
+    its name there."""
     tensors: dict[str, Any] = {}
     places = {}
     try:
@@ -347,31 +352,31 @@ def _grouped() -> bool:
 
 
 def _together(work: Callable[[], T]) -> list[T]:
-    """Do something on every process and give what came of it on each; what fails on one raises on all."""
-    found: Any
+    """Run `work` on every process. Returns the results of all; an error on one process is raised on all."""
+    result: Any
     try:
-        found = work()
+        result = work()
     except Exception as error:
-        found = error
-    results = [found]
+        result = error
+    results = [result]
     if _grouped():
         results = [None] * dist.get_world_size()
-        dist.all_gather_object(results, found)
-    for one in results:
-        if isinstance(one, Exception):
-            raise one
+        dist.all_gather_object(results, result)
+    for outcome in results:
+        if isinstance(outcome, Exception):
+            raise outcome
     return results
 
 
 def _cause(failed: CheckpointException) -> BaseException:
-    """What went wrong on the first process where something did; a full disk before all else."""
+    """The first process's error; an OSError (a full disk) of any process comes first."""
     errors = [error for error, _ in failed.failures.values()]
     return next((error for error in errors if isinstance(error, OSError)), errors[0])
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without torch's remarks that there is one process alone, or that processes have names of their own."""
+    """Silence torch's warnings about a single process, and about tensor names that differ between processes."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled|Detected mismatched keys", UserWarning)
         yield
@@ -381,7 +386,7 @@ def _quiet() -> Iterator[None]:
 
 
 class _Writer(StorageWriter):
-    """Where torch.distributed.checkpoint writes: a folder beside, renamed at the end."""
+    """Storage that torch.distributed.checkpoint writes to: a temporary folder, renamed at the end."""
 
     def __init__(self, folder: Path, step: int, note: dict[str, Any], keep: int) -> None:
         self.folder, self.step, self.note, self.keep = folder, step, note, keep
@@ -468,7 +473,7 @@ class _Writer(StorageWriter):
         _prune(self.folder, self.step, self.keep)
 
     def give_up(self) -> None:
-        """Leave nothing of a save that failed."""
+        """Remove the temporary folder of a save that failed."""
         if self.first:
             with suppress(OSError):
                 _tidy(self.folder)
@@ -480,7 +485,7 @@ def _data(item: WriteItem) -> TensorWriteData:
 
 
 def _key(item: WriteItem) -> str:
-    """The name of a tensor in its file; a shard's says which part it is."""
+    """The name of a tensor in its file; the name of a shard has its index ranges."""
     data = _data(item)
     if data.chunk.sizes == data.size:
         return item.index.fqn
@@ -489,8 +494,8 @@ def _key(item: WriteItem) -> str:
 
 
 def _write_part(path: Path, items: list[WriteItem], planner: SavePlanner) -> tuple[int, str]:
-    """Write tensors as a safetensors file, one at a time; gives its size and SHA-256."""
-    # The widest numbers first, so that all begin at a multiple of their size.
+    """Write tensors to a safetensors file, one after another. Returns its size and SHA-256."""
+    # The widest dtypes first, so that every tensor is aligned to its item size.
     items = sorted(items, key=lambda item: -_data(item).properties.dtype.itemsize)
     header, end = {}, 0
     for item in items:
@@ -514,12 +519,12 @@ def _write_part(path: Path, items: list[WriteItem], planner: SavePlanner) -> tup
 
 
 def _bytes(tensor: Any) -> memoryview:
-    """A tensor's bytes, without a copy where it lies in one piece on the CPU."""
+    """A tensor's bytes, without a copy if it is contiguous and on the CPU."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 class _Reader(StorageReader):
-    """Where torch.distributed.checkpoint reads: the mapped files of a checkpoint."""
+    """Storage that torch.distributed.checkpoint reads from: the memory-mapped files of a checkpoint."""
 
     def __init__(self, path: Path, metadata: Metadata) -> None:
         self.path, self.metadata = path, metadata

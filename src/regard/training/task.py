@@ -2,9 +2,9 @@
 
     loss = Σ over terms of  total(term) / count(term)
 
-A recipe gives totals, sums over predictions, and counts, how many predictions there were. The loop divides by the
-counts of the whole step, over all its pieces and processes, so that ragged pieces weigh what they hold: a step is the
-same whether it is taken at once, in pieces, or on many machines.
+A recipe returns totals (sums over predictions) and counts (numbers of predictions). The loop divides by the counts of
+the whole step, summed over micro-batches and processes, so that every prediction has the same weight: a step is the
+same on one device, with gradient accumulation, or on many machines.
 """
 
 from abc import ABC, abstractmethod
@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from regard.models.base import Model
 
 Batch = dict[str, Tensor]
-"""Tensors by name, first axis the examples; the loop moves them to the device."""
+"""Tensors by name, whose first dimension is the batch; the loop moves them to the device."""
 Totals = dict[str, Tensor]
-"""Sums over predictions, one number a term, part of the graph."""
+"""Sums over predictions by loss term: scalars with gradients."""
 
 IGNORED = -100
-"""The target of places that nothing is predicted at, as torch's cross-entropy has it."""
+"""The target at positions without a prediction: the `ignore_index` of torch's cross-entropy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,18 +78,18 @@ class Task(ABC):
     name: ClassVar[str]
     model: Model
     watched: ClassVar[tuple[str, Literal["least", "most"]]] = ("loss", "least")
-    """Which result of `evaluate` is the one to stop by, and which way is better."""
+    """Which result of `evaluate` decides what the best model is and when to stop early, and which way is better."""
     label_smoothing: float = 0.0
-    """Of the training loss; held-out losses have none. Curves say so."""
+    """Label smoothing of the training loss. Held-out losses have none, and the curves say so."""
 
     @abstractmethod
     def sizes(self) -> Sequence[int]:
-        """How many tokens each example has. Examples of like size go together."""
+        """How many tokens each example has. Examples of similar size are batched together."""
 
     @abstractmethod
     def batch(self, indices: Sequence[int], epoch: int) -> Batch:
-        """Some examples as tensors. What is random about an example (masked words, shifted images) follows from the
-        task's seed, the epoch and the example's index, never from the others it stands with."""
+        """Some examples as tensors. What is random about an example (masked words, shifted images) depends on the
+        task's seed, the epoch and the example's index only, never on the rest of the batch."""
 
     @abstractmethod
     def counts(self, batch: Batch) -> dict[str, int]:
@@ -97,16 +97,17 @@ class Task(ABC):
 
     @abstractmethod
     def totals(self, model: nn.Module, batch: Batch) -> Totals:
-        """The terms of the loss, summed over predictions. `model` is this task's model, perhaps wrapped: call it."""
+        """The terms of the loss, summed over predictions. `model` is this task's model, perhaps wrapped (DDP, FSDP):
+        call it."""
 
     @abstractmethod
     def evaluate(self, model: Model) -> dict[str, float]:
-        """Results on held-out examples; `watched` is among them. The model is in eval mode, gradients are off."""
+        """Results on held-out examples, `watched` among them. The model is in eval mode, without gradients."""
 
     def card(self) -> Card:
         """What the model card says beyond results."""
         return Card()
 
     def samples(self, model: Model) -> list[str]:
-        """A few lines that a person would like to see after an evaluation: translations, continuations."""
+        """A few lines to print after an evaluation: translations, continuations."""
         return []

@@ -1,1 +1,1 @@
-"""What recipes train on: data that every machine has, and readers of a user's own."""
+"""Data for the recipes: embedded data sets that need no download, and readers of a user's files."""

@@ -1,4 +1,4 @@
-"""What the source sentences of a training are like, so that a translator can say when a sentence is outside of it."""
+"""The domain of a translator: what its training sentences have in common, to warn about a sentence outside of it."""
 
 import json
 import re
@@ -15,7 +15,7 @@ _WORD = re.compile(r"[^\W\d_]+|\S")
 
 @dataclass(frozen=True)
 class Domain:
-    """The words of some sentences, and what all of them have in common.
+    """The words of the training sentences, and what all sentences have in common.
 
     >>> from regard.training.data.domain import Domain
     >>> domain = Domain.of(["Le chat dort.", "Le chien dort-il ?"])
@@ -27,9 +27,9 @@ class Domain:
     capital: bool
     """Whether every sentence begins with a capital letter."""
     ends: frozenset[str]
-    """The signs that sentences end with; empty if a sentence ends without one."""
+    """The punctuation that sentences end with; empty if a sentence ends without any."""
     longest: int
-    """Words and signs of the longest sentence."""
+    """The number of words and punctuation marks in the longest sentence."""
 
     @classmethod
     def of(cls, sentences: Iterable[str]) -> "Domain":
@@ -44,9 +44,9 @@ class Domain:
         )
 
     def outside(self, text: str) -> list[str]:
-        """Why a text is unlike all sentences of the domain; nothing if it is not."""
+        """Reasons why a text is outside of the domain; empty if there are none."""
         row = _words(text)
-        # A word that occurs with a small letter is known at the beginning, too; a capital there is asked for below.
+        # A lower-case word may also begin a sentence; whether it needs a capital letter is checked below.
         first = {row[0].capitalize(), row[0].lower()} & self.words if row else set()
         unknown = list(dict.fromkeys(word for word in row[bool(first) :] if word not in self.words))
         reasons = [f"not among the words of its training: {', '.join(unknown)}"] if unknown else []
@@ -59,13 +59,13 @@ class Domain:
         return reasons
 
     def save(self, folder: Path) -> None:
-        """Write the domain into a folder."""
+        """Write domain.json into a folder."""
         values = {"capital": self.capital, "ends": sorted(self.ends), "longest": self.longest}
         write_text(folder / FILE, json.dumps({**values, "words": sorted(self.words)}, ensure_ascii=False) + "\n")
 
     @classmethod
     def load(cls, folder: Path) -> "Domain | None":
-        """The domain that `save` wrote into a folder; None if there is none.
+        """The domain that `save` wrote into a folder; None if the folder has none.
 
         >>> import tempfile
         >>> from regard.training.data.domain import Domain
@@ -83,5 +83,5 @@ class Domain:
 
 
 def _words(text: str) -> list[str]:
-    """The words, digits and signs of a text, in its order."""
+    """The words, digits and punctuation marks of a text, in order."""
     return _WORD.findall(unicodedata.normalize("NFC", text))

@@ -1,7 +1,7 @@
-"""Random numbers that follow from seed, epoch and example, whatever else is drawn: a run that goes on draws them again.
+"""Random numbers as a function of seed, epoch and example, so that a resumed run draws the same numbers again.
 
-They are hashes (SplitMix64, Steele et al. 2014), made for all examples of a batch at once: a generator for each example
-would take longer than a GPU's step.
+They are hashes (SplitMix64, Steele et al. 2014), computed for all examples of a batch at once: making a generator per
+example would take longer than a step on a GPU.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,8 @@ STRIDE = np.uint64(0x9E3779B97F4A7C15)
 def draws(
     seed: int, epoch: int, indices: Sequence[int] | NDArray[np.int64], count: int, purpose: int = 0
 ) -> NDArray[np.float64]:
-    """Numbers from 0 to below 1, in float32 too: a row of `count` for each example, others for each purpose.
+    """Numbers in [0, 1), also after rounding to float32: a row of `count` numbers per example, independent for each
+    `purpose`.
 
     >>> import numpy as np
     >>> from regard.training.data.draws import draws
@@ -27,8 +28,8 @@ def draws(
     for part in (seed, epoch, purpose):
         state = _scattered(state + STRIDE + np.uint64(part % 2**64))
     rows = _scattered(state + STRIDE + np.asarray(indices).astype(np.uint64))
-    found = _scattered(rows[:, None] + STRIDE * np.arange(1, count + 1, dtype=np.uint64))
-    return (found >> np.uint64(40)) / float(2**24)
+    hashes = _scattered(rows[:, None] + STRIDE * np.arange(1, count + 1, dtype=np.uint64))
+    return (hashes >> np.uint64(40)) / float(2**24)
 
 
 def _scattered(state: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -1,9 +1,8 @@
-"""Letters and digits, rendered from the typefaces that come inside matplotlib: images that every machine has.
+"""Letters and digits, rendered from the typefaces that matplotlib ships: images without a download.
 
-A glyph is rendered once, large. An image of it is scaled, turned, slanted, shifted, faded and sprinkled with noise, all
-by numbers that follow from the split, the seed and the image's index. Both splits are transformed alike; what is held
-out is typefaces, since every image has a transformation of its own anyway: to have learned the pictures of training by
-heart does not help with a typeface that was not among them, to know what makes an R an R does.
+A glyph is rendered once, large. An image of it is scaled, rotated, slanted, shifted, faded and gets noise, by random
+numbers that depend on the split, the seed and the image's index. Both splits are transformed alike. Typefaces are held
+out, not images: memorised training images do not help with a new typeface.
 """
 
 import math
@@ -31,20 +30,20 @@ FACES = {
     ),
     "test": ("STIXGeneral", "STIXGeneralBol", "STIXGeneralBolIta", "STIXGeneralItalic", "cmss10", "cmtt10"),
 }
-"""Typefaces of each split. Held out are a whole family, and Computer Modern's sans-serif and typewriter."""
+"""Typefaces of each split. A whole family is held out, and Computer Modern's sans-serif and typewriter."""
 CANVAS = 96
-"""Pixels of the side of a rendered glyph's square."""
+"""Side of a rendered glyph's square, in pixels."""
 EM = 76
-"""Of the typeface on it: its widest letters just fit."""
+"""Font size on this square: the widest letters just fit."""
 TOGETHER = 250
-"""Images that are made at a time."""
+"""How many images are made at a time."""
 CHANGES = 8
-"""Random numbers of an image, before its noise: typeface, scale, turn, slant, shifts, strength, noise."""
+"""Random numbers per image, before its noise: typeface, scale, rotation, slant, 2 shifts, strength, noise."""
 
 
 def glyphs(split: Literal["train", "test"], count: int, *, size: int = 28, seed: int = 0) -> Split:
-    """Images (count, 1, size, size) of characters, white on black, each as often as the others, and their labels: the
-    places of the characters in `CHARACTERS`. The first images are the same whatever the count.
+    """Images (count, 1, size, size) of characters, white on black, every character equally often, and their labels: the
+    indices of the characters in `CHARACTERS`. The first images do not depend on the count.
 
     >>> from regard.training.data.glyphs import CHARACTERS, glyphs
     >>> images, labels = glyphs("train", 72, size=32, seed=1)
@@ -75,11 +74,11 @@ def _made(
     face, scale, turn, slant, down, across, strength, noise = numbers[:, :CHANGES].unbind(1)
     glyph = faces[(face * len(faces)).long(), torch.from_numpy(indices) % faces.shape[1]][:, None]
     scale, turn, slant = 0.8 + 0.4 * scale, (turn - 0.5) * math.radians(24), (slant - 0.5) * 0.3
-    # From a pixel's place to the glyph's: shifted back, turned back, the slant undone, the scale undone.
+    # The inverse transformation, from a pixel's coordinates to the glyph's: shift, rotation, slant and scale undone.
     cosine, sine = turn.cos() / scale, turn.sin() / scale
     back = torch.stack([cosine + slant * sine, sine - slant * cosine, -sine, cosine], 1).view(-1, 2, 2)
     shift = torch.stack([across - 0.5, down - 0.5], 1) * 0.2
-    # Four samples a pixel: a glyph is larger than its image, and thin strokes would fall between single samples.
+    # Four samples per pixel: the glyph is larger than the image, and single samples would miss thin strokes.
     line = (torch.arange(2 * size) + 0.5) / size - 1
     x, y = (line - shift[:, :, None])[:, None].unbind(2)
     place = (back[:, :, 1, None] * y)[:, :, :, None] + (back[:, :, 0, None] * x)[:, :, None, :]
@@ -91,12 +90,12 @@ def _made(
 
 @cache
 def _rendered(names: tuple[str, ...]) -> Float[Tensor, "F D Y X"]:
-    """Every character of every typeface, from 0 to 1, in the middle of its square."""
+    """Every character of every typeface, with values from 0 to 1, centred in its square."""
     import matplotlib
     from PIL import ImageFont
 
     folder = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
-    found = np.zeros((len(names), len(CHARACTERS), CANVAS, CANVAS), dtype=np.float32)
+    canvases = np.zeros((len(names), len(CHARACTERS), CANVAS, CANVAS), dtype=np.float32)
     for at, name in enumerate(names):
         if not (path := folder / f"{name}.ttf").is_file():
             raise ValueError(f"matplotlib: expected its typeface {name}.ttf, got nothing at {path}")
@@ -106,5 +105,5 @@ def _rendered(names: tuple[str, ...]) -> Float[Tensor, "F D Y X"]:
             wide, high = mask.size
             ink = np.asarray(mask, dtype=np.float32).reshape(high, wide)[:CANVAS, :CANVAS] / 255
             top, left = (CANVAS - ink.shape[0]) // 2, (CANVAS - ink.shape[1]) // 2
-            found[at, number, top : top + ink.shape[0], left : left + ink.shape[1]] = ink
-    return torch.from_numpy(found)
+            canvases[at, number, top : top + ink.shape[0], left : left + ink.shape[1]] = ink
+    return torch.from_numpy(canvases)

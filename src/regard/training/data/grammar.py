@@ -1,7 +1,7 @@
-"""French sentences and their English translations, written side by side.
+"""A grammar that generates French sentences together with their English translations.
 
-A `Writer` draws who does what to whom, and says it in both languages at once. Spelling comes last: French is written
-with every word whole (le arbre, de le chat, ma amie) and then elided and contracted; English gets its "an".
+A `Writer` draws subject, verb and objects, and writes the sentence in both languages at once. Spelling comes last:
+French is first written without elisions and contractions (le arbre, de le chat, ma amie), English without "an".
 """
 
 import re
@@ -16,18 +16,18 @@ from regard.training.data.pairs import Pair
 
 
 class Sentence(NamedTuple):
-    """A sentence in both languages, and what is known about it."""
+    """A sentence in both languages, and the combinations of words in it."""
 
     french: str
     english: str
     swap: tuple[Pair, Pair] | None
     """(noun, adjective) in French and in English, where they change places."""
     combinations: tuple[Pair, ...]
-    """Every (noun, adjective), (subject, verb) and (verb, object), as a dictionary has them."""
+    """Every (noun, adjective), (subject, verb) and (verb, object), in their dictionary forms."""
 
 
 class _Phrase(NamedTuple):
-    """What can be a subject or an object. `person` counts je, tu, il, nous, vous, ils; `words` as in a dictionary."""
+    """A subject or an object. `person` counts je, tu, il, nous, vous, ils from 0; `words` are dictionary forms."""
 
     french: str
     english: str
@@ -37,11 +37,11 @@ class _Phrase(NamedTuple):
     words: tuple[str, ...] = ()
     kinds: str = "p"
     owner: str = ""
-    """His or her, for one person."""
+    """The possessive of a single person: his or her."""
 
 
-_Said = tuple[str, str]
-"""The same thing in French and in English."""
+_Bilingual = tuple[str, str]
+"""A phrase in French and in English."""
 _Form = tuple[str, str, bool]
 """A sentence in French and in English, and whether it is a question."""
 _T = TypeVar("_T")
@@ -49,7 +49,7 @@ _T = TypeVar("_T")
 # --- words
 
 
-def _entries(table: Mapping[str, str]) -> tuple[_Said, ...]:
+def _entries(table: Mapping[str, str]) -> tuple[_Bilingual, ...]:
     return tuple((f" {french}", f" {english}") for french, english in table.items())
 
 
@@ -86,7 +86,7 @@ _PRONOUNS = (
     _Phrase("ils", "they", 5, plural=True),
     _Phrase("elles", "they", 5, feminine=True, plural=True),
 )
-# Tu, nous and vous come twice as often: nobody else has their forms of verbs.
+# Tu, nous and vous are twice as frequent: nouns and names do not use their verb forms.
 _SPEAKERS = (*_PRONOUNS, *(_PRONOUNS[place] for place in (1, 4, 5)))
 _NAMES = tuple(
     _Phrase(name, name, 2, gender == "f", words=(name,), owner="her" if gender == "f" else "his")
@@ -116,12 +116,12 @@ _MINUTES = (
 )
 _NOTHING = ("", "")
 
-# Determiners by letter, as often as they are to come: definite, indefinite, possessive, this, number, much, of someone.
-# A capital I is one alone, so that no sentence begins with a plural that has no article.
+# Determiners by letter, repeated by frequency: definite, indefinite, possessive, this, number, much, of someone.
+# A capital I is an indefinite singular, so that no English sentence begins with a plural without an article.
 _ANY = "ddddddiiiipppsnmo"
 _SUBJECT = "ddddddpppsIno"
 _RELATED = "dddppsIn"
-_KNOWN = "ddddppso"
+_DEFINITE = "ddddppso"
 _PLACE = "ddddddps"
 _THINGS = "afdeohcvwtsbrnl"
 
@@ -146,10 +146,10 @@ _ANIMAL_ACTS = _pick_verbs("dormir courir marcher nager jouer arriver tomber res
 _SEEING = _pick_verbs("voir connaître chercher attendre regarder")
 _HAVING = _pick_verbs("avoir voir acheter vendre vouloir")
 _OPENING = _pick_verbs("ouvrir fermer")
-_LEAVING = _pick_verbs("partir sortir rentrer")  # à Paris would be for Paris, or to
+_LEAVING = _pick_verbs("partir sortir rentrer")  # "à Paris" would be ambiguous: for Paris, or to Paris
 _TRAVELLING = _pick_verbs("arriver partir")
-# Only some verbs turn around with their subject, and only some participles agree with a pronoun before them: all of
-# their forms would be more than can be met often enough to be learnt.
+# Only some verbs are inverted with their subject, and only some participles agree with a pronoun before them: a data
+# set with the forms of all verbs would have too few examples of each form.
 _TURNING = _pick_verbs("avoir aimer voir vouloir prendre")
 _AGREEING = _pick_verbs("voir manger trouver perdre prendre ouvrir")
 _AGREEING_PEOPLE = _pick_verbs("voir aider inviter rencontrer")
@@ -181,9 +181,9 @@ _GROUPS = {
     )
     for name in names.split()
 }
-"""Of these, one is said and not another of the group."""
+"""Adjectives that exclude each other, by group: a subject gets one of a group."""
 _ABSOLUTE = frozenset(name for name, group in _GROUPS.items() if group in (0, 1, 10, 11, 12, 13))
-"""Nothing is very empty."""
+"""Adjectives that do not take "very"."""
 
 
 @cache
@@ -203,7 +203,9 @@ def _nouns(kinds: str) -> tuple[Noun, ...]:
 
 @cache
 def _adjectives(kinds: str, precedes: bool) -> tuple[Adjective, ...]:
-    return tuple(one for one in _ADJECTIVES if one.precedes == precedes and _share(one.kinds, kinds))
+    return tuple(
+        adjective for adjective in _ADJECTIVES if adjective.precedes == precedes and _share(adjective.kinds, kinds)
+    )
 
 
 # --- spelling
@@ -216,7 +218,7 @@ _CONTRACTION = re.compile(r"(?<![\w-])(?:de|à) les?(?= )")
 _ARTICLE = re.compile(r"\ba (?=(?!useful)[aeiouAEIO])")
 
 
-def _spelled(french: str, english: str, question: bool) -> _Said:
+def _spelled(french: str, english: str, question: bool) -> _Bilingual:
     french = _ELISION.sub(lambda match: _ELIDED.get(match[1], f"{match[1][:-1]}'"), french)
     french = _CONTRACTION.sub(lambda match: _CONTRACTED[match[0]], french)
     english = _ARTICLE.sub("an ", english)
@@ -238,12 +240,12 @@ def _of(owner: _Phrase) -> str:
     return owner.english + ("'" if owner.plural and owner.english.endswith("s") else "'s")
 
 
-def _denied(negation: str) -> _Said:
+def _denied(negation: str) -> _Bilingual:
     return ("ne ", f" {negation}") if negation else _NOTHING
 
 
 def _with_auxiliary(subject: str, auxiliary: str, negation: str, question: str, rest: str) -> str:
-    """English that asks and denies with the verb it has: is, can, must."""
+    """An English clause with an auxiliary verb: is, can, must."""
     if question:
         return f"{auxiliary} {subject}{rest}"
     if negation == "pas":
@@ -252,7 +254,7 @@ def _with_auxiliary(subject: str, auxiliary: str, negation: str, question: str, 
 
 
 def _with_do(subject: str, do: str, finite: str, base: str, negation: str, question: str, rest: str) -> str:
-    """English that asks and denies with a form of do."""
+    """An English clause whose question and negation need a form of do."""
     if question:
         return f"{do} {subject} {base}{rest}"
     if negation == "pas":
@@ -261,7 +263,7 @@ def _with_do(subject: str, do: str, finite: str, base: str, negation: str, quest
 
 
 class Writer:
-    """Writes one sentence after another, and notes which words it has brought together.
+    """Writes sentences, and notes which words are combined in each.
 
     >>> from random import Random
     >>> Writer(Random(1)).sentence()[:2]
@@ -279,8 +281,8 @@ class Writer:
         self._combinations = []
         self._qualities = set()
         self._swap = None
-        said = self._pick(_FORMS)(self)
-        return Sentence(*_spelled(*said), self._swap, tuple(self._combinations))
+        clause = self._pick(_FORMS)(self)
+        return Sentence(*_spelled(*clause), self._swap, tuple(self._combinations))
 
     def _pick(self, choices: Sequence[_T]) -> _T:
         return choices[int(self._random() * len(choices))]
@@ -289,9 +291,9 @@ class Writer:
         return self._random() < probability
 
     def _note(self, first: Sequence[str], second: Sequence[str]) -> None:
-        for one in first:
+        for word in first:
             for other in second:
-                self._combinations.append((one, other))
+                self._combinations.append((word, other))
 
     def _qualify(self, nouns: Sequence[str], adjective: Adjective) -> None:
         self._note(nouns, adjective.forms[:1])
@@ -302,14 +304,14 @@ class Writer:
     def _noun_phrase(
         self, nouns: Sequence[Noun], determiners: str, negation: str = "", generic: bool = False, owner: str = ""
     ) -> _Phrase:
-        """A noun with what stands around it. `generic` is after verbs of liking: les chats are cats, not the cats."""
+        """A noun with determiner and adjectives. `generic` is for verbs of liking: les chats are cats, not the cats."""
         noun = self._pick(nouns)
         feminine, kinds = noun.feminine, noun.kinds
         determiner = self._pick(determiners)
         single = noun.mass or "u" in kinds
         if (determiner in "po" and not _share(kinds, "kjafdohcvtr")) or (determiner in "nmI" and single):
             determiner = "d"
-        # He never buys a book, in French, is: he never buys books.
+        # After "jamais" French uses the plural: il n'achète jamais de livres.
         many = determiner in "nm" or (determiner == "i" and negation == "jamais")
         plural = not single and determiner != "I" and (many or self._chance(0.3))
         french, english, leading = self._described(noun, plural)
@@ -335,8 +337,8 @@ class Writer:
         french, english = f"{before[0]} {french}", f"{before[1]}{english}"
         return _Phrase(french, english, 5 if plural else 2, feminine, plural, (noun.french,), kinds, owned)
 
-    def _indefinite(self, noun: Noun, plural: bool, negated: bool, leading: bool) -> _Said:
-        """A or some; leading says whether an adjective comes first."""
+    def _indefinite(self, noun: Noun, plural: bool, negated: bool, leading: bool) -> _Bilingual:
+        """The indefinite article; `leading` is whether an adjective precedes the noun."""
         if noun.mass:
             return "de" if negated else "de la" if noun.feminine else "de le", ""
         if plural:
@@ -344,7 +346,7 @@ class Writer:
         return "de" if negated else "une" if noun.feminine else "un", "a "
 
     def _described(self, noun: Noun, plural: bool) -> tuple[str, str, bool]:
-        """A noun with up to two adjectives, and whether one comes before it in French."""
+        """A noun with up to two adjectives, and whether an adjective precedes it in French."""
         bare = (noun.french_plural, noun.english_plural) if plural else (noun.french, noun.english)
         french, english = bare
         place = noun.feminine + 2 * plural
@@ -389,31 +391,33 @@ class Writer:
         return self._pronoun() if self._chance(0.5) else self._pick(_NAMES)
 
     def _subject(self, kinds: str = "pykja") -> _Phrase:
-        """Somebody who does something."""
+        """The subject of a verb of action."""
         luck = self._random()
         if luck < 0.45:
             return self._pronoun()
         if luck < 0.6:
             return self._pick(_NAMES)
         if luck < 0.65:
-            one, other = self._pick(_NAMES), self._pick(_NAMES)
-            if one is not other:
-                french, english = f"{one.french} et {other.french}", f"{one.english} and {other.english}"
-                return _Phrase(french, english, 5, one.feminine and other.feminine, True, one.words + other.words)
+            name, other = self._pick(_NAMES), self._pick(_NAMES)
+            if name is not other:
+                french, english = f"{name.french} et {other.french}", f"{name.english} and {other.english}"
+                return _Phrase(french, english, 5, name.feminine and other.feminine, True, name.words + other.words)
         return self._noun_phrase(_nouns(kinds), _SUBJECT)
 
-    def _target(self, verb: Verb, determiners: str = _ANY, negation: str = "", owner: str = "") -> _Said:
-        """What a verb is about."""
+    def _target(self, verb: Verb, determiners: str = _ANY, negation: str = "", owner: str = "") -> _Bilingual:
+        """The object of a verb."""
         if _human(verb.takes) and self._chance(0.3):
             target = self._pick(_NAMES)
         else:
             generic = verb.french in _LIKING
-            target = self._noun_phrase(_nouns(verb.takes), _KNOWN if generic else determiners, negation, generic, owner)
+            target = self._noun_phrase(
+                _nouns(verb.takes), _DEFINITE if generic else determiners, negation, generic, owner
+            )
         self._note((verb.french,), target.words)
         return f" {target.french}", f" {target.english}"
 
-    def _clitic(self, subject: _Phrase) -> _Said:
-        """Me, you or us, whichever is not the subject."""
+    def _clitic(self, subject: _Phrase) -> _Bilingual:
+        """A pronoun before the verb (me, you, us) that is not the subject."""
         if subject.person in (0, 3):
             return self._pick(_ME[1::2])
         return self._pick(_ME[0::2] if subject.person in (1, 4) else _ME)
@@ -424,16 +428,16 @@ class Writer:
         self,
         subject: _Phrase,
         verb: Verb,
-        rest: _Said = _NOTHING,
+        rest: _Bilingual = _NOTHING,
         *,
         tense: str = "present",
         negation: str = "",
         question: str = "",
-        clitic: _Said = _NOTHING,
+        clitic: _Bilingual = _NOTHING,
         agreement: tuple[bool, bool] = (False, False),
-        adverb: _Said = _NOTHING,
-    ) -> _Said:
-        """A subject and its verb. `question` is "", "est-ce que" or "inversion", which needs a pronoun."""
+        adverb: _Bilingual = _NOTHING,
+    ) -> _Bilingual:
+        """A clause of subject and verb. `question` is "", "est-ce que" or "inversion", which needs a pronoun."""
         self._note(subject.words, (verb.french,))
         person, name = subject.person, subject.english
         third = person == 2
@@ -474,9 +478,9 @@ class Writer:
         return f"{asked}{subject.french} {before}{finite}{after}{rest[0]}", english
 
     def _being(
-        self, subject: _Phrase, rest: _Said, *, negation: str = "", question: str = "", past: bool = False
-    ) -> _Said:
-        """A subject and what it is."""
+        self, subject: _Phrase, rest: _Bilingual, *, negation: str = "", question: str = "", past: bool = False
+    ) -> _Bilingual:
+        """A clause with "to be"."""
         forms, be = (lexicon.IMPERFECT, _WAS) if past else (PRESENT["être"], _BE)
         finite = forms[subject.person]
         english = _with_auxiliary(subject.english, be[subject.person], negation, question, rest[1])
@@ -488,13 +492,13 @@ class Writer:
         asked = "est-ce que " if question else ""
         return f"{asked}{subject.french} {before}{finite}{after}{rest[0]}", english
 
-    def _feeling(self, person: _Phrase, negation: str = "") -> _Said:
-        """What the French have and the English are: hungry, thirsty, cold."""
+    def _feeling(self, person: _Phrase, negation: str = "") -> _Bilingual:
+        """A feeling, with "avoir" in French and "to be" in English: hungry, thirsty, cold."""
         french, english = self._pick(_FEELINGS)
         before, after = _denied(negation)
         have = PRESENT["avoir"][person.person]
-        said = _with_auxiliary(person.english, _BE[person.person], negation, "", english)
-        return f"{person.french} {before}{have}{after}{french}", said
+        translation = _with_auxiliary(person.english, _BE[person.person], negation, "", english)
+        return f"{person.french} {before}{have}{after}{french}", translation
 
     def _tense(self, human: bool = True) -> str:
         luck = self._random()
@@ -505,13 +509,13 @@ class Writer:
         return self._pick(("can", "must", "want", "know", "like"))
 
     def _negation(self, tense: str = "present", once: bool = False) -> str:
-        """Not, or never, unless it is said of one time."""
+        """No negation, "pas" or "jamais"; not "jamais" if the sentence is about one occasion (`once`)."""
         if self._chance(0.72):
             return ""
         return "jamais" if self._chance(0.3) and tense in ("present", "past") and not once else "pas"
 
     def _deed(self, human: bool, turned: bool) -> tuple[Verb, str]:
-        """A verb, and the preposition that it takes in French."""
+        """A verb, and its French preposition."""
         luck = self._random()
         if turned:
             return self._pick(_TURNING), ""
@@ -521,8 +525,8 @@ class Writer:
             return self._pick(_ANIMAL_DEEDS), ""
         return self._pick(_INDIRECT) if luck < 0.45 else (self._pick(_VERBS), "")
 
-    def _acting(self, subject: _Phrase, question: str = "", tense: str = "", ending: str = "") -> _Said:
-        """Somebody does something, to something or on his own; `ending` is "", "place" or "time"."""
+    def _acting(self, subject: _Phrase, question: str = "", tense: str = "", ending: str = "") -> _Bilingual:
+        """A clause with a verb of action, with or without an object; `ending` is "", "place" or "time"."""
         human = _human(subject.kinds)
         tense = tense or self._tense(human)
         verb, preposition = self._deed(human, turned=question == "inversion" and tense == "present")
@@ -535,7 +539,7 @@ class Writer:
         negation = "" if question else self._negation(tense, state or ending == "time")
         rest = _NOTHING
         if preposition:
-            target = self._target(verb, _KNOWN, owner=subject.owner)
+            target = self._target(verb, _DEFINITE, owner=subject.owner)
             rest = preposition + target[0], target[1]
         elif verb.takes:
             rest = self._target(verb, _ANY, negation, subject.owner)
@@ -554,17 +558,18 @@ class Writer:
         return first[0] + french, first[1] + english
 
     def _adjective(self, subject: _Phrase) -> tuple[str, str, str]:
-        """An adjective said of a subject, in French and English, and its name: none that goes against one before."""
+        """An adjective for a subject in French and English, and its dictionary form. It contradicts no adjective
+        that the sentence has."""
         groups = {_GROUPS.get(name) for name in self._qualities} - {None}
         fitting = _adjectives(subject.kinds, False) or _adjectives(subject.kinds, True)
-        one = self._pick(fitting)
-        while one.forms[0] in self._qualities or _GROUPS.get(one.forms[0]) in groups:
-            one = self._pick(fitting)
-        self._qualify(subject.words, one)
-        return f" {one.forms[subject.feminine + 2 * subject.plural]}", f" {one.english}", one.forms[0]
+        adjective = self._pick(fitting)
+        while adjective.forms[0] in self._qualities or _GROUPS.get(adjective.forms[0]) in groups:
+            adjective = self._pick(fitting)
+        self._qualify(subject.words, adjective)
+        return f" {adjective.forms[subject.feminine + 2 * subject.plural]}", f" {adjective.english}", adjective.forms[0]
 
-    def _quality(self, subject: _Phrase) -> _Said:
-        """One or two adjectives, perhaps very much so."""
+    def _quality(self, subject: _Phrase) -> _Bilingual:
+        """One or two adjectives, perhaps with "very" or "too"."""
         french, english, name = self._adjective(subject)
         luck = self._random()
         if luck < 0.15:
@@ -577,7 +582,7 @@ class Writer:
 
     # --- places and times
 
-    def _place(self) -> _Said:
+    def _place(self) -> _Bilingual:
         luck = self._random()
         if luck < 0.4:
             before = self._pick(_WHERE)
@@ -595,7 +600,7 @@ class Writer:
         owner = self._possessor()
         return f" chez {owner.french}", f" at {_of(owner)} house"
 
-    def _clock(self) -> _Said:
+    def _clock(self) -> _Bilingual:
         """A time of the day."""
         luck = self._random()
         if luck < 0.08:
@@ -608,7 +613,7 @@ class Writer:
         after, before = self._pick(_MINUTES)
         return hours + after, f" {before} {english}"
 
-    def _date(self) -> _Said:
+    def _date(self) -> _Bilingual:
         month = self._pick(_MONTHS)
         day = 1 + int(self._random() * 28)
         french, english = f" {'1er' if day == 1 else day}{month[0]}", f"{month[1]} {day}"
@@ -617,7 +622,7 @@ class Writer:
             return f" le{weekday[0]}{french}", f"{weekday[1]},{english}"
         return f" le{french}", english
 
-    def _when(self, tense: str) -> _Said:
+    def _when(self, tense: str) -> _Bilingual:
         luck = self._random()
         if luck < 0.5:
             return self._pick(_WHEN.get(tense, _WHEN["future"]))
@@ -647,7 +652,7 @@ class Writer:
     def _ask(self) -> _Form:
         if self._chance(0.4):
             pronoun = self._pronoun()
-            # Je does not like to stand behind: peux-je is wrong, puis-je is rare.
+            # Je is not inverted: peux-je is wrong, puis-je is rare.
             question = "inversion" if pronoun.person else "est-ce que"
             return *self._acting(pronoun, question, self._pick(("present", "present", "past", "future", "can"))), True
         return *self._acting(self._subject(), "est-ce que"), True
@@ -666,7 +671,7 @@ class Writer:
         return *self._being(subject, quality, negation=self._negation(), past=self._chance(0.2)), False
 
     def _point(self) -> _Form:
-        """Pronouns for what something is done to: je le vois, I see it."""
+        """Object pronouns: je le vois, I see it."""
         subject, tense, person = self._subject("pykj"), self._tense(), self._chance(0.3)
         verb = self._pick((_AGREEING_PEOPLE if person else _AGREEING) if tense == "past" else _VERBS)
         state = verb.french in _STATES
@@ -682,7 +687,7 @@ class Writer:
         asked = turning and not subject.words and subject.person > 0 and self._chance(0.15)
         question, negation = ("inversion", "") if asked else ("", self._negation(tense, state))
         rest = _NOTHING if question or negation or state or self._chance(0.7) else self._when(tense)
-        said = self._clause(
+        clause = self._clause(
             subject,
             verb,
             rest,
@@ -692,10 +697,10 @@ class Writer:
             clitic=clitic,
             agreement=agreement,
         )
-        return *said, bool(question)
+        return *clause, bool(question)
 
     def _give(self) -> _Form:
-        """Somebody gives something to somebody: to a name, or to a pronoun that moves, or both move."""
+        """A verb of giving, whose objects are nouns, or pronouns before the verb in French."""
         subject, verb, tense = self._subject("pykj"), self._pick(_GIVING), self._tense()
         luck = self._random()
         if luck < 0.25:
@@ -709,10 +714,10 @@ class Writer:
         if luck < 0.6:
             clitic = self._clitic(subject) if self._chance(0.8) else ("leur ", " them")
         else:
-            person = self._pick(_NAMES) if self._chance(0.5) else self._noun_phrase(_nouns("kj"), _KNOWN)
+            person = self._pick(_NAMES) if self._chance(0.5) else self._noun_phrase(_nouns("kj"), _DEFINITE)
             rest = f"{rest[0]} à {person.french}", f"{rest[1]} to {person.english}"
-        said = self._clause(subject, verb, rest, tense=tense, negation=negation, question=question, clitic=clitic)
-        return *said, bool(question)
+        clause = self._clause(subject, verb, rest, tense=tense, negation=negation, question=question, clitic=clitic)
+        return *clause, bool(question)
 
     def _go(self) -> _Form:
         subject, tense = self._subject("pykj"), self._tense()
@@ -730,7 +735,7 @@ class Writer:
             rest = rest[0] + when[0], rest[1] + when[1]
         return *self._clause(subject, verb, rest, tense=tense, negation=negation), False
 
-    def _there(self) -> _Said:
+    def _there(self) -> _Bilingual:
         luck = self._random()
         if luck < 0.5:
             where = self._noun_phrase(_nouns("b"), "d")
@@ -744,7 +749,7 @@ class Writer:
         owner = self._possessor()
         return f" chez {owner.french}", f" {_of(owner)} house"
 
-    def _from_there(self) -> _Said:
+    def _from_there(self) -> _Bilingual:
         if self._chance(0.7):
             where = self._noun_phrase(_nouns("br"), _PLACE)
             self._note((_COMING.french,), where.words)
@@ -767,7 +772,7 @@ class Writer:
 
     def _locate(self) -> _Form:
         asked = self._chance(0.3)
-        thing = self._noun_phrase(_nouns("octkja"), _KNOWN if asked else _SUBJECT)
+        thing = self._noun_phrase(_nouns("octkja"), _DEFINITE if asked else _SUBJECT)
         if asked:
             return (
                 f"où {PRESENT['être'][thing.person]} {thing.french}",
@@ -777,7 +782,7 @@ class Writer:
         if _share(thing.kinds, "oct") and self._chance(0.7):
             before = self._pick((("sur", "on"), ("sous", "under"), ("dans", "in")))
             there = _CONTAINERS if before[0] == "dans" else _SURFACES
-            under = self._noun_phrase([one for one in there if one.french not in thing.words], _PLACE)
+            under = self._noun_phrase([noun for noun in there if noun.french not in thing.words], _PLACE)
             place = f" {before[0]} {under.french}", f" {before[1]} {under.english}"
         else:
             place = self._place()
@@ -811,7 +816,7 @@ class Writer:
         if self._chance(0.5):
             thing = self._noun_phrase(_nouns("ohcvtf"), _SUBJECT)
             return *self._clause(thing, _COST, (f" {many[0]} euros", f" {many[1]} euros")), False
-        person = self._noun_phrase(_nouns("pyk"), _KNOWN) if self._chance(0.3) else self._pronoun_or_name()
+        person = self._noun_phrase(_nouns("pyk"), _DEFINITE) if self._chance(0.3) else self._pronoun_or_name()
         have, be = PRESENT["avoir"][person.person], _BE[person.person]
         return f"{person.french} {have} {many[0]} ans", f"{person.english} {be} {many[1]} years old", False
 
@@ -819,7 +824,7 @@ class Writer:
         return *self._feeling(self._subject("pykj"), self._negation()), False
 
     def _work(self) -> _Form:
-        """What people are, which takes no article in French."""
+        """Professions, which have no article in French."""
         person = self._noun_phrase(_nouns("k"), "pppo") if self._chance(0.3) else self._pronoun_or_name()
         job = self._pick(_nouns("j"))
         while job.feminine != person.feminine and job not in _BOTH_GENDERS:
@@ -848,21 +853,21 @@ class Writer:
             return f"c'est {french}", f"it is {english}", False
         if luck < 0.5:
             verb = self._pick(_DEEDS)
-            one = self._noun_phrase(_nouns(verb.takes), "d")
-            self._note((verb.french,), one.words)
+            thing = self._noun_phrase(_nouns(verb.takes), "d")
+            self._note((verb.french,), thing.words)
             french, english = self._clause(self._pronoun_or_name(), verb)
-            one = one._replace(french=f"{one.french} que {french}", english=f"{one.english} that {english}")
-            return *self._being(one, self._quality(one), negation=self._negation(once=True)), False
-        one = self._noun_phrase(_nouns("pykja"), _RELATED)
-        link = "who" if _human(one.kinds) else "that"
-        # Whose it is would not be clear with two people in a sentence.
-        doer = one._replace(french=f"{one.french} qui", english=f"{one.english} {link}", owner="")
-        french, english = self._acting(doer, tense=self._pick(("present", "past")))
-        one = one._replace(french=french, english=english)
+            thing = thing._replace(french=f"{thing.french} que {french}", english=f"{thing.english} that {english}")
+            return *self._being(thing, self._quality(thing), negation=self._negation(once=True)), False
+        doer = self._noun_phrase(_nouns("pykja"), _RELATED)
+        link = "who" if _human(doer.kinds) else "that"
+        # A possessive would be ambiguous with two people in a sentence.
+        relative = doer._replace(french=f"{doer.french} qui", english=f"{doer.english} {link}", owner="")
+        french, english = self._acting(relative, tense=self._pick(("present", "past")))
+        doer = doer._replace(french=french, english=english)
         if luck < 0.75:
-            return *self._being(one, self._quality(one), negation=self._negation(once=True)), False
-        verb = self._pick([verb for verb in _SEEING if _share(verb.takes, one.kinds)])
-        self._note((verb.french,), one.words)
+            return *self._being(doer, self._quality(doer), negation=self._negation(once=True)), False
+        verb = self._pick([verb for verb in _SEEING if _share(verb.takes, doer.kinds)])
+        self._note((verb.french,), doer.words)
         return *self._clause(self._pronoun_or_name(), verb, (f" {french}", f" {english}")), False
 
     def _join(self) -> _Form:
@@ -872,7 +877,7 @@ class Writer:
         if luck < 0.4:
             french, english = self._acting(second)
             return *self._clause(first, self._pick(_STATING), (f" que {french}", f" that {english}")), False
-        one = self._acting(first._replace(owner=""), tense="present" if luck > 0.8 else "")
+        clause = self._acting(first._replace(owner=""), tense="present" if luck > 0.8 else "")
         if luck < 0.6:
             word, other = self._pick((("et", "and"), ("mais", "but"))), self._acting(second)
         elif luck < 0.8:
@@ -881,7 +886,7 @@ class Writer:
         else:
             word, (french, english) = ("quand", "when"), self._pick(_WEATHER)
             other = french[1:], english[1:]
-        return f"{one[0]} {word[0]} {other[0]}", f"{one[1]} {word[1]} {other[1]}", False
+        return f"{clause[0]} {word[0]} {other[0]}", f"{clause[1]} {word[1]} {other[1]}", False
 
     def _wonder(self) -> _Form:
         """Questions that begin with a question word."""

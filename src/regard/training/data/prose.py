@@ -1,7 +1,7 @@
-"""English prose that every machine has, sentence by sentence: Python's own documentation.
+"""English prose without a download, sentence by sentence: Python's documentation.
 
-The language reference (`pydoc_data.topics`) and the docstrings of the standard library, whose modules are not imported.
-What is left of them are sentences in their order: no code, no signatures, no markup.
+It is the language reference (`pydoc_data.topics`) and the docstrings of the standard library, whose modules are parsed
+but not imported. Code, signatures and markup are removed; sentences stay in order.
 """
 
 import ast
@@ -15,17 +15,17 @@ from pathlib import Path
 from regard.training.data.lines import read_lines
 
 Document = list[str]
-"""Sentences in their order."""
+"""Sentences in order."""
 
 SUFFIXES = (".txt", ".md", ".rst")
-"""Of the files that are read in a folder of text."""
+"""Suffixes of the files that are read from a folder."""
 FEWEST_WORDS, MOST_WORDS = 4, 60
-"""Of a sentence; others are headings and tables, mostly."""
+"""Words of a sentence; shorter and longer strings are mostly headings and tables."""
 LEAST_PLAIN = 0.75
-"""Part of a sentence's words that are letters alone; code has less."""
+"""The least share of a sentence's words that consist of letters only; code has less."""
 
 OUTSIDE = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "pydoc_data", "encodings"}
-"""Folders of the standard library's place that are not it, or hold next to no prose."""
+"""Folders next to the standard library that do not belong to it, or have almost no prose."""
 FUNCTION_WORDS = re.compile(
     r"\b(?:an?|the|is|are|was|were|be|been|it|its|this|that|these|those|of|to|in|on|at|by|for|with|from|as|and|or|but|if|when"
     r"|which|who|not|no|can|may|will|must|should|would|has|have|had|do|does|there|all|any|each|returns?)\b",
@@ -41,7 +41,7 @@ _MARKUP = (
     (re.compile(r"(?<![\w*])\*{1,2}([^*\s](?:[^*]*[^*\s])?)\*{1,2}(?![\w*])"), r"\1"),
     (re.compile(r"[“”]"), '"'),
     (re.compile(r"[‘’]"), "'"),
-    (re.compile(r'"([^"\s]+)"'), r"\1"),  # what the reference writes code as
+    (re.compile(r'"([^"\s]+)"'), r"\1"),  # the reference quotes code
     (re.compile(r"(?<=\s)-{2,3}(?=\s)|[–—]"), "-"),
     (re.compile(r"…"), "..."),
 )
@@ -50,9 +50,9 @@ _RULE = re.compile(r"[\W_]*")
 
 
 def prose(path: Path | None = None) -> list[Document]:
-    """Documents of English: a user's text file or folder of them, or else what every machine has.
+    """English documents: those of a text file or a folder of text files, or without a path Python's documentation.
 
-    In a file of one's own a blank line ends a document.
+    In a file, a blank line ends a document.
 
     >>> import tempfile
     >>> from pathlib import Path
@@ -64,28 +64,28 @@ def prose(path: Path | None = None) -> list[Document]:
     """
     if path is None:
         return [sentences for sentences in embedded().values() if sentences]
-    found = [document for file in _files(path) for document in _read(file)]
-    if not found:
+    documents = [document for file in _files(path) for document in _read(file)]
+    if not documents:
         raise ValueError(f"{path}: expected text, got nothing but blank lines")
-    return found
+    return documents
 
 
 @cache
 def embedded() -> dict[str, Document]:
-    """Python's documentation: sentences by where they come from, `topics/with` or `email/charset`. A sentence that
-    stands in several places is kept at the first.
+    """Python's documentation: sentences by their origin, such as `topics/with` or `email/charset`. A sentence that
+    occurs in several places is kept in the first.
 
     >>> from regard.training.data.prose import embedded
     >>> embedded()["topics/lambda"][0]
     'Lambda expressions (sometimes called lambda forms) are used to create anonymous functions.'
     """
-    found: dict[str, Document] = {}
+    documents: dict[str, Document] = {}
     seen: set[str] = set()
     for name, text in _documentation():
-        fresh = [one for one in dict.fromkeys(sentences(text)) if one.lower() not in seen]
-        seen.update(one.lower() for one in fresh)
-        found[name] = found.get(name, []) + fresh
-    return found
+        fresh = [sentence for sentence in dict.fromkeys(sentences(text)) if sentence.lower() not in seen]
+        seen.update(sentence.lower() for sentence in fresh)
+        documents[name] = documents.get(name, []) + fresh
+    return documents
 
 
 def sentences(text: str) -> Document:
@@ -95,28 +95,28 @@ def sentences(text: str) -> Document:
     >>> sentences("Return the *first* item.  Raises :exc:`KeyError` if there is none.\\n\\n    >>> first([1])\\n    1")
     ['Return the first item.', 'Raises KeyError if there is none.']
     """
-    candidates = (one for paragraph in _paragraphs(text) for one in split_sentences(plain(paragraph)))
-    return [one for one in candidates if _is_prose(one)]
+    candidates = (sentence for paragraph in _paragraphs(text) for sentence in split_sentences(plain(paragraph)))
+    return [sentence for sentence in candidates if _is_prose(sentence)]
 
 
 def split_sentences(paragraph: str) -> Document:
-    """A paragraph in sentences: after a full stop and before a capital, unless the stop ends an abbreviation.
+    """The sentences of a paragraph, split between a full stop and a capital letter, but not after an abbreviation.
 
     >>> from regard.training.data.prose import split_sentences
     >>> split_sentences("See e.g. Knuth. Is it right? Yes.")
     ['See e.g. Knuth.', 'Is it right?', 'Yes.']
     """
-    found: Document = []
+    pieces: Document = []
     for piece in _END.split(paragraph):
-        if found and _ABBREVIATION.search(found[-1]):
-            found[-1] = f"{found[-1]} {piece}"
+        if pieces and _ABBREVIATION.search(pieces[-1]):
+            pieces[-1] = f"{pieces[-1]} {piece}"
         elif piece:
-            found.append(piece)
-    return found
+            pieces.append(piece)
+    return pieces
 
 
 def plain(text: str) -> str:
-    """A text without the marks of reStructuredText, on one line.
+    """A text without the markup of reStructuredText, on one line.
 
     >>> from regard.training.data.prose import plain
     >>> plain("a ``None`` or  *any* :class:`~email.Message`")
@@ -129,13 +129,13 @@ def plain(text: str) -> str:
 
 def _files(path: Path) -> list[Path]:
     if not path.exists():
-        raise ValueError(f"data: expected a text file or a folder of them, got {path}, which is not there")
+        raise ValueError(f"data: expected a text file or a folder of them, got {path}, which does not exist")
     if path.is_file():
         return [path]
-    found = sorted(one for one in path.rglob("*") if one.suffix in SUFFIXES and one.is_file())
-    if not found:
+    files = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
+    if not files:
         raise ValueError(f"{path}: expected a folder with {', '.join(SUFFIXES)} files, got none")
-    return found
+    return files
 
 
 def _read(file: Path) -> Iterator[Document]:
@@ -149,7 +149,7 @@ def _read(file: Path) -> Iterator[Document]:
 
 
 def _documentation() -> Iterator[tuple[str, str]]:
-    """Names and texts: the reference's topics, and each docstring under its module's name."""
+    """Names and texts: the topics of the reference, and the docstrings of every module under the module's name."""
     from pydoc_data.topics import topics
 
     for name in sorted(topics):
@@ -166,9 +166,9 @@ def _docstrings(path: Path) -> Iterator[str]:
     """A module's docstrings, in the order of the file."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of old escapes in its strings
+            warnings.simplefilter("ignore")  # invalid escapes in strings
             tree = ast.parse(path.read_bytes())
-    except (SyntaxError, ValueError, OSError):  # a template, or a file for another version
+    except (SyntaxError, ValueError, OSError):  # a template, or a file for another version of Python
         return
     waiting: list[ast.AST] = [tree]
     while waiting:
@@ -177,11 +177,11 @@ def _docstrings(path: Path) -> Iterator[str]:
             text = ast.get_docstring(node)
             if text:
                 yield text
-        waiting += reversed([one for one in getattr(node, "body", []) if hasattr(one, "body")])
+        waiting += reversed([child for child in getattr(node, "body", []) if hasattr(child, "body")])
 
 
 def _paragraphs(text: str) -> Iterator[str]:
-    """Blocks between blank lines, an item of a list each for itself; without doctests and lines of signs alone."""
+    """Blocks between blank lines, without doctests and lines of punctuation; every item of a list is a block."""
     block: list[str] = []
     doctest = False
     for line in [*text.expandtabs().splitlines(), ""]:

@@ -1,14 +1,14 @@
-"""What BERT learns from: pairs of passages, with words under masks.
+"""BERT's training examples: pairs of passages with masked words.
 
     [CLS] passage [SEP] passage [SEP]
 
-A document is cut into passages of whole sentences. The second passage is, half of the time, the one that follows the
-first; else one of another document and of about the same length, so that lengths say nothing. For the inverted
-sentence, the second passage is the first, one sentence, with its phrases in another order: half of the time in reverse,
-"the boy ran quickly" to "quickly ran the boy". The words are the same either way, and only their order tells; what had
-begun the sentence, which its capital gives away, comes last in both.
+A document is cut into passages of whole sentences. Half of the time the second passage is the one that follows the
+first; otherwise it is from another document and of about the same length, so that the length tells nothing. For the
+inverted sentence, the first passage is one sentence and the second passage is the same sentence with its phrases in
+another order: half of the time in reverse, "the boy ran quickly" to "quickly ran the boy". The words are the same in
+both cases, and only their order tells; the first phrase, which has the capital letter, comes last in both.
 
-Of the words of a pair 15 % are chosen: 80 % of them are covered by [MASK], 10 % become another word, 10 % stay.
+15 % of the words of a pair are predicted: 80 % of them are replaced by [MASK], 10 % by another word, 10 % stay.
 (Devlin et al. 2018, "BERT: Pre-training of Deep Bidirectional Transformers", 3.1.)
 """
 
@@ -31,17 +31,17 @@ Numbers = NDArray[np.float64]
 Rows = dict[str, Integers]
 
 CHOSEN, COVERED, CHANGED = 0.15, 0.8, 0.1
-"""Part of the words that is predicted; parts of it under [MASK], and changed into another word."""
+"""The share of words that is predicted; of these, the share that is masked, and the share that is changed."""
 IGNORED = -100
-"""The label of places that nothing is predicted at, as torch's cross-entropy has it."""
+"""The label of positions without a prediction: the `ignore_index` of torch's cross-entropy."""
 FOLLOWS, INVERTED = 0, 0
-"""Labels of the second passage; 1 for one that is not so."""
+"""Labels of a second passage that follows, or is inverted; 1 if it does not or is not."""
 NEIGHBOURS = 128
-"""Passages of about the same length that a false second passage is drawn from."""
+"""Number of passages of about the same length that a false second passage is drawn from."""
 TRIES = 8
-"""Draws for one of another document; where all fail, the true one stays."""
+"""Draws to get a passage of another document; if all fail, the true second passage is used."""
 FEWEST_PHRASES = 3
-"""Of a sentence to be inverted: with fewer, there is no other order."""
+"""Phrases of a sentence to be inverted, at least: with fewer, there is no third order."""
 
 PHRASE_WORDS = (
     *("a", "an", "the", "this", "these", "its", "their", "each", "any", "all", "no", "not", "is", "are", "was", "were"),
@@ -49,20 +49,20 @@ PHRASE_WORDS = (
     *("but", "if", "when", "while", "because", "unless", "than", "that", "which", "who", "where", "of", "to", "in"),
     *("on", "at", "by", "for", "with", "without", "from", "as", "into", "over", "under", "after", "before", "between"),
 )
-"""Words that a phrase begins with."""
+"""Words that begin a phrase."""
 
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """Documents as tokens: all in one row, with where sentences and documents begin (and the end of the last)."""
+    """Documents as tokens: all tokens in one array, and where sentences and documents begin (and the last one ends)."""
 
     tokens: Integers
     sentences: Integers
     documents: Integers
-    """Which sentence each begins with."""
+    """The index of each document's first sentence."""
 
     def save(self, path: Path) -> None:
-        """Write one file, whole or not at all."""
+        """Write one file atomically."""
         write(
             path,
             lambda beside: np.savez(beside, tokens=self.tokens, sentences=self.sentences, documents=self.documents),
@@ -70,7 +70,7 @@ class Corpus:
 
     @classmethod
     def load(cls, path: Path) -> "Corpus":
-        """What `save` wrote."""
+        """Read a file that `save` wrote."""
         with np.load(path) as file:
             return cls(file["tokens"], file["sentences"], file["documents"])
 
@@ -96,8 +96,8 @@ def tokenized(documents: Sequence[Document], tokenizer: Tokenizer) -> Corpus:
 
 @dataclass(frozen=True, eq=False)
 class Pairs:
-    """The examples of a corpus, of at most `length` tokens each: pairs of passages and, with `inverted`, after them one
-    for each sentence of at least three phrases. `batch` is a pure function of its arguments.
+    """The examples of a corpus, of at most `length` tokens each: pairs of passages and, with `inverted`, after them an
+    example for each sentence of at least three phrases. `batch` is a pure function of its arguments.
 
     >>> from regard.checkpoints.tokenizer import Tokenizer
     >>> from regard.training.data.sentence_pairs import Pairs, tokenized
@@ -115,7 +115,7 @@ class Pairs:
 
     @cached_property
     def sizes(self) -> Integers:
-        """Tokens of each example; a false second passage can make them a few more or less."""
+        """Tokens of each example; with a false second passage an example can have a few more or less."""
         starts, ends, _, seconds = self._passages
         sizes = ends - starts
         first, last = self._inversions
@@ -123,19 +123,19 @@ class Pairs:
 
     @property
     def num_passages(self) -> int:
-        """How many of the examples, the first ones, are pairs of passages."""
+        """How many examples are pairs of passages; they come first."""
         return len(self._passages[3])
 
     @property
     def room(self) -> int:
-        """Tokens of a passage, at most."""
+        """The largest number of tokens of a passage."""
         return (self.length - 3) // 2
 
     def batch(self, indices: Sequence[int], seed: int, epoch: int, *, all_covered: bool = False) -> Rows:
-        """Some examples as rows: `tokens` and `segments` (B, T), `lengths` (B,); `places` and `words` (B, M), where
-        words are to be predicted and which; `next` and `inverted` (B,), labels of the second passage.
+        """Some examples: `tokens` and `segments` (B, T), `lengths` (B,); `places` and `words` (B, M), the positions and
+        the words to predict; `next` and `inverted` (B,), the labels of the second passage.
 
-        With `all_covered`, all words that are chosen are under [MASK], which is how predictions are judged.
+        With `all_covered`, all words to predict are replaced by [MASK], as in evaluations.
         """
         chosen = np.asarray(indices, np.int64)
 
@@ -152,7 +152,7 @@ class Pairs:
         sizes = first[:, 1] - first[:, 0]
         lengths = sizes + second[:, 1] - second[:, 0] + 3
         columns = np.arange(lengths.max())
-        ahead, behind = columns - 1, columns - sizes[:, None] - 2  # places in the passages
+        ahead, behind = columns - 1, columns - sizes[:, None] - 2  # positions in the first and second passage
         in_first = (ahead >= 0) & (ahead < sizes[:, None])
         in_second = (behind >= 0) & (columns < lengths[:, None] - 1)
         source = np.where(in_first, first[:, :1] + ahead, np.where(in_second, second[:, :1] + behind, 0))
@@ -174,20 +174,20 @@ class Pairs:
         }
 
     def _pair(self, indices: Integers, labels: Integers, random: Numbers) -> tuple[Integers, Integers, Integers]:
-        """Bounds of first and second passages, and the labels: where no other document could be drawn, it follows."""
+        """Bounds of first and second passages, and the labels; the true passage if no other document was drawn."""
         starts, ends, owners, seconds = self._passages
         bounds = np.stack([starts, ends], 1)
         true, (order, places) = seconds[indices], self._by_size
         low = np.clip(places[indices] - NEIGHBOURS // 2, 0, max(0, len(order) - NEIGHBOURS))
-        drawn_ones = order[low[:, None] + (random * min(NEIGHBOURS, len(order))).astype(np.int64)]
-        others = owners[drawn_ones] != owners[true][:, None]
+        drawn = order[low[:, None] + (random * min(NEIGHBOURS, len(order))).astype(np.int64)]
+        others = owners[drawn] != owners[true][:, None]
         labels = np.where(others.any(1), labels, FOLLOWS)
-        false = np.take_along_axis(drawn_ones, others.argmax(1)[:, None], 1)[:, 0]
+        false = np.take_along_axis(drawn, others.argmax(1)[:, None], 1)[:, 0]
         return bounds[true - 1], bounds[np.where(labels == FOLLOWS, true, false)], labels
 
     def _orders(self, bounds: Integers, labels: Integers, random: Numbers) -> Integers:
-        """Which tokens stand in the second passages, one after another: the phrases of each in reverse, or the first
-        one last and the others in another order than reverse. The full stop stays where it was."""
+        """The tokens of the second passages, as indices into the corpus: the phrases of each in reverse or, if not
+        inverted, the first phrase last and the others in any order but the reverse. The full stop stays at the end."""
         sizes = (bounds[:, 1] - bounds[:, 0])[:, None]
         columns = np.arange(sizes.max())
         inside = columns < sizes
@@ -208,7 +208,7 @@ class Pairs:
         return np.take_along_axis(tokens, np.argsort(keys, axis=1, kind="stable"), 1)[inside]
 
     def _masked(self, tokens: Integers, words: NDArray[np.bool_], draw: "Draw", all_covered: bool) -> Rows:
-        """Choose among `words` and cover them, in place. Gives where they stand and what they were."""
+        """Choose among `words` and mask them in `tokens`, in place. Returns their positions and the original words."""
         counts = np.maximum(np.rint(CHOSEN * words.sum(1)), words.any(1)).astype(np.int64)
         most = max(1, int(counts.max()))
         order = np.argsort(np.where(words, draw(_CHOICE, tokens.shape[1]), 2.0), axis=1, kind="stable")[:, :most]
@@ -234,11 +234,11 @@ class Pairs:
 
     @cached_property
     def _passages(self) -> tuple[Integers, Integers, Integers, Integers]:
-        """Where passages begin and end, the document of each, and which of them follow one of their document."""
+        """Where passages begin and end, their documents, and which passages follow another of the same document."""
         starts, ends, owners = [], [], []
         bounds, documents = self.corpus.sentences.tolist(), self.corpus.documents.tolist()
         for document, (at, last) in enumerate(pairwise(documents)):
-            # A short document has two passages too.
+            # Short documents are cut into two passages, too.
             room = min(self.room, (bounds[last] - bounds[at] + 1) // 2)
             while at < last:
                 end = at + 1
@@ -248,13 +248,13 @@ class Pairs:
                 ends.append(min(bounds[end], bounds[at] + self.room))
                 owners.append(document)
                 at = end
-        own = np.array(owners, np.int64)
-        seconds = np.flatnonzero(own[1:] == own[:-1]) + 1
-        return np.array(starts, np.int64), np.array(ends, np.int64), own, seconds
+        document_of = np.array(owners, np.int64)
+        seconds = np.flatnonzero(document_of[1:] == document_of[:-1]) + 1
+        return np.array(starts, np.int64), np.array(ends, np.int64), document_of, seconds
 
     @cached_property
     def _by_size(self) -> tuple[Integers, Integers]:
-        """Second passages from the shortest to the longest, and the place of each among them."""
+        """Second passages from the shortest to the longest, and the rank of each among them."""
         starts, ends, _, seconds = self._passages
         order = np.argsort((ends - starts)[seconds], kind="stable")
         return seconds[order], np.argsort(order)
@@ -280,5 +280,5 @@ class Pairs:
 
 
 Draw = Callable[[int, int], Numbers]
-"""Random numbers of some examples: a row of so many each, for a purpose."""
+"""Draws random numbers for a purpose: a row of a given length for each example."""
 _LABEL, _PARTNER, _ORDER, _CHOICE, _KIND, _WORD = range(6)

@@ -1,10 +1,11 @@
-"""Text to learn from: the Python standard library's own source, a folder, or one file; and its tokens on disk.
+"""Text to train on (the Python standard library's source, a folder, or a file), and its tokens on disk.
 
-Documents are read when they are asked for, and tokens are written document by document and read through a memory map:
-a corpus may be larger than memory.
+Documents are read when they are needed, and tokens are written document by document and read through a memory map, so
+that a corpus may be larger than memory.
 
-A token file is a header, the tokens of all documents one after another, [START] before and [END] after each, and where
-each document starts. It is written beside its name and renamed, and checked against its checksum when it is opened.
+A token file has a header, the tokens of all documents one after another, with [START] before and [END] after each, and
+the start of each document. It is written to a temporary name and renamed, and its checksum is verified when it is
+opened.
 """
 
 import hashlib
@@ -31,16 +32,14 @@ from regard.core.files import write
 
 SUFFIXES = (".txt", ".md", ".rst", ".py")
 PART = 32 * 2**10
-"""Bytes of the parts that a file by itself is cut into; a twentieth of the file if that is less."""
+"""Bytes of the parts that a single file is cut into; a twentieth of the file if that is less."""
 ASIDE = {
     *("test", "tests", "idle_test", "__phello__"),
     *("site-packages", "dist-packages", "__pycache__"),
     *("encodings", "pydoc_data"),
 }
-"""Folders of the standard library that are left out: tests, other packages, and what is generated (character tables,
-nearly the same forty times over, and the language reference as one string)."""
-
-
+"""Folders of the standard library that are left out: tests, other packages, and generated code (forty nearly equal
+character tables, and the language reference as one string)."""
 HEADER = struct.Struct("<8sIIQQ32s")
 """Magic, bytes of a token, checksum, documents, tokens, fingerprint."""
 MAGIC = b"regardT1"
@@ -49,14 +48,14 @@ CHUNK = 2**24
 
 @dataclass(frozen=True)
 class Document:
-    """A file, or the bytes from `start` to `stop` of one. Its text is read when asked for.
+    """A file, or its bytes from `start` to `stop`. The text is read when it is needed.
 
     >>> import tempfile
     >>> from regard.training.data.text import documents
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     _ = (Path(folder) / "a.txt").write_text("Hello.")
     ...     _ = (Path(folder) / "b.txt").write_text("Goodbye.")
-    ...     [(one.name, one.text) for one in documents(Path(folder))]
+    ...     [(document.name, document.text) for document in documents(Path(folder))]
     [('a.txt', 'Hello.'), ('b.txt', 'Goodbye.')]
     """
 
@@ -67,7 +66,7 @@ class Document:
 
     @property
     def text(self) -> str:
-        """The text; what is not UTF-8 is a ValueError that names file and line."""
+        """The text; ValueError with file and line if it is not UTF-8."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self.start)
@@ -83,11 +82,11 @@ class Document:
 
 
 def documents(path: Path | None = None, suffixes: Sequence[str] = SUFFIXES) -> list[Document]:
-    """The documents of a folder, one for each file with one of the suffixes, sorted by name; or of one file, which is
-    cut at line ends into parts. Without a path they are the modules of Python's standard library, without its tests.
+    """The documents of a folder (every file with one of the suffixes, sorted by name), or the parts of a single file,
+    which is cut at line ends. Without a path, the modules of Python's standard library without its tests.
 
-    Empty files and hidden ones are left out; of the standard library also modules that are not UTF-8, with a warning
-    that says which.
+    Empty and hidden files are left out, and modules of the standard library that are not UTF-8, with a warning that
+    names them.
 
     >>> from regard.training.data.text import documents
     >>> names = [one.name for one in documents()]
@@ -100,22 +99,22 @@ def documents(path: Path | None = None, suffixes: Sequence[str] = SUFFIXES) -> l
         return _parts(path)
     if not path.is_dir():
         raise ValueError(f"data: expected a folder or a file of text, got {str(path)!r}")
-    endings = tuple(one if one.startswith(".") else f".{one}" for one in suffixes)
-    found = [one for one in _files(path, endings, set()) if one.stop]
-    if not found:
+    endings = tuple(suffix if suffix.startswith(".") else f".{suffix}" for suffix in suffixes)
+    files = [document for document in _files(path, endings, set()) if document.stop]
+    if not files:
         raise ValueError(f"{path}: expected files that end in {', '.join(endings)} and are not empty, got none")
-    return _parts(found[0].path) if len(found) == 1 else found
+    return _parts(files[0].path) if len(files) == 1 else files
 
 
 @dataclass(frozen=True, eq=False)
 class Tokens:
-    """The tokens of many documents, in a memory map.
+    """The tokens of many documents, memory-mapped.
 
     >>> import tempfile
     >>> from regard.training.data.text import documents, write_tokens
     >>> from regard.training.data.vocabulary import train_bpe
     >>> some = documents()[:3]
-    >>> tokenizer = train_bpe([one.text for one in some], 300)
+    >>> tokenizer = train_bpe([document.text for document in some], 300)
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     tokens = write_tokens(Path(folder) / "some.tokens", some, tokenizer)
     ...     len(tokens.starts) - 1, int(tokens.ids[0]) == tokenizer.bos, tokens.ids.dtype.name
@@ -126,11 +125,11 @@ class Tokens:
     starts: NDArray[np.int64]
     """Where each document starts, and where the last one ends."""
     fingerprint: bytes
-    """Of the documents and the tokenizer that they were made with."""
+    """A hash of the documents and the tokenizer."""
 
     @classmethod
     def open(cls, path: str | Path) -> "Tokens":
-        """The tokens of a file. One that is cut or damaged is a CheckpointError."""
+        """Open a token file; CheckpointError if it is truncated or damaged."""
         path = Path(path)
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -140,17 +139,17 @@ class Tokens:
         _, width, checksum, count, total, fingerprint = HEADER.unpack(header)
         expected = HEADER.size + width * total + 8 * (count + 1)
         if size != expected:
-            raise CheckpointError(f"{path}: expected {expected:,} bytes, got {size:,}; delete it to have it made again")
+            raise CheckpointError(f"{path}: expected {expected:,} bytes, got {size:,}; delete it to make it again")
         if _checksum(path, _plain(header)) != checksum:
-            raise CheckpointError(f"{path}: expected its checksum, got another; delete it to have it made again")
+            raise CheckpointError(f"{path}: expected its checksum, got another; delete it to make it again")
         ids = np.memmap(path, f"<u{width}", "r", HEADER.size, (total,))
         starts = np.fromfile(path, "<i8", count + 1, offset=HEADER.size + width * total)
         return cls(ids, starts, fingerprint)
 
 
 def write_tokens(path: str | Path, documents: Sequence[Document], tokenizer: Tokenizer) -> Tokens:
-    """The tokens of documents, in a file: the one that is there if it was made of these documents with this tokenizer,
-    else a new one. Tokens have two bytes where the vocabulary allows it, else four."""
+    """The tokens of documents, in a file. An existing file is used if it was made from these documents with this
+    tokenizer. Tokens are 2 bytes each if the vocabulary allows it, else 4."""
     path = Path(path)
     fingerprint = _fingerprint(documents, tokenizer)
     if path.exists() and (there := Tokens.open(path)).fingerprint == fingerprint:
@@ -161,8 +160,8 @@ def write_tokens(path: str | Path, documents: Sequence[Document], tokenizer: Tok
         starts = [0]
         with beside.open("wb") as file:
             file.write(bytes(HEADER.size))
-            for one in documents:
-                ids = np.array([tokenizer.bos, *plain_ids(tokenizer, one.text), tokenizer.eos], f"<u{width}")
+            for document in documents:
+                ids = np.array([tokenizer.bos, *plain_ids(tokenizer, document.text), tokenizer.eos], f"<u{width}")
                 file.write(ids.tobytes())
                 starts.append(starts[-1] + len(ids))
             file.write(np.array(starts, "<i8").tobytes())
@@ -177,7 +176,7 @@ def write_tokens(path: str | Path, documents: Sequence[Document], tokenizer: Tok
 
 
 def plain_ids(tokenizer: Tokenizer, text: str) -> list[int]:
-    """A text's tokens, in which a special token's name is a text like any other.
+    """A text's tokens, where the name of a special token is encoded as ordinary text.
 
     >>> from regard.training.data.text import plain_ids
     >>> from regard.training.data.vocabulary import train_bpe
@@ -191,32 +190,32 @@ def plain_ids(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def _standard_library() -> list[Document]:
-    found = [one for one in _files(Path(sysconfig.get_paths()["stdlib"]), (".py",), ASIDE) if one.stop]
+    modules = [module for module in _files(Path(sysconfig.get_paths()["stdlib"]), (".py",), ASIDE) if module.stop]
     unreadable = set()
-    for one in found:
+    for module in modules:
         try:
-            _ = one.text
+            _ = module.text
         except ValueError:
-            unreadable.add(one.name)
+            unreadable.add(module.name)
     if unreadable:
-        told = f"{len(unreadable)} of {len(found)} modules: {', '.join(sorted(unreadable))}"
-        warnings.warn(f"not UTF-8, and left out, {told}", stacklevel=3)
-    return [one for one in found if one.name not in unreadable]
+        summary = f"{len(unreadable)} of {len(modules)} modules: {', '.join(sorted(unreadable))}"
+        warnings.warn(f"left out, because they are not UTF-8: {summary}", stacklevel=3)
+    return [module for module in modules if module.name not in unreadable]
 
 
 def _files(folder: Path, endings: tuple[str, ...], aside: set[str]) -> list[Document]:
-    found = []
+    matches = []
     for parent, folders, files in os.walk(folder):
-        folders[:] = [one for one in folders if one not in aside and not one.startswith(".")]
+        folders[:] = [name for name in folders if name not in aside and not name.startswith(".")]
         for name in files:
             path = Path(parent, name)
             if name.endswith(endings) and not name.startswith(".") and path.is_file():
-                found.append(Document(path.relative_to(folder).as_posix(), path, 0, path.stat().st_size))
-    return sorted(found, key=lambda one: one.name)
+                matches.append(Document(path.relative_to(folder).as_posix(), path, 0, path.stat().st_size))
+    return sorted(matches, key=lambda document: document.name)
 
 
 def _parts(path: Path) -> list[Document]:
-    """A file as documents of some length, cut at line ends."""
+    """A file as documents of about the same length, cut at line ends."""
     size = path.stat().st_size
     if not size:
         raise ValueError(f"{path}: expected text, got an empty file")
@@ -241,28 +240,30 @@ def _newlines(path: Path, before: int) -> int:
 
 
 def _fingerprint(documents: Sequence[Document], tokenizer: Tokenizer) -> bytes:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save(folder)
-        found.update((Path(folder) / "tokenizer.json").read_bytes())
-    for one in documents:
-        status = one.path.stat()
-        found.update(json.dumps([one.name, one.start, one.stop, status.st_size, status.st_mtime_ns]).encode())
-    return found.digest()
+        digest.update((Path(folder) / "tokenizer.json").read_bytes())
+    for document in documents:
+        status = document.path.stat()
+        digest.update(
+            json.dumps([document.name, document.start, document.stop, status.st_size, status.st_mtime_ns]).encode()
+        )
+    return digest.digest()
 
 
 def _plain(header: bytes) -> bytes:
-    """A header with 0 for its checksum."""
+    """A header with its checksum set to 0."""
     magic, width, _, *rest = HEADER.unpack(header)
     return HEADER.pack(magic, width, 0, *rest)
 
 
 def _checksum(path: Path, header: bytes) -> int:
-    """Of a header and of all that comes after it in a file."""
-    found = zlib.crc32(header)
+    """The CRC-32 of a header and of everything after the header of a file."""
+    checksum = zlib.crc32(header)
     for chunk in _chunks(path):
-        found = zlib.crc32(chunk, found)
-    return found
+        checksum = zlib.crc32(chunk, checksum)
+    return checksum
 
 
 def _chunks(path: Path) -> Iterator[bytes]:

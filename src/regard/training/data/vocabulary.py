@@ -1,6 +1,6 @@
-"""Vocabularies learnt from texts: the same texts give the same vocabulary, on every machine and every time.
+"""Vocabularies learned from texts: the same texts give the same vocabulary, on every machine and every time.
 
-The names of special tokens are those tokens, in a text too: whoever writes [END] ends.
+The name of a special token in a text is encoded as that token: a text with [END] has an end token.
 """
 
 from collections.abc import Iterable
@@ -14,22 +14,22 @@ if TYPE_CHECKING:
     import tokenizers
 
 TRANSLATION = {"pad": "[PAD]", "bos": "[START]", "eos": "[END]", "unk": "[UNK]"}
-"""Special tokens of `train_bpe` by role; their ids are 0 to 3."""
+"""The special tokens of `train_bpe` by role; their ids are 0 to 3."""
 WORDPIECE = ("pad", "unk", "classification", "separator", "mask")
 """Roles of the special tokens of `train_wordpiece`; their ids are 0 to 4."""
 
 # English endings (don't, Marie's), French beginnings (l'arbre, qu'elle), words, single digits, signs, spaces.
 _ENDING = r"(?:s|t|re|ve|m|ll|d)(?!\p{L})"
 CUT = rf"['’]{_ENDING}| ?\p{{L}}+['’](?!{_ENDING})(?=\p{{L}})| ?\p{{L}}+| ?\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+|\s+(?!\S)|\s+"
-"""Where texts are cut before pieces are merged."""
+"""The pre-tokenizer: how texts are split before pieces are merged."""
 
 
 def train_bpe(texts: Iterable[str], size: int) -> Tokenizer:
-    """Byte-level pieces for translation, at most `size`: [PAD] = 0, [START] = 1 (bos), [END] = 2 (eos), [UNK] = 3.
+    """A byte-level BPE of at most `size` tokens: [PAD] = 0, [START] = 1 (bos), [END] = 2 (eos), [UNK] = 3.
 
-    `encode(text)` is the text and [END]: that is what a source is, in training and in `rg.generate`. A target is
-    `[tokenizer.bos, *tokenizer.encode(text)]`. `encode(text, special=False)` is the text alone. Decoding gives back
-    every text as it was.
+    `encode(text)` is the text and [END], the source sequence in training and in `rg.generate`. A target sequence is
+    `[tokenizer.bos, *tokenizer.encode(text)]`. `encode(text, special=False)` has no special tokens. Decoding returns
+    the original text.
 
     >>> tokenizer = train_bpe(["l'arbre rouge", "l'arbre vert"] * 9, size=270)
     >>> ids = tokenizer.encode("l'arbre")
@@ -63,9 +63,9 @@ def train_bpe(texts: Iterable[str], size: int) -> Tokenizer:
 
 
 def train_wordpiece(texts: Iterable[str], size: int) -> Tokenizer:
-    """BERT's word pieces, at most `size`: [PAD] = 0, [UNK] = 1, [CLS] = 2, [SEP] = 3, [MASK] = 4.
+    """BERT's WordPiece vocabulary of at most `size` tokens: [PAD] = 0, [UNK] = 1, [CLS] = 2, [SEP] = 3, [MASK] = 4.
 
-    `encode(text)` is [CLS] text [SEP]. Upper and lower case stay apart.
+    `encode(text)` is [CLS] text [SEP]. It is cased: upper and lower case are different.
 
     >>> tokenizer = train_wordpiece(["the cat sat", "the cap is his"] * 9, size=40)
     >>> tokenizer.tokens(tokenizer.encode("the cats"))
@@ -91,8 +91,8 @@ def train_wordpiece(texts: Iterable[str], size: int) -> Tokenizer:
     }
     inside = sorted({f"##{letter}" for word in words for letter in word[1:]})
     _check_size(size, len(special) + len(inside) + len({letter for word in words for letter in word}))
-    # The trainer numbers letters inside of words as it meets them, in another order each time, and settles ties by
-    # these numbers. Called special, they are numbered first; in the tokenizer that is kept they are pieces like others.
+    # The trainer numbers letters inside of words in a different order each time and breaks ties by these numbers.
+    # Passed as special tokens, they are numbered first; in the final tokenizer they are ordinary pieces.
     trainer = trainers.WordPieceTrainer(
         vocab_size=size, min_frequency=2, special_tokens=[*special, *inside], show_progress=False
     )
@@ -111,10 +111,10 @@ def train_wordpiece(texts: Iterable[str], size: int) -> Tokenizer:
 def _checked(texts: Iterable[str]) -> list[str]:
     if isinstance(texts, str):
         raise ValueError("texts: expected several strings, got one")
-    found = list(texts)
-    if not found:
+    strings = list(texts)
+    if not strings:
         raise ValueError("texts: expected one or more strings, got none")
-    return found
+    return strings
 
 
 def _check_size(size: int, least: int) -> None:

@@ -1,5 +1,5 @@
-"""Recipes: one file each, with its `Options`, its default `settings()` and `build(options, folder, seed)`, which gives
-the task."""
+"""Recipes, one file each: the `Options`, the default `settings()`, and `build(options, folder, seed)`, which makes the
+task."""
 
 import importlib
 from types import ModuleType

@@ -1,16 +1,16 @@
-"""BERT: an encoder that learns words under masks and whether one passage follows another (Devlin et al. 2018).
+"""BERT: an encoder that learns masked words and whether a passage follows another (Devlin et al. 2018).
 
     loss = -mean log p(word | the rest)  -  mean log p(does the second passage follow the first?)
-           [ -  mean log p(is the second sentence the first one inverted?) ]
+           [ -  mean log p(is the second sentence the inverted first sentence?) ]
 
-Predicting a word is a generative task; telling true pairs from false ones is a contrastive one, and so is the optional
-third, the inverted sentence. The embedded text is Python's own documentation.
+Predicting a word is a generative task; telling true pairs from false pairs is a contrastive task, and so is the
+optional third task, the inverted sentence. The embedded text is Python's documentation.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from regard.checkpoints.tokenizer import Tokenizer
-from regard.core.masks import Window, padding
+from regard.core.masks import Mask, Window, padding
 from regard.core.masks.text import WINDOW_HELP
 from regard.core.mechanisms.text import CHOICES, from_text
 from regard.models.base import Model
@@ -31,32 +31,49 @@ from regard.training.settings import Settings, option
 from regard.training.task import IGNORED, Batch, Card, Task, Totals
 
 JUDGED = 512
-"""Held-out examples of each kind that an evaluation looks at."""
+"""Held-out examples of each kind that an evaluation uses, at most."""
 TOGETHER = 64
-"""Of them in one batch."""
+"""Examples per batch of an evaluation."""
 COMPARED = 2000
-"""Training pairs from which the baseline of shared words learns how many are enough."""
-TERMS = {"next sentence": "next", "inverted sentence": "inverted"}
-"""What is said of the second passage, and where a batch has its labels."""
+"""Training pairs from which the baseline of shared words learns its threshold, about."""
+WORDS = "masked words"
+"""The name of the loss term of masked words."""
+
+
+class Judgement(NamedTuple):
+    """A loss term about the second passage."""
+
+    name: str
+    """As metrics and results name it."""
+    labels: str
+    """The key of its labels in a batch."""
+    head: Callable[[Encoder, Tensor, Mask], Tensor]
+    """The logits of an encoder, from its hidden states."""
+
+
+NEXT = Judgement("next sentence", "next", Encoder.next_sentence)
+INVERTED = Judgement("inverted sentence", "inverted", Encoder.inverted_sentence)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What to learn from, and the encoder.
+    """The text and the encoder.
 
     >>> from regard.training.recipes.bert import Options
     >>> Options(mechanism="quadratic", num_kv_heads=1, inverted_sentence=True).embedding_dim
     128
     """
 
-    data: str | None = option(None, "A text file, or a folder of them; a blank line ends a document.")
-    vocabulary_size: int = option(4096, "Word pieces of the vocabulary, at most.")
-    embedding_dim: int = option(128, "Numbers of a token.")
+    data: str | None = option(
+        None, "A text file, or a folder of them; a blank line ends a document. Python's documentation if not given."
+    )
+    vocabulary_size: int = option(4096, "Tokens of the WordPiece vocabulary, at most.")
+    embedding_dim: int = option(128, "Embedding dimension.")
     num_layers: int = option(2, "Layers of the encoder.")
-    num_heads: int = option(4, "Heads of an attention.")
+    num_heads: int = option(4, "Attention heads.")
     context_length: int = option(64, "Tokens of a pair of passages, at most.")
-    dropout: float = option(0.1, "Share of what each sub-layer adds that is dropped in training.")
-    inverted_sentence: bool = option(False, "Learn to tell inverted sentences, too.", also="--inverted")
+    dropout: float = option(0.1, "Dropout of each sub-layer's output in training.")
+    inverted_sentence: bool = option(False, "Learn to recognise inverted sentences, too.", also="--inverted")
     mechanism: str = option("softmax", f"Attention, one of {CHOICES}.")
     num_kv_heads: int | None = option(
         None, "Key/value heads; as many as heads if not given, 1 is MQA.", also="--kv-heads"
@@ -87,12 +104,12 @@ class Options:
 
 
 def settings() -> Settings:
-    """What trains on the embedded text in minutes on two cores."""
+    """Defaults that train on the embedded text in minutes on two cores."""
     return Settings(steps=4000, learning_rate=1e-3, warmup=200, batch_tokens=2048)
 
 
 def build(options: Options, folder: Path, seed: int) -> "Bert":
-    """The task. `folder` gets the tokenizer and the tokens, or gives them, if it has them.
+    """The task. Tokenizer and tokens are read from `folder`, or made and saved there.
 
     >>> import tempfile
     >>> from regard.training.recipes import bert
@@ -109,11 +126,11 @@ def build(options: Options, folder: Path, seed: int) -> "Bert":
     if tokenizer is None or not all(path.is_file() for path in paths):
         documents = prose(None if options.data is None else Path(options.data))
         parts = split(documents, key="\n".join) if len(documents) > 1 else (documents, [])
-        counts = [sum(len(document) > 1 for document in part) for part in parts]
-        if min(counts) < 2:
+        sizes = [sum(len(document) > 1 for document in part) for part in parts]
+        if min(sizes) < 2:
             raise ValueError(
-                f"{options.data}: expected documents of two sentences or more, several to train on and several held "
-                f"out, which is every tenth or so, got {counts[0]} and {counts[1]}; blank lines end documents"
+                f"{options.data}: expected at least 2 documents of several sentences to train on and 2 held out (about "
+                f"every tenth), got {sizes[0]} and {sizes[1]}; blank lines end documents"
             )
         tokenizer = train_wordpiece((text for document in parts[0] for text in document), options.vocabulary_size)
         tokenizer.save(folder)
@@ -122,28 +139,28 @@ def build(options: Options, folder: Path, seed: int) -> "Bert":
     train, held_out = (
         Pairs(Corpus.load(path), tokenizer, options.context_length, options.inverted_sentence) for path in paths
     )
-    if options.inverted_sentence and not all(len(one.sizes) > one.num_passages for one in (train, held_out)):
+    if options.inverted_sentence and not all(len(part.sizes) > part.num_passages for part in (train, held_out)):
         raise ValueError(f"{options.data}: expected sentences of three phrases or more to invert, got none")
     torch.manual_seed(seed)
     model = Encoder(options.config(tokenizer.vocabulary_size))
     model.tokenizer = tokenizer
-    # Words begin as likely as they are frequent, which training would spend its first hundreds of steps on.
-    often = torch.from_numpy(np.bincount(train.corpus.tokens, minlength=tokenizer.vocabulary_size) + 1)
-    model.words.bias.data.copy_((often / often.sum()).log())
+    # Initialise the bias with the log frequencies of words, which training would need its first hundreds of steps for.
+    counts = torch.from_numpy(np.bincount(train.corpus.tokens, minlength=tokenizer.vocabulary_size) + 1)
+    model.words.bias.data.copy_((counts / counts.sum()).log())
     return Bert(model, train, held_out, options, seed)
 
 
 class Bert(Task):
-    """Words under masks, and pairs of passages."""
+    """Pairs of passages with masked words, and the encoder that learns to predict them."""
 
     name: ClassVar[str] = "bert"
     model: Encoder
 
     def __init__(self, model: Encoder, train: Pairs, held_out: Pairs, options: Options, seed: int) -> None:
         self.model, self.train, self.held_out, self.options, self.seed = model, train, held_out, options, seed
-        self.kinds = [name for name in TERMS if name != "inverted sentence" or options.inverted_sentence]
+        self.judgements = (NEXT, INVERTED) if options.inverted_sentence else (NEXT,)
         self.judged = [held_out.batch(part, 0, 0, all_covered=True) for part in _judged(held_out)]
-        self.baselines = _baselines(train, self.judged, self.kinds)
+        self.baselines = _baselines(train, self.judged, self.judgements)
 
     def sizes(self) -> Sequence[int]:
         return self.train.sizes.tolist()
@@ -152,12 +169,12 @@ class Bert(Task):
         return self._tensors(self.train.batch(indices, self.seed, epoch))
 
     def _tensors(self, rows: Rows) -> Batch:
-        left_out = {TERMS[name] for name in TERMS if name not in self.kinds}
-        return {name: torch.from_numpy(value) for name, value in rows.items() if name not in left_out}
+        unused = {term.labels for term in (NEXT, INVERTED) if term not in self.judgements}
+        return {name: torch.from_numpy(values) for name, values in rows.items() if name not in unused}
 
     def counts(self, batch: Batch) -> dict[str, int]:
-        labels = {"masked words": batch["words"], **{name: batch[TERMS[name]] for name in self.kinds}}
-        return {name: int((one != IGNORED).sum()) for name, one in labels.items()}
+        labels = {WORDS: batch["words"], **{term.name: batch[term.labels] for term in self.judgements}}
+        return {name: int((values != IGNORED).sum()) for name, values in labels.items()}
 
     def totals(self, model: nn.Module, batch: Batch) -> Totals:
         return {
@@ -166,48 +183,50 @@ class Bert(Task):
         }
 
     def _predictions(self, model: nn.Module, batch: Batch) -> dict[str, tuple[Tensor, Tensor]]:
-        """Logits and labels of each term. Words are scored where they are to be predicted alone."""
+        """Logits and labels of each loss term. Logits of words are computed only where words are predicted."""
         mask = padding(batch["lengths"])
         hidden = model(batch["tokens"], batch["segments"], mask)
         at = batch["places"][..., None].expand(-1, -1, hidden.shape[-1])
         words = self.model.masked_words(hidden.gather(1, at))
-        found = {"masked words": (words.flatten(0, 1), batch["words"].flatten())}
-        heads = {"next sentence": self.model.next_sentence, "inverted sentence": self.model.inverted_sentence}
-        return found | {name: (heads[name](hidden, mask), batch[TERMS[name]]) for name in self.kinds}
+        predictions = {WORDS: (words.flatten(0, 1), batch["words"].flatten())}
+        for term in self.judgements:
+            predictions[term.name] = term.head(self.model, hidden, mask), batch[term.labels]
+        return predictions
 
     def evaluate(self, model: Model) -> dict[str, float]:
-        """Loss and accuracy of each task on held-out documents, beside what they are without a model. Every word to be
-        predicted is under [MASK]: those that stayed would be too easy."""
-        losses, right, counts = (dict.fromkeys(["masked words", *self.kinds], 0.0) for _ in range(3))
+        """Loss and accuracy of each term on held-out documents, and the baselines without a model. Every word to be
+        predicted is replaced by [MASK]: words that stay would be too easy."""
+        names = [WORDS, *(term.name for term in self.judgements)]
+        losses, right, counts = (dict.fromkeys(names, 0.0) for _ in range(3))
         for rows in self.judged:
-            batch = {name: one.to(model.device) for name, one in self._tensors(rows).items()}
+            batch = {name: tensor.to(model.device) for name, tensor in self._tensors(rows).items()}
             for name, (logits, labels) in self._predictions(model, batch).items():
-                known = labels != IGNORED
-                losses[name] += float(F.cross_entropy(logits[known], labels[known], reduction="sum"))
-                right[name] += int((logits[known].argmax(-1) == labels[known]).sum())
-                counts[name] += int(known.sum())
-        found = {"loss": sum(losses[name] / counts[name] for name in counts)}
-        for name, count in counts.items():
-            found |= {f"{name} loss": losses[name] / count, f"{name} accuracy": right[name] / count}
-            found |= {full: value for full, value in self.baselines.items() if full.startswith(name)}
-        return found
+                scored = labels != IGNORED
+                losses[name] += float(F.cross_entropy(logits[scored], labels[scored], reduction="sum"))
+                right[name] += int((logits[scored].argmax(-1) == labels[scored]).sum())
+                counts[name] += int(scored.sum())
+        results = {"loss": sum(losses[name] / counts[name] for name in names)}
+        for name in names:
+            results |= {f"{name} loss": losses[name] / counts[name], f"{name} accuracy": right[name] / counts[name]}
+            results |= {f"{name} {measure}": value for measure, value in self.baselines[name].items()}
+        return results
 
     def card(self) -> Card:
-        source = Path(self.options.data).name if self.options.data else "Python's own documentation"
+        source = Path(self.options.data).name if self.options.data else "Python's documentation"
         parts = [
-            f"{len(one.corpus.documents) - 1:,} documents with {len(one.corpus.tokens):,} word pieces"
-            for one in (self.train, self.held_out)
+            f"{len(part.corpus.documents) - 1:,} documents with {len(part.corpus.tokens):,} word pieces"
+            for part in (self.train, self.held_out)
         ]
         return Card(
-            data=f"English of {source}: {parts[0]}; {parts[1]} are held out.",
-            use="A beginning for other tasks on text: `regard train classify --from RUN`.",
+            data=f"{source}: {parts[0]}; {parts[1]} are held out.",
+            use="Pre-trained for other tasks on text: `regard train classify --from RUN`.",
         )
 
     def samples(self, model: Model) -> list[str]:
-        """The first held-out pairs, with what the model says for the words under masks."""
+        """The first held-out pairs, with the model's predictions for masked words."""
         rows = {name: value[:2] for name, value in self.judged[0].items()}
-        batch = {name: one.to(model.device) for name, one in self._tensors(rows).items()}
-        guesses = self._predictions(model, batch)["masked words"][0].argmax(-1).view(2, -1).tolist()
+        batch = {name: tensor.to(model.device) for name, tensor in self._tensors(rows).items()}
+        guesses = self._predictions(model, batch)[WORDS][0].argmax(-1).view(2, -1).tolist()
         return [
             _filled(self.train.tokenizer, *row)
             for row in zip(
@@ -219,18 +238,18 @@ class Bert(Task):
 def _filled(
     tokenizer: Tokenizer, tokens: list[int], length: int, places: list[int], words: list[int], guesses: list[int]
 ) -> str:
-    """A row as text: [guess] where the model is right, [guess, not word] where it is not."""
+    """An example as text: [guess] where the model is right, [guess, not word] where it is wrong."""
     names = tokenizer.tokens(tokens[:length])
     for place, word, guess in zip(places, words, guesses, strict=True):
         if word != IGNORED:
-            said, true = tokenizer.tokens([guess, word])
-            shown = said if guess == word else f"{said}, not {true}"
-            names[place] = ("##" if true.startswith("##") else "") + f"[{shown.replace('##', '')}]"
+            guessed, true = tokenizer.tokens([guess, word])
+            text = guessed if guess == word else f"{guessed}, not {true}"
+            names[place] = ("##" if true.startswith("##") else "") + f"[{text.replace('##', '')}]"
     return " ".join(names[1:-1]).replace(" ##", "").replace("[SEP]", "|")
 
 
 def _judged(pairs: Pairs) -> Iterator[list[int]]:
-    """Some examples of each kind, evenly out of all, in batches of like size."""
+    """Some examples of each kind, evenly spaced, in batches of similar size."""
     kinds = (range(pairs.num_passages), range(pairs.num_passages, len(pairs.sizes)))
     for kind in kinds:
         chosen = [kind[index * len(kind) // min(JUDGED, len(kind))] for index in range(min(JUDGED, len(kind)))]
@@ -238,38 +257,40 @@ def _judged(pairs: Pairs) -> Iterator[list[int]]:
         yield from (chosen[start : start + TOGETHER] for start in range(0, len(chosen), TOGETHER))
 
 
-def _baselines(train: Pairs, judged: Sequence[Rows], kinds: Sequence[str]) -> dict[str, float]:
-    """What is reached without looking: the most frequent word, the more frequent label; and, of pairs, by the words
-    that both passages share, the rare ones counting for more."""
+def _baselines(train: Pairs, judged: Sequence[Rows], judgements: Sequence[Judgement]) -> dict[str, dict[str, float]]:
+    """Results without a model, by loss term: always the most frequent word, always the more frequent label; and for
+    pairs, a threshold on the words that both passages share, where rare words count more."""
     counts = np.bincount(train.corpus.tokens, minlength=train.tokenizer.vocabulary_size) + 1
     words = np.concatenate([rows["words"][rows["words"] != IGNORED] for rows in judged])
-    found = {
-        "masked words baseline": float((words == counts.argmax()).mean()),
-        "masked words baseline loss": float(-np.log(counts / counts.sum())[words].mean()),
+    baselines = {
+        WORDS: {
+            "baseline": float((words == counts.argmax()).mean()),
+            "baseline loss": float(-np.log(counts / counts.sum())[words].mean()),
+        }
     }
-    for name in kinds:
-        labels = np.concatenate([rows[TERMS[name]] for rows in judged])
+    for term in judgements:
+        labels = np.concatenate([rows[term.labels] for rows in judged])
         labels = labels[labels != IGNORED]
-        found[f"{name} baseline"] = float(np.bincount(labels).max() / len(labels))
-    known = range(0, train.num_passages, max(1, train.num_passages // COMPARED))
+        baselines[term.name] = {"baseline": float(np.bincount(labels).max() / len(labels))}
+    sampled = range(0, train.num_passages, max(1, train.num_passages // COMPARED))
     weights = np.log(counts.sum() / counts)
-    scores, labels = _shared(train.batch(list(known), 0, 0, all_covered=True), weights)
-    right = [((scores < limit) == labels).mean() for limit in np.sort(scores)]
-    limit = np.sort(scores)[int(np.argmax(right))]
+    scores, labels = _shared(train.batch(list(sampled), 0, 0, all_covered=True), weights)
+    accuracies = [((scores < limit) == labels).mean() for limit in np.sort(scores)]
+    limit = np.sort(scores)[int(np.argmax(accuracies))]
     paired = [rows for rows in judged if (rows["next"] != IGNORED).all()]
-    results = [((scores < limit) == labels) for scores, labels in (_shared(rows, weights) for rows in paired)]
-    return found | {"next sentence shared words baseline": float(np.concatenate(results).mean())}
+    right = [((scores < limit) == labels) for scores, labels in (_shared(rows, weights) for rows in paired)]
+    baselines[NEXT.name]["shared words baseline"] = float(np.concatenate(right).mean())
+    return baselines
 
 
 def _shared(rows: Rows, weights: np.ndarray) -> tuple[np.ndarray, Integers]:
-    """How much of two passages' words is in both, by weight; and whether the second does not follow. No word is covered
-    from this."""
-    tokens = rows["tokens"].copy()
+    """The share of two passages' words that is in both, by weight, and the labels: 1 if the second does not follow."""
+    tokens = rows["tokens"].copy()  # with the masked words put back
     chosen = rows["words"] != IGNORED
     tokens[np.nonzero(chosen)[0], rows["places"][chosen]] = rows["words"][chosen]
     scores = []
     for row, segments, length in zip(tokens, rows["segments"], rows["lengths"], strict=True):
         first, second = (set(row[1:length][segments[1:length] == part].tolist()) for part in (0, 1))
-        both, either = (weights[list(one)].sum() for one in (first & second, first | second))
+        both, either = (weights[list(words)].sum() for words in (first & second, first | second))
         scores.append(both / either)
     return np.array(scores), rows["next"]

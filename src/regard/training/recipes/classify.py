@@ -1,8 +1,8 @@
-"""Classes of texts, by a pre-trained encoder with a new head (Devlin et al. 2018, 4.1), or by one from scratch.
+"""Text classification: a pre-trained encoder with a new head (Devlin et al. 2018, 4.1), or an encoder from scratch.
 
     loss = -mean log p(class | text)
 
-The embedded texts are sentences of Python's documentation, by the area of the standard library they come from.
+The embedded texts are sentences of Python's documentation; their class is an area of the standard library.
 """
 
 from collections.abc import Sequence
@@ -28,15 +28,16 @@ from regard.training.settings import Settings, option
 from regard.training.task import Batch, Card, Task, Totals
 
 JUDGED = 2048
-"""Held-out texts that an evaluation looks at."""
+"""Held-out texts that an evaluation uses, at most."""
 TOGETHER = 64
-"""Of them in one batch."""
+"""Texts per batch of an evaluation."""
 SHOWN = 4
+"""Texts that are printed with their class after an evaluation."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a model from scratch, unless they are given."""
+    """The default sizes of a model from scratch."""
 
     vocabulary_size: int = 4096
     embedding_dim: int = 128
@@ -46,7 +47,7 @@ class Sizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What to classify, and with what.
+    """The texts and the encoder.
 
     >>> import regard as rg
     >>> from regard.training.recipes.classify import Options
@@ -54,18 +55,18 @@ class Options:
     'runs/bert'
     """
 
-    data: str | None = option(None, "A table, `label TAB text` a line; areas of Python's documentation if not given.")
-    start: str | None = option(None, "A run, a checkpoint or a name of `regard models` to begin with; scratch if none.")
-    context_length: int = option(128, "Tokens of a text; of longer ones the beginning counts.")
-    dropout: float = option(0.1, "Share of what each sub-layer adds that is dropped in training.")
+    data: str | None = option(None, "A table of `label TAB text` lines; areas of Python's documentation if not given.")
+    start: str | None = option(None, "A run, a checkpoint or a name of `regard models` to fine-tune; if not, scratch.")
+    context_length: int = option(128, "Tokens of a text; longer texts are truncated.")
+    dropout: float = option(0.1, "Dropout of each sub-layer's output in training.")
     mechanism: str | None = option(None, f"Attention, one of {CHOICES}. Softmax, or the start's, if not given.")
     window: Window | None = option(None, f"{WINDOW_HELP} All, or the start's, if not given.")
     vocabulary_size: int | None = option(
         None, f"From scratch: word pieces, at most; {Sizes.vocabulary_size} if not given."
     )
-    embedding_dim: int | None = option(None, f"From scratch: numbers of a token; {Sizes.embedding_dim} if not given.")
+    embedding_dim: int | None = option(None, f"From scratch: embedding dimension; {Sizes.embedding_dim} if not given.")
     num_layers: int | None = option(None, f"From scratch: layers; {Sizes.num_layers} if not given.")
-    num_heads: int | None = option(None, f"From scratch: heads of an attention; {Sizes.num_heads} if not given.")
+    num_heads: int | None = option(None, f"From scratch: attention heads; {Sizes.num_heads} if not given.")
     num_kv_heads: int | None = option(
         None, "From scratch: key/value heads; as many as heads if not given, 1 is MQA.", also="--kv-heads"
     )
@@ -91,7 +92,7 @@ class Options:
         return Sizes(**{name: value for name, value in values.items() if value is not None})
 
     def config(self, vocabulary_size: int) -> EncoderConfig:
-        """The config of a model from scratch, as yet without classes."""
+        """The config of a model from scratch; `build` adds the classes."""
         return EncoderConfig(
             vocabulary_size=vocabulary_size,
             embedding_dim=self.sizes.embedding_dim,
@@ -106,12 +107,12 @@ class Options:
 
 
 def settings() -> Settings:
-    """What learns the embedded classes in a minute or two on two cores; a pre-trained model needs less."""
+    """Defaults that learn the embedded classes in one or two minutes on two cores; fine-tuning needs fewer steps."""
     return Settings(steps=1500, learning_rate=5e-4, warmup=100, batch_size=32)
 
 
 def build(options: Options, folder: Path, seed: int) -> "Classification":
-    """The task. `folder` gets the tokenizer and the tokens, or gives them, if it has them.
+    """The task. Tokenizer and tokens are read from `folder`, or made and saved there.
 
     >>> import tempfile
     >>> from regard.training.recipes import classify
@@ -123,7 +124,7 @@ def build(options: Options, folder: Path, seed: int) -> "Classification":
     >>> task.model.config.class_names
     ('even', 'odd')
     """
-    torch.manual_seed(seed)  # a mechanism of a user's own may draw numbers when it is made
+    torch.manual_seed(seed)  # a user's mechanism may draw random numbers when it is made
     source = None if options.start is None else _started(options)
     tokenizer = Tokenizer.from_folder(folder)
     paths = [folder / "train.npz", folder / "held-out.npz"]
@@ -157,10 +158,10 @@ def build(options: Options, folder: Path, seed: int) -> "Classification":
         )
     )
     if source is not None:
-        # What both have: not the heads of pre-training, and not the new one; a pooler, if it had one.
-        shared = {name: one for name, one in source.state_dict().items() if not name.startswith("classes.")}
-        own = model.state_dict()
-        model.load_state_dict({name: shared.get(name, one) for name, one in own.items()})
+        # Copy the tensors that both models have: not the pre-training heads, not the new head; a pooler, if it has one.
+        shared = {name: tensor for name, tensor in source.state_dict().items() if not name.startswith("classes.")}
+        fresh = model.state_dict()
+        model.load_state_dict({name: shared.get(name, tensor) for name, tensor in fresh.items()})
     model.tokenizer = tokenizer
     return Classification(model, train, held_out, options)
 
@@ -177,7 +178,7 @@ def _started(options: Options) -> Encoder:
 
 
 class Classification(Task):
-    """Classes of texts."""
+    """Texts, and the encoder that learns their classes."""
 
     name: ClassVar[str] = "classify"
     model: Encoder
@@ -192,7 +193,7 @@ class Classification(Task):
         return self.train.sizes.tolist()
 
     def batch(self, indices: Sequence[int], epoch: int) -> Batch:
-        return {name: torch.from_numpy(one) for name, one in self.train.batch(indices).items()}
+        return {name: torch.from_numpy(values) for name, values in self.train.batch(indices).items()}
 
     def counts(self, batch: Batch) -> dict[str, int]:
         return {"loss": len(batch["labels"])}
@@ -205,26 +206,26 @@ class Classification(Task):
         return self.model.classify(model(batch["tokens"], None, mask), mask)
 
     def evaluate(self, model: Model) -> dict[str, float]:
-        """Loss, accuracy and the classes' mean F1 on held-out texts; and what the most frequent class would reach."""
+        """Loss, accuracy and macro F1 on held-out texts, and the accuracy of guessing the most frequent class."""
         order = self.judged[np.argsort(self.held_out.sizes[self.judged], kind="stable")]
         loss, guesses = 0.0, []
         for start in range(0, len(order), TOGETHER):
             rows = self.held_out.batch(order[start : start + TOGETHER].tolist())
-            batch = {name: torch.from_numpy(one).to(model.device) for name, one in rows.items()}
+            batch = {name: torch.from_numpy(values).to(model.device) for name, values in rows.items()}
             logits = self._logits(model, batch)
             loss += float(F.cross_entropy(logits, batch["labels"], reduction="sum"))
             guesses.append(logits.argmax(-1).cpu().numpy())
-        labels, found = self.held_out.labels[order], np.concatenate(guesses)
+        labels, predictions = self.held_out.labels[order], np.concatenate(guesses)
         return {
             "loss": loss / len(order),
-            "accuracy": float((found == labels).mean()),
+            "accuracy": float((predictions == labels).mean()),
             "baseline": self.baseline,
-            "macro F1": macro_f1(labels, found),
+            "macro F1": macro_f1(labels, predictions),
         }
 
     def card(self) -> Card:
         source = Path(self.options.data).name if self.options.data else "Sentences of Python's documentation, by area"
-        begun = f" Training began with {self.options.start}." if self.options.start else ""
+        begun = f" Fine-tuned from {self.options.start}." if self.options.start else ""
         return Card(
             data=f"{source}: {len(self.train.labels):,} texts of {len(self.train.class_names)} classes "
             f"({', '.join(self.train.class_names)}); {len(self.held_out.labels):,} held out.{begun}",
@@ -232,21 +233,23 @@ class Classification(Task):
         )
 
     def samples(self, model: Model) -> list[str]:
-        """Some held-out texts and what the model says of them."""
+        """Some held-out texts with the model's predictions."""
         chosen = self.judged[:: -(-len(self.judged) // SHOWN)].tolist()
-        batch = {name: torch.from_numpy(one).to(model.device) for name, one in self.held_out.batch(chosen).items()}
+        batch = {
+            name: torch.from_numpy(values).to(model.device) for name, values in self.held_out.batch(chosen).items()
+        }
         guesses = self._logits(model, batch).argmax(-1).tolist()
         assert self.model.tokenizer is not None
         lines = []
         for row, length, label, guess in zip(batch["tokens"], batch["lengths"], batch["labels"], guesses, strict=True):
-            said, true = self.train.class_names[guess], self.train.class_names[int(label)]
+            guessed, true = self.train.class_names[guess], self.train.class_names[int(label)]
             text = self.model.tokenizer.decode(row[: int(length)])
-            lines.append(f"{said}{'' if said == true else f', not {true}'}: {text}")
+            lines.append(f"{guessed}{'' if guessed == true else f', not {true}'}: {text}")
         return lines
 
 
 def macro_f1(labels: Integers, guesses: Integers) -> float:
-    """The mean over classes of 2 · hits / (examples + guesses), of classes that have either.
+    """The mean over classes of 2 · hits / (examples + guesses); classes without examples and guesses are left out.
 
     >>> import numpy as np
     >>> from regard.training.recipes.classify import macro_f1

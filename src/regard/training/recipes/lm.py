@@ -1,20 +1,20 @@
-"""Language modelling: a decoder learns to predict the next token of source code or of any text.
+"""Language modelling: a decoder learns to predict the next token of source code or of any other text.
 
     loss          = mean over tokens of  -log p(token | the tokens before it)
     bits per byte = Σ over tokens of -log₂ p / bytes of UTF-8 text
 
-The embedded text is the Python standard library's own source; whole modules are held out. Bits per byte compare models
-of any vocabulary with each other and with compressors.
+The embedded text is the source of the Python standard library; whole modules are held out. Bits per byte compare models
+with different vocabularies, and compressors.
 
-A row of a batch is `context` tokens, cut at other places in each epoch. Packed rows are cut from all documents in a
-circle, and the documents in a row are kept apart by `rg.segments`: none sees another. A kernel then computes its
-weights pair by pair, which within a context of hundreds of tokens costs about what its running sums do. Rows that are
-not packed hold one document, or a piece of one, each: kernels run by their sums, softmax by one fused call. Mechanisms
-that forget, whose sums run through the whole row, take such rows only.
+A row of a batch has `context` tokens, cut at different places in each epoch. Packed rows are cut from all documents in
+a circle, and the document mask `rg.segments` keeps the documents of a row apart. Linear attention is then computed in
+its quadratic form, which for a context of hundreds of tokens costs about as much as its linear form. A row that is not
+packed has one document, or a piece of one: linear attention runs in its linear form, softmax in one fused call.
+Mechanisms with decay or gates, whose state runs through the whole row, need rows that are not packed.
 
-Positions count along the row. A document in the middle of a packed row computes as it would alone where attention knows
-distances only: rotary positions with softmax and with polynomial kernels, but not with elementwise features (elu), and
-not with learned positions. Those meet all documents at all places in training.
+Positions count along the row. A document in the middle of a packed row gives the same result as alone if attention
+depends on relative positions only: rotary positions with softmax and polynomial kernels, but not with elementwise
+feature maps (elu), and not learned positions. In training those see documents at all positions.
 """
 
 import json
@@ -54,18 +54,18 @@ PAD, START, END = 0, 1, 2
 HELD_OUT = 0.05
 """The share of the documents that is held out."""
 SAMPLE = 16 * 2**20
-"""Bytes of text that the vocabulary is learnt from."""
+"""Bytes of text that the vocabulary is learned from."""
 EXCERPT, EXCERPTS = 8_000, 80_000
-"""Characters of one held-out document, and of all, that the evaluations during training look at."""
+"""Characters of each held-out document, and of all together, that evaluations during training use."""
 TOGETHER = 8192
-"""Tokens that an evaluation computes at once."""
+"""Tokens per batch of an evaluation."""
 
 Integers = NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What to read, and with what.
+    """The text and the decoder.
 
     >>> from regard.training.recipes.lm import Options
     >>> Options(mechanism="quadratic", num_kv_heads=1).context_length
@@ -73,16 +73,16 @@ class Options:
     """
 
     data: str | None = option(None, "A folder or a file of text; the Python standard library's source if not given.")
-    suffix: tuple[str, ...] = option(SUFFIXES, "How the names of a folder's files end.")
+    suffix: tuple[str, ...] = option(SUFFIXES, "Suffixes of the files to read from a folder.")
     vocabulary_size: int = option(4096, "Tokens of the vocabulary, at most.")
-    context_length: int = option(256, "Tokens of a row, the most that a prediction sees.", also="--context")
-    embedding_dim: int = option(192, "Numbers of a token.")
+    context_length: int = option(256, "Tokens of a row: the context that a prediction can have.", also="--context")
+    embedding_dim: int = option(192, "Embedding dimension.")
     num_layers: int = option(4, "Layers.")
-    num_heads: int = option(6, "Heads of an attention.")
+    num_heads: int = option(6, "Attention heads.")
     form: Literal["llama", "gpt2"] = option(
-        "llama", "llama (rotary positions, RMSNorm, SwiGLU) or gpt2 (learned ones, LayerNorm, GELU)."
+        "llama", "llama (rotary positions, RMSNorm, SwiGLU) or gpt2 (learned positions, LayerNorm, GELU)."
     )
-    dropout: float = option(0.0, "Share of what each sub-layer adds that is dropped in training.")
+    dropout: float = option(0.0, "Dropout of each sub-layer's output in training.")
     mechanism: str = option("softmax", f"Attention, one of {CHOICES}.")
     num_kv_heads: int | None = option(
         None, "Key/value heads; as many as heads if not given, 1 is MQA.", also="--kv-heads"
@@ -90,8 +90,8 @@ class Options:
     window: Window | None = option(None, f"{WINDOW_HELP} Here AFTER is 0. All before it if not given.")
     packed: bool | None = option(
         None,
-        "Rows with pieces of several documents, kept apart; if not, one document a row. Packed if not given, unless "
-        "the mechanism cannot keep documents apart.",
+        "Pack several documents into a row, with a document mask; if not, one document per row. Packed if not given, "
+        "unless the mechanism does not support a document mask.",
     )
 
     def __post_init__(self) -> None:
@@ -106,14 +106,14 @@ class Options:
         apart = refusal(from_text(self.mechanism), segments(torch.zeros(1, 8, dtype=torch.long))) is None
         if self.packed and not apart:
             raise ValueError(
-                f"packed: expected --no-packed with {self.mechanism}, whose documents would mix, got --packed"
+                f"packed: expected --no-packed with {self.mechanism}, which has no document mask, got --packed"
             )
         object.__setattr__(self, "packed", apart if self.packed is None else self.packed)
         self.config(self.vocabulary_size)
 
     def config(self, vocabulary_size: int) -> DecoderConfig:
         """The model's config."""
-        # SwiGLU has three matrices: two thirds of the hidden units make it as large as GELU's network.
+        # SwiGLU has three matrices: with two thirds of the hidden units it is as large as a GELU network.
         llama = partial(DecoderConfig, hidden_dim=64 * math.ceil(self.embedding_dim / 24))
         make = DecoderConfig.gpt2 if self.form == "gpt2" else llama
         return make(
@@ -133,12 +133,12 @@ class Options:
 
 
 def settings() -> Settings:
-    """What learns the standard library in about ten minutes on two cores."""
+    """Defaults that train on the standard library in about ten minutes on two cores."""
     return Settings(steps=3000, learning_rate=3e-3, warmup=100, batch_tokens=1024, weight_decay=0.1)
 
 
 def build(options: Options, folder: Path, seed: int) -> "LanguageModelling":
-    """The task. `folder` gets the tokenizer and the tokens, or gives them, if it has them.
+    """The task. Tokenizer and tokens are read from `folder`, or made and saved there.
 
     >>> import tempfile
     >>> from regard.training.recipes import lm
@@ -161,7 +161,7 @@ def build(options: Options, folder: Path, seed: int) -> "LanguageModelling":
 
 
 def split_documents(documents: Sequence[Document]) -> tuple[list[Document], list[Document]]:
-    """Documents to train on, and held-out documents, by their names.
+    """Documents to train on, and held-out documents, split by name.
 
     >>> from regard.training.data.text import documents
     >>> from regard.training.recipes.lm import split_documents
@@ -173,30 +173,30 @@ def split_documents(documents: Sequence[Document]) -> tuple[list[Document], list
 
 
 def _vocabulary(train: Sequence[Document], size: int, folder: Path) -> Tokenizer:
-    """The tokenizer of a folder, or one learnt from some of the training documents, which it gets."""
-    if not (folder / "tokenizer_config.json").exists():  # the one that is written last
+    """The tokenizer in a folder; if there is none, it is trained on some of the documents and saved there."""
+    if not (folder / "tokenizer_config.json").exists():  # the file that is written last
         with tempfile.TemporaryDirectory() as aside:
             train_bpe(_sample(train), size).save(aside)
             path = Path(aside, "tokenizer.json")
-            # A prompt is text alone: whether it ends is for the model to say.
+            # A prompt gets no [END]: the model continues it.
             path.write_text(json.dumps({**json.loads(path.read_text("utf-8")), "post_processor": None}), "utf-8")
             _read(Path(aside)).save(folder)
     return _read(folder)
 
 
 def _read(folder: Path) -> Tokenizer:
-    found = Tokenizer.from_folder(folder)
-    if found is None:
-        raise CheckpointError(f"{folder}: expected a tokenizer.json beside tokenizer_config.json, got none")
-    return found
+    tokenizer = Tokenizer.from_folder(folder)
+    if tokenizer is None:
+        raise CheckpointError(f"{folder}: expected a tokenizer.json next to tokenizer_config.json, got none")
+    return tokenizer
 
 
 def _sample(train: Sequence[Document]) -> Iterator[str]:
     room = SAMPLE
-    for one in sorted(train, key=lambda one: chance(one.name)):
+    for document in sorted(train, key=lambda document: chance(document.name)):
         if room > 0:
-            yield one.text
-            room -= one.stop - one.start
+            yield document.text
+            room -= document.stop - document.start
 
 
 class LanguageModelling(Task):
@@ -222,7 +222,7 @@ class LanguageModelling(Task):
         return self._packed(chosen, epoch) if self.pieces is None else self._single(self.pieces, chosen, epoch)
 
     def _packed(self, indices: Integers, epoch: int) -> Batch:
-        """Rows of all documents in a circle, cut at other places in each epoch."""
+        """Rows cut from all documents in a circle, at different places in each epoch."""
         context, ids = self.options.context_length, self.tokens.ids
         shift = np.random.default_rng((self.seed, epoch)).integers(context)
         place = (indices[:, None] * context + shift + np.arange(context + 1)) % len(ids)
@@ -231,14 +231,14 @@ class LanguageModelling(Task):
         batch = {"tokens": tokens, "targets": np.where(targets == START, IGNORED, targets)}
         if (tokens[:, 1:] == START).any():
             batch["segments"] = (tokens == START).cumsum(1)
-        return {name: torch.from_numpy(np.ascontiguousarray(one)) for name, one in batch.items()}
+        return {name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in batch.items()}
 
     def _single(self, pieces: "_Pieces", indices: Integers, epoch: int) -> Batch:
-        """Rows of one document each, filled up on the right."""
-        starts, lengths, known = pieces.cut(indices, np.random.default_rng((self.seed, epoch)).random())
+        """Rows of one document each, padded on the right."""
+        starts, lengths, overlap = pieces.cut(indices, np.random.default_rng((self.seed, epoch)).random())
         tokens = pad_ranges(self.tokens.ids, starts, lengths, filling=PAD)
         targets = pad_ranges(self.tokens.ids, starts + 1, lengths, filling=IGNORED)
-        targets[np.arange(targets.shape[1]) < known[:, None]] = IGNORED
+        targets[np.arange(targets.shape[1]) < overlap[:, None]] = IGNORED
         batch = {"tokens": torch.from_numpy(tokens), "targets": torch.from_numpy(targets)}
         return batch if (lengths == lengths.max()).all() else {**batch, "lengths": torch.from_numpy(lengths)}
 
@@ -250,7 +250,7 @@ class LanguageModelling(Task):
 
     def evaluate(self, model: Model) -> dict[str, float]:
         """Loss, perplexity and bits per byte of excerpts of held-out documents: the first `EXCERPT` characters of
-        each, `EXCERPTS` in all, in pieces of a context. `bits_per_byte` measures all of the text."""
+        each, `EXCERPTS` in all, in rows of a context. The function `bits_per_byte` measures whole documents."""
         nats, count, size = _measured(model, self.excerpts, self.options.context_length)
         return {
             "loss": nats / count,
@@ -259,56 +259,58 @@ class LanguageModelling(Task):
         }
 
     def card(self) -> Card:
-        given = self.options.data
-        text = "the Python standard library's source" if given is None else Path(given).name
-        known = len(self.tokens.starts) - 1
-        rows = "packed" if self.options.packed else "one document each"
+        data = self.options.data
+        text = "the Python standard library's source" if data is None else Path(data).name
+        count = len(self.tokens.starts) - 1
+        rows = "packed" if self.options.packed else "one document per row"
         return Card(
-            data=f"{known:,} documents of {text}, {len(self.tokens.ids):,} tokens, in rows of "
+            data=f"{count:,} documents of {text}, {len(self.tokens.ids):,} tokens, in rows of "
             f"{self.options.context_length} ({rows}); {len(self.held_out):,} others held out.",
-            use="Continues text like that it was trained on: `regard generate`.",
+            use="Continues text like its training data: `regard generate`.",
         )
 
     def samples(self, model: Model) -> list[str]:
         tokenizer = _tokenizer(model)
         texts = ["def", "class"] if self.options.data is None else self.excerpts[:2]
         prompts = [plain_ids(tokenizer, text)[: min(8, self.options.context_length // 2)] for text in texts]
-        found = [generate(model, [one], max_new_tokens=48, temperature=0.7, seed=self.seed)[0] for one in prompts]
-        return [tokenizer.decode([*prompt, *more.tokens]) for prompt, more in zip(prompts, found, strict=True)]
+        continuations = [
+            generate(model, [prompt], max_new_tokens=48, temperature=0.7, seed=self.seed)[0] for prompt in prompts
+        ]
+        return [tokenizer.decode([*prompt, *more.tokens]) for prompt, more in zip(prompts, continuations, strict=True)]
 
 
 class _Pieces:
-    """Documents in pieces of `context` predictions, shorter documents whole. Where two pieces overlap, the later one
-    has what they share as context only, so that each prediction is made once."""
+    """Documents in pieces of `context` predictions; shorter documents are not cut. Where two pieces overlap, the shared
+    tokens are only context in the later piece, so that each token is predicted once."""
 
     def __init__(self, starts: Integers, context: int) -> None:
         predictions = np.diff(starts) - 1
-        each = -(-predictions // context)
-        document = np.repeat(np.arange(len(each)), each)
+        pieces = -(-predictions // context)
+        document = np.repeat(np.arange(len(pieces)), pieces)
         self.context = context
         self.begin, self.predictions = starts[:-1][document], predictions[document]
-        self.offset = (np.arange(len(document)) - np.repeat(each.cumsum() - each, each)) * context
-        self.slack = (each * context - predictions)[document]
+        self.offset = (np.arange(len(document)) - np.repeat(pieces.cumsum() - pieces, pieces)) * context
+        self.slack = (pieces * context - predictions)[document]
 
     @property
     def lengths(self) -> Integers:
         return np.minimum(self.predictions, self.context)
 
     def cut(self, indices: Integers, chance: float) -> tuple[Integers, Integers, Integers]:
-        """Starts and lengths of some pieces, and how many of their predictions the pieces before them make. The cuts
-        have some slack, of which they take a part."""
+        """Starts and lengths of some pieces, and how many of their tokens the pieces before them predict. Cuts may be
+        shifted left by the slack of the last piece; `chance` says by how much of it."""
         offset, last = self.offset[indices], self.predictions[indices] - self.context
         shifted = offset - (chance * (self.slack[indices] + 1)).astype(np.int64)
-        first, before = (np.clip(one, 0, np.maximum(0, last)) for one in (shifted, shifted - self.context))
-        known = np.where(offset > 0, before + self.context - first, 0)
-        return self.begin[indices] + first, self.lengths[indices], known
+        first, before = (np.clip(begin, 0, np.maximum(0, last)) for begin in (shifted, shifted - self.context))
+        overlap = np.where(offset > 0, before + self.context - first, 0)
+        return self.begin[indices] + first, self.lengths[indices], overlap
 
 
 def bits_per_byte(model: Model, texts: Iterable[str]) -> float:
-    """Bits that a model needs for each byte of UTF-8 text, exactly: all tokens are counted, and all bytes.
+    """Bits that a model needs per byte of UTF-8 text; all tokens and all bytes are counted.
 
-    Each token is predicted from half a context before it at least, or from all of its text. The first is predicted from
-    [START]; that a text ends is not.
+    Each token is predicted from at least half a context before it, or from all tokens before it. The first token is
+    predicted from [START]; [END] is not predicted.
 
     >>> import tempfile
     >>> from regard.training.recipes import lm
@@ -317,7 +319,7 @@ def bits_per_byte(model: Model, texts: Iterable[str]) -> float:
     ...     _ = (Path(folder) / "some.txt").write_text("To be, or not to be.\\n" * 100)
     ...     small = lm.Options(data=f"{folder}/some.txt", **sizes)
     ...     task = lm.build(small, Path(folder), seed=0)
-    ...     0 < lm.bits_per_byte(task.model, (one.text for one in task.held_out)) < 9
+    ...     0 < lm.bits_per_byte(task.model, (document.text for document in task.held_out)) < 9
     True
     """
     trained = model.training
@@ -331,7 +333,7 @@ def bits_per_byte(model: Model, texts: Iterable[str]) -> float:
 
 @torch.no_grad()
 def _measured(model: Model, texts: Iterable[str], stride: int) -> tuple[float, int, int]:
-    """-log p of texts in nats, how many tokens they are, and how many bytes."""
+    """-log p of texts in nats, their number of tokens, and their number of bytes."""
     nats, count, size = 0.0, 0, 0
 
     def windows() -> Iterator[tuple[list[int], list[int]]]:
@@ -342,7 +344,7 @@ def _measured(model: Model, texts: Iterable[str], stride: int) -> tuple[float, i
             yield from _windows([START, *plain_ids(tokenizer, text)], _context(model), stride)
 
     for batch in _together(windows(), max(1, TOGETHER // _context(model))):
-        nats += float(_nats(model, {name: one.to(model.device) for name, one in batch.items()}))
+        nats += float(_nats(model, {name: tensor.to(model.device) for name, tensor in batch.items()}))
         count += int((batch["targets"] != IGNORED).sum())
     if not count:
         raise ValueError("texts: expected some text, got none")
@@ -350,18 +352,19 @@ def _measured(model: Model, texts: Iterable[str], stride: int) -> tuple[float, i
 
 
 def _windows(ids: list[int], context: int, stride: int) -> Iterator[tuple[list[int], list[int]]]:
-    """Inputs and targets of a text, each token a target once, at most `stride` of them in a window but the first."""
+    """Inputs and targets of a text in overlapping windows. Each token is a target once; a window, except the first, has
+    at most `stride` targets."""
     last = len(ids) - 1 - context
     done = 0
     for start in [*range(0, last, stride), max(0, last)] if len(ids) > 1 else []:
         targets = ids[start + 1 : start + context + 1]
-        known = done - start
-        yield ids[start : start + len(targets)], [IGNORED] * known + targets[known:]
+        overlap = done - start
+        yield ids[start : start + len(targets)], [IGNORED] * overlap + targets[overlap:]
         done = start + len(targets)
 
 
 def _together(windows: Iterator[tuple[list[int], list[int]]], size: int) -> Iterator[Batch]:
-    """Windows in batches, filled up on the right."""
+    """Windows in batches, padded on the right."""
     rows = list(islice(windows, size))
     while rows:
         lengths = [len(inputs) for inputs, _ in rows]
@@ -385,13 +388,13 @@ def _nats(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def _excerpts(held_out: Sequence[Document]) -> list[str]:
-    """What evaluations during training look at."""
-    found, room = [], EXCERPTS
-    for one in sorted(held_out, key=lambda one: chance(one.name)):
+    """The excerpts that evaluations during training use."""
+    excerpts, room = [], EXCERPTS
+    for document in sorted(held_out, key=lambda document: chance(document.name)):
         if room > 0:
-            found.append(one.text[: min(EXCERPT, room)])
-            room -= len(found[-1])
-    return found
+            excerpts.append(document.text[: min(EXCERPT, room)])
+            room -= len(excerpts[-1])
+    return excerpts
 
 
 def _context(model: Model) -> int:

@@ -1,9 +1,9 @@
-"""Translation: the original encoder-decoder (Vaswani et al. 2017), French to English or whatever the pairs are.
+"""Translation: the original encoder-decoder (Vaswani et al. 2017), French to English or any other pairs.
 
     loss = Σ over target tokens of  (1 - ε) · -log p(token) + ε · mean over the vocabulary of -log p
 
-The embedded pairs are a phrase-book whose held-out sentences combine words that never met in training. Real pairs come
-from tables (.tsv) and message catalogues (.po, .mo).
+The embedded pairs are a phrase-book whose held-out sentences have combinations of words that training sentences do not
+have. Other pairs are read from tables (.tsv) and message catalogues (.po, .mo).
 """
 
 import re
@@ -42,17 +42,17 @@ if TYPE_CHECKING:
 
 PAD, START, END = 0, 1, 2
 LONGEST = 256
-"""Tokens of a source or a target; longer pairs are left out."""
+"""Tokens of a source or a target, at most; longer pairs are left out."""
 TRANSLATED = 200
-"""Held-out sentences that an evaluation translates."""
+"""How many held-out sentences an evaluation translates."""
 TOGETHER = 64
-"""Sentences that are translated as one batch."""
+"""Sentences per batch of an evaluation."""
 SHIPPED = Path(__file__).parents[2] / "shipped" / "translator"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What to translate, and with what.
+    """The data, the model, and how translations are evaluated.
 
     >>> from regard.training.recipes.translate import Options
     >>> Options(mechanism="quadratic", num_kv_heads=1).embedding_dim
@@ -63,13 +63,13 @@ class Options:
     count: int = option(100000, "Phrase-book sentences to train on.")
     held_out: int = option(1000, "Pairs kept for evaluation.")
     vocabulary_size: int = option(3072, "Tokens of the vocabulary that both languages share, at most.")
-    embedding_dim: int = option(128, "Numbers of a token.")
+    embedding_dim: int = option(128, "Embedding dimension.")
     num_layers: int = option(2, "Layers of the encoder, and of the decoder.")
-    num_heads: int = option(4, "Heads of an attention.")
-    hidden_dim: int = option(512, "Hidden units of a position-wise network.")
-    dropout: float = option(0.0, "Share of what each sub-layer adds that is dropped in training.")
-    pre_norm: bool = option(True, "Norms before sub-layers; after them, as in the original, if not.")
-    label_smoothing: float = option(0.1, "Share of the probability that targets give to all tokens alike.")
+    num_heads: int = option(4, "Attention heads.")
+    hidden_dim: int = option(512, "Hidden units of the position-wise networks.")
+    dropout: float = option(0.0, "Dropout of each sub-layer's output in training.")
+    pre_norm: bool = option(True, "Norms before sub-layers; if not, after them, as in the original.")
+    label_smoothing: float = option(0.1, "Share of the target probability that is spread over all tokens.")
     mechanism: str = option("softmax", f"Attention, one of {CHOICES}.")
     num_kv_heads: int | None = option(
         None, "Key/value heads; as many as heads if not given, 1 is MQA.", also="--kv-heads"
@@ -109,12 +109,12 @@ class Options:
 
 
 def settings() -> Settings:
-    """What trains the phrase-book in minutes on two cores."""
+    """Defaults that train on the phrase-book in minutes on two cores."""
     return Settings(steps=5000, learning_rate=2e-3, warmup=200, batch_tokens=2048)
 
 
 def build(options: Options, folder: Path, seed: int) -> "Translation":
-    """The task. `folder` gets the tokenizer, or gives it, if it has one.
+    """The task. The tokenizer is read from `folder`, or trained and saved there.
 
     >>> import tempfile
     >>> from regard.training.recipes import translate
@@ -141,7 +141,7 @@ def build(options: Options, folder: Path, seed: int) -> "Translation":
 
 
 class _Rows:
-    """Token sequences of many lengths, one after another in one array."""
+    """Token sequences of different lengths, one after another in one array."""
 
     def __init__(self, rows: Sequence[Sequence[int]]) -> None:
         self.lengths = np.array([len(row) for row in rows], dtype=np.int64)
@@ -149,14 +149,14 @@ class _Rows:
         self.tokens = np.fromiter((token for row in rows for token in row), dtype=np.int32, count=int(self.starts[-1]))
 
     def padded(self, indices: np.ndarray) -> tuple[Tensor, Tensor]:
-        """Some of them as a table padded on the right, and their lengths."""
+        """Some sequences padded on the right, and their lengths."""
         lengths = self.lengths[indices]
         table = pad_ranges(self.tokens, self.starts[indices], lengths, filling=PAD)
         return torch.from_numpy(table), torch.from_numpy(lengths)
 
 
 class _Examples:
-    """Pairs as tokens: sources as the model reads them, targets between their first token and their last."""
+    """Pairs as tokens: sources with [END], targets with [START] and [END]."""
 
     def __init__(self, pairs: Sequence[Pair], tokenizer: Tokenizer) -> None:
         rows = [(tokenizer.encode(source), [START, *tokenizer.encode(target)]) for source, target in pairs]
@@ -179,7 +179,7 @@ class _Examples:
 
 
 class Translation(Task):
-    """Pairs of sentences, and the encoder-decoder that learns to make one of the other."""
+    """Pairs of sentences, and the encoder-decoder that learns to translate them."""
 
     name: ClassVar[str] = "translate"
     model: Transformer
@@ -188,8 +188,8 @@ class Translation(Task):
         assert model.tokenizer is not None
         self.options, self.model, self.label_smoothing = options, model, options.label_smoothing
         self.train, self.held_out = _Examples(train, model.tokenizer), _Examples(held_out, model.tokenizer)
-        for name, found in (("data", self.train), ("held_out", self.held_out)):
-            if not found.pairs:
+        for name, examples in (("data", self.train), ("held_out", self.held_out)):
+            if not examples.pairs:
                 raise ValueError(f"{name}: expected pairs of at most {LONGEST} tokens, got none")
 
     def sizes(self) -> Sequence[int]:
@@ -206,50 +206,49 @@ class Translation(Task):
         return {"loss": F.cross_entropy(logits, labels, reduction="sum", label_smoothing=self.label_smoothing)}
 
     def evaluate(self, model: Model) -> dict[str, float]:
-        """Loss without smoothing and the share of right tokens, of all held-out pairs; exact translations and BLEU, of
-        the first `TRANSLATED`."""
+        """Loss without label smoothing and token accuracy on all held-out pairs; the share of exact translations and
+        BLEU on the first `TRANSLATED`."""
         loss, right, count = 0.0, 0, 0
-        for indices in _like_sizes(self.held_out.sizes):
-            batch = {name: one.to(model.device) for name, one in self.held_out.batch(indices).items()}
+        for indices in _by_size(self.held_out.sizes):
+            batch = {name: tensor.to(model.device) for name, tensor in self.held_out.batch(indices).items()}
             logits, labels = _predictions(model, batch)
             loss += float(F.cross_entropy(logits.float(), labels, reduction="sum"))
             right += int((logits.argmax(-1) == labels).sum())
             count += len(labels)
-        found = quality(model, self.held_out.pairs[:TRANSLATED], beams=self.options.beams)
-        return {"loss": loss / count, "accuracy": right / count, **found}
+        scores = quality(model, self.held_out.pairs[:TRANSLATED], beams=self.options.beams)
+        return {"loss": loss / count, "accuracy": right / count, **scores}
 
     def card(self) -> Card:
         options = self.options
-        known, kept = len(self.train.pairs), len(self.held_out.pairs)
+        trained, held_out = len(self.train.pairs), len(self.held_out.pairs)
         if options.data:
-            data = (
-                f"{known:,} pairs of {', '.join(Path(path).name for path in options.data)}; {kept:,} others held out."
-            )
+            names = ", ".join(Path(path).name for path in options.data)
+            data = f"{trained:,} pairs of {names}; {held_out:,} others held out."
         else:
             data = (
-                f"{known:,} sentences of the embedded French-English phrase-book, and {kept:,} held-out ones, which "
-                "combine words that never met in training."
+                f"{trained:,} sentences of the embedded French-English phrase-book; {held_out:,} held-out sentences "
+                "have combinations of words that these do not have."
             )
         if _sacrebleu() is None:
-            data += " BLEU was not measured, for want of sacrebleu."
+            data += " BLEU was not measured, because sacrebleu is not installed."
         return Card(data=data, use="Translates sentences like those it was trained on: `regard translate`.")
 
     def samples(self, model: Model) -> list[str]:
         pairs = self.held_out.pairs[:3]
-        found = translate(model, [source for source, _ in pairs], beams=self.options.beams)
-        return [f"{source} → {text} ({target})" for (source, target), text in zip(pairs, found, strict=True)]
+        translations = translate(model, [source for source, _ in pairs], beams=self.options.beams)
+        return [f"{source} → {text} ({target})" for (source, target), text in zip(pairs, translations, strict=True)]
 
 
 def _predictions(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Logits (N, D) and labels (N,) of the real places of a batch's targets."""
+    """Logits (N, D) and labels (N,) of a batch's target tokens, without padding."""
     target, lengths = batch["target"], batch["target_lengths"] - 1
     at = torch.arange(target.shape[1] - 1, device=target.device) < lengths[:, None]
     logits = model(batch["source"], target[:, :-1], padding(batch["source_lengths"]), padding(lengths), at=at)
     return logits, target[:, 1:][at]
 
 
-def _like_sizes(sizes: Sequence[int]) -> Iterator[list[int]]:
-    """All places, in batches of like sizes."""
+def _by_size(sizes: Sequence[int]) -> Iterator[list[int]]:
+    """All indices, in batches of similar sizes."""
     order = np.argsort(np.asarray(sizes), kind="stable").tolist()
     return (order[start : start + TOGETHER] for start in range(0, len(order), TOGETHER))
 
@@ -257,9 +256,9 @@ def _like_sizes(sizes: Sequence[int]) -> Iterator[list[int]]:
 def translate(
     model: Model, texts: Sequence[str], *, beams: int = 4, max_new_tokens: int | None = None
 ) -> list[Generated]:
-    """Translations of texts, in their order, by the likeliest of some beams, or token by token with `beams=1`.
+    """Translations of texts, in their order, by beam search, or greedily with `beams=1`.
 
-    `max_new_tokens` is of each, at most; twice as many as the longest text has, and 16, if not given.
+    A translation has at most `max_new_tokens` tokens; by default twice the tokens of the longest text, plus 16.
 
     >>> from regard.training.recipes.translate import shipped, translate
     >>> translate(shipped(), ["La voiture rouge est rapide."])
@@ -267,15 +266,15 @@ def translate(
     """
     sources = [_tokenizer(model).encode(text) for text in texts]
     most = max_new_tokens or 2 * max(map(len, sources), default=0) + 16
-    found: dict[int, Generated] = {}
-    for part in _like_sizes([len(source) for source in sources]):
+    translations: dict[int, Generated] = {}
+    for part in _by_size([len(source) for source in sources]):
         written = generate(model, [sources[at] for at in part], max_new_tokens=most, beams=beams)
-        found |= zip(part, written, strict=True)
-    return [found[at] for at in range(len(sources))]
+        translations |= zip(part, written, strict=True)
+    return [translations[at] for at in range(len(sources))]
 
 
 def _tokenizer(model: Model) -> Tokenizer:
-    """The tokenizer of a model that can translate."""
+    """The tokenizer of an encoder-decoder; ValueError for other models."""
     expect(Transformer, model)
     if model.tokenizer is None:
         raise ValueError("model: expected one with a tokenizer, got one without")
@@ -283,19 +282,19 @@ def _tokenizer(model: Model) -> Tokenizer:
 
 
 def quality(model: Model, pairs: Sequence[Pair], *, beams: int = 1) -> dict[str, float]:
-    """How good translations are: `exact`, the share equal to their reference, and `bleu`, where sacrebleu is installed.
+    """The quality of translations: `exact`, the share equal to the reference, and `bleu` if sacrebleu is installed.
 
     >>> from regard.training.data.phrasebook import phrasebook
     >>> from regard.training.recipes.translate import quality, shipped
     >>> quality(shipped(), phrasebook("held_out", 50))["exact"] > 0.9
     True
     """
-    found = translate(model, [source for source, _ in pairs], beams=beams)
+    translations = translate(model, [source for source, _ in pairs], beams=beams)
     references = [target for _, target in pairs]
-    results = {"exact": sum(map(str.__eq__, found, references)) / len(pairs)}
+    results = {"exact": sum(map(str.__eq__, translations, references)) / len(pairs)}
     sacrebleu = _sacrebleu()
     if sacrebleu is not None:
-        results["bleu"] = sacrebleu.corpus_bleu(found, [references]).score
+        results["bleu"] = sacrebleu.corpus_bleu(translations, [references]).score
     return results
 
 
@@ -308,14 +307,14 @@ def _sacrebleu() -> Any:
 
 
 def shipped(device: torch.device | str = "cpu") -> Transformer:
-    """The translator that comes with the package, trained on the phrase-book."""
+    """The translator that ships with the package, trained on the phrase-book."""
     from regard.checkpoints import load
 
     return expect(Transformer, load(SHIPPED, dtype=torch.float32, device=device))
 
 
 def domain(run: str | Path | None = None) -> Domain | None:
-    """What the sentences of a run, or of the translator that ships, were like; None where a run has no such file.
+    """The domain of a run's training sentences, by default of the shipped translator's; None if a run has no such file.
 
     >>> from regard.training.recipes.translate import domain
     >>> domain().outside("La voiture rouge est rapide."), domain().outside("Bonjour.")
@@ -326,11 +325,11 @@ def domain(run: str | Path | None = None) -> Domain | None:
 
 @torch.inference_mode()
 def looks(model: Model, source: str, target: str) -> tuple[list[str], list[str], Float[Tensor, "L H T S"]]:
-    """Where the decoder looks as it writes each word: words of the target, words of the source, and the weights of
-    cross-attention between them, for each layer and head.
+    """Cross-attention by words: words of the target, words of the source, and the weights between them, for each layer
+    and head.
 
-    A row is the mean of those at which the word's tokens are predicted; a column sums over a word's tokens. Special
-    tokens are words of their own, so that rows sum to 1.
+    The row of a target word is the mean over the queries that predict its tokens; the column of a source word is the
+    sum over its tokens. Special tokens count as words, so that rows sum to 1.
 
     >>> from regard.training.recipes.translate import looks, shipped
     >>> rows, columns, weights = looks(shipped(), "La voiture rouge est rapide.", "The red car is fast.")
@@ -339,71 +338,71 @@ def looks(model: Model, source: str, target: str) -> tuple[list[str], list[str],
     """
     tokenizer = _tokenizer(model)
     read, written = tokenizer.encode(source), tokenizer.encode(target)
-    with trace(model, keep=("weights",)) as found:
+    with trace(model, keep=("weights",)) as recorded:
         model(torch.tensor([read], device=model.device), torch.tensor([[START, *written[:-1]]], device=model.device))
     (columns, across), (rows, down) = _words(tokenizer, read), _words(tokenizer, written)
-    kept = torch.stack([layer.need("weights")[0] for layer in found.select(kind="cross").layers])
+    kept = torch.stack([layer.need("weights")[0] for layer in recorded.select(kind="cross").layers])
     across, down = across.to(kept), down.to(kept)
     return rows, columns, torch.einsum("it,lhts,js->lhij", down / down.sum(-1, keepdim=True), kept, across)
 
 
 def _words(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[list[str], Bool[Tensor, "W T"]]:
-    """The words that tokens make up, signs and special tokens among them, and which tokens each has.
+    """The words of a token sequence, including punctuation and special tokens, and which tokens each word has.
 
-    A token belongs to the run of letters, or of signs, that it ends in: l' is a word of its own.
+    A token belongs to the run of letters, or of punctuation, that it ends in: l' is a word.
     """
     special = {tokenizer.bos, tokenizer.eos, tokenizer.pad, tokenizer.unk}
-    text = tokenizer.decode([one for one in ids if one not in special])
+    text = tokenizer.decode([token for token in ids if token not in special])
     runs = [run.end() for run in re.finditer(r"\w+|[^\w\s]+", text)]
     words: list[list[int]] = []
     last, plain = None, list[int]()
     for at, token in enumerate(ids):
         if token not in special:
             plain.append(token)
-        # Half a character counts as the whole one, so that the length tells where a token ends.
+        # A token may end within a character, which is decoded as one replacement character: the length stays right.
         place = ("special", at) if token in special else ("run", bisect_left(runs, len(tokenizer.decode(plain))))
         if place != last:
             words.append([])
         words[-1].append(at)
         last = place
-    owns = torch.zeros(len(words), len(ids), dtype=torch.bool)
+    members = torch.zeros(len(words), len(ids), dtype=torch.bool)
     for word, places in enumerate(words):
-        owns[word, places] = True
-    return [tokenizer.decode([ids[at] for at in places], special=True).strip() for places in words], owns
+        members[word, places] = True
+    return [tokenizer.decode([ids[at] for at in places], special=True).strip() for places in words], members
 
 
 @dataclass(frozen=True)
 class Alignment:
-    """How well cross-attention pairs words that change places."""
+    """How well cross-attention aligns words that change places."""
 
     share: float
-    """Of sentences in which the adjective looks at the adjective and the noun at the noun."""
+    """The share of sentences in which the adjective attends to the adjective and the noun to the noun."""
     layer: int
-    """Of the decoder, where that is so most often."""
+    """The decoder layer in which this share is highest."""
     head: int | None
-    """None for the mean of the layer's heads."""
+    """The head; None for the mean of the layer's heads."""
     weight: float
-    """That the right words get there, on average."""
+    """The mean attention weight of the right words in this layer and head."""
 
 
 def alignment(model: Model, swaps: Sequence[Swap]) -> Alignment:
-    """How often noun and adjective look across their swap, in the layer and head that do it best.
+    """How often a swapped noun and adjective attend to the right source words, in the best layer and head.
 
-    A word looks at the source's word that has most of its weight, special tokens among them.
+    A word attends to the source word, or special token, with the highest weight.
 
     >>> from regard.training.data.phrasebook import swaps
     >>> from regard.training.recipes.translate import alignment, shipped
     >>> alignment(shipped(), swaps("held_out", 20)).share > 0.9
     True
     """
-    right, held = [], []
+    right, attended = [], []
     for source, target, read, written in swaps:
         rows, columns, weights = looks(model, source, target)
-        every = torch.cat([weights, weights.mean(1, keepdim=True)], dim=1)  # the mean as one more head
+        every = torch.cat([weights, weights.mean(1, keepdim=True)], dim=1)  # the mean of the heads as another head
         down, across = [rows.index(word) for word in written], [columns.index(word) for word in read]
         right.append((every[..., down, :].argmax(-1).cpu() == torch.tensor(across)).all(-1))
-        held.append(every[..., down, across].mean(-1))
-    shares, means = torch.stack(right).double().mean(0), torch.stack(held).mean(0)
+        attended.append(every[..., down, across].mean(-1))
+    shares, means = torch.stack(right).double().mean(0), torch.stack(attended).mean(0)
     layers, heads = shares.shape
     places = [(layer, head) for layer in range(layers) for head in range(heads)]
     layer, head = max(places, key=lambda at: (float(shares[at]), float(means[at])))
@@ -411,7 +410,7 @@ def alignment(model: Model, swaps: Sequence[Swap]) -> Alignment:
 
 
 def attention_figure(model: Model, source: str, target: str) -> "Figure":
-    """Where each word of a translation looks in its source, a heat map for each layer of the decoder.
+    """Cross-attention between the words of a translation and its source, a heat map for each decoder layer.
 
     >>> from regard.training.recipes.translate import attention_figure, shipped
     >>> figure = attention_figure(shipped(), "La voiture rouge est rapide.", "The red car is fast.")

@@ -2,11 +2,11 @@
 
     loss = Σ over images of  -Σ over classes of  target · log p      target: 1 - ε for the class, and ε spread over all
 
-An example is its bytes and some random numbers. Images are shifted, mirrored, erased and mixed where the model is, a
+An example is an image and some random numbers. Images are shifted, mirrored, erased and mixed on the model's device, a
 whole batch at once.
 
-Pre-training may have a head with a hidden layer (`head="mlp"`); fine-tuning starts from a run or a checkpoint (`start`)
-and puts one linear layer in its place, which begins at 0 (Dosovitskiy et al. 2020).
+Pre-training may use a head with a hidden layer (`head="mlp"`); fine-tuning starts from a run or a checkpoint (`start`)
+and replaces the head by one linear layer, which is initialised to 0 (Dosovitskiy et al. 2020).
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ from regard.training.task import Batch, Card, Task, Totals
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a model; of a DaViT those of its first stage, and the layers of each stage."""
+    """The sizes of a model. For a DaViT these are the sizes of its first stage, and the layers of each stage."""
 
     patch_size: int
     embedding_dim: int
@@ -43,23 +43,23 @@ class Shape:
 
 
 SHAPES = {"vit": Shape(7, 96, (4,), 3), "davit": Shape(4, 32, (1, 1), 1)}
-"""What the models are if nothing else is said."""
+"""The default sizes."""
 WINDOWS = ("window_radius", "window_size")
-OWN = ("model", "patch_size", "embedding_dim", "num_layers", "num_heads", "num_kv_heads", *WINDOWS)
-"""Options that a model which training starts from has answered."""
+FIXED = ("model", "patch_size", "embedding_dim", "num_layers", "num_heads", "num_kv_heads", *WINDOWS)
+"""Options that fine-tuning refuses: the model that it starts from determines them."""
 TRAIN_GLYPHS, TEST_GLYPHS = 20_000, 2_000
 GLYPH_SIZE = 28
 TESTED = 500
-"""Images that are tested as one batch."""
+"""Images per batch of an evaluation."""
 SHOWN = 6
-"""Test images whose classes are shown."""
+"""Test images that are printed with their class after an evaluation."""
 CHANGES = 7
-"""Random numbers of an image: down, across, mirrored, and the erased part's height, width, top and left."""
+"""Random numbers per image: shift down, shift across, mirroring, and height, width, top and left of the erased part."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What to classify, and with what.
+    """The images, the model, and how images are augmented.
 
     >>> from regard.training.recipes.vision import Options
     >>> Options(model="davit", num_layers=(1, 2)).shape
@@ -73,17 +73,15 @@ class Options:
     start: str | None = option(None, "A run or a checkpoint to fine-tune: its model, with a new head.")
     model: Literal["vit", "davit"] | None = option(None, "vit or davit; vit if not given.")
     head: Literal["linear", "mlp"] = option(
-        "linear", "A ViT's last part: linear, or mlp, with a hidden layer, for pre-training."
+        "linear", "The head of a ViT: linear, or for pre-training mlp, with a hidden layer."
     )
-    patch_size: int | None = option(
-        None, "Pixels of a patch's side; for a DaViT the stride that its first stage begins with."
-    )
+    patch_size: int | None = option(None, "Side of a patch in pixels; for a DaViT the stride of its first stage.")
     embedding_dim: int | None = option(
-        None, "Numbers of a token; a DaViT's first stage, twice as many at each further one."
+        None, "Embedding dimension; for a DaViT that of its first stage, doubled at each further stage."
     )
     num_layers: tuple[int, ...] | None = option(None, "Layers; for a DaViT those of each stage, like 1,2,1.")
     num_heads: int | None = option(
-        None, "Heads of an attention; a DaViT's first stage, twice as many at each further one."
+        None, "Attention heads; for a DaViT those of its first stage, doubled at each further stage."
     )
     num_kv_heads: int | None = option(
         None, "A ViT's key/value heads; as many as heads if not given, 1 is MQA.", also="--kv-heads"
@@ -93,17 +91,17 @@ class Options:
     )
     window_size: int | None = option(None, "A DaViT's: tokens of a window's side; 7 if not given.")
     mechanism: str | None = option(None, f"Attention, one of {CHOICES}. Softmax if not given.")
-    dropout: float = option(0.0, "Share of what each sub-layer adds that is dropped in training.")
-    label_smoothing: float = option(0.1, "Share of the probability that targets give to all classes alike.")
-    shift: int = option(1, "Pixels that images are shifted by at most, down and across.")
-    flip: bool | None = option(None, "Mirror half of the images; if not given, those of Fashion-MNIST and CIFAR-10.")
-    erase: float = option(0.0, "Sides of a rectangle that is erased, at most, as a part of the image's.")
-    mixup: float = option(0.0, "Share of another image that is mixed in, at most.")
+    dropout: float = option(0.0, "Dropout of each sub-layer's output in training.")
+    label_smoothing: float = option(0.1, "Share of the target probability that is spread over all classes.")
+    shift: int = option(1, "Largest shift of an image in pixels, down and across.")
+    flip: bool | None = option(None, "Mirror half of the images; if not given, only for Fashion-MNIST and CIFAR-10.")
+    erase: float = option(0.0, "Largest side of an erased rectangle, as a fraction of the image's side.")
+    mixup: float = option(0.0, "Largest share of another image that is mixed in.")
 
     def __post_init__(self) -> None:
-        for name, known in (("model", (None, *SHAPES)), ("head", ("linear", "mlp"))):
-            if (value := getattr(self, name)) not in known:
-                raise ValueError(f"{name}: expected {' or '.join(filter(None, known))}, got {value!r}")
+        for name, choices in (("model", (None, *SHAPES)), ("head", ("linear", "mlp"))):
+            if (value := getattr(self, name)) not in choices:
+                raise ValueError(f"{name}: expected {' or '.join(filter(None, choices))}, got {value!r}")
         for name in ("patch_size", "embedding_dim", "num_heads", "num_kv_heads", *WINDOWS):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name}: expected at least 1, got {value}")
@@ -122,17 +120,17 @@ class Options:
         if self.mechanism is not None:
             lookup(self.mechanism)
         if self.data is not None and self.size is not None:
-            raise ValueError(f"size: expected none with data, whose images have their own, got {self.size}")
+            raise ValueError(f"size: expected none with data, whose images have a size, got {self.size}")
         if self.size is not None and self.size < 8:
             raise ValueError(f"size: expected at least 8, got {self.size}")
         self._check_kind()
 
     def _check_kind(self) -> None:
         if self.start is not None:
-            for name in OWN:
+            for name in FIXED:
                 if (value := getattr(self, name)) is not None:
                     raise ValueError(
-                        f"{name}: expected none with a model to start from, which has its own, got {value}"
+                        f"{name}: expected none when fine-tuning a model, which determines it, got {value}"
                     )
         if self.head == "mlp" and (self.start is not None or self.model == "davit"):
             who = "a DaViT" if self.model == "davit" else "fine-tuning"
@@ -146,14 +144,14 @@ class Options:
 
     @property
     def shape(self) -> Shape:
-        """The sizes of the model, those that are not given included."""
+        """The sizes of the model, with defaults for those that are not given."""
         values = {field.name: getattr(self, field.name) for field in fields(Shape)}
         return replace(
             SHAPES[self.model or "vit"], **{name: value for name, value in values.items() if value is not None}
         )
 
     def config(self, images: Images) -> VisionConfig | DaViTConfig:
-        """The model's config, for images."""
+        """The model's config for these images."""
         shape = self.shape
         shared: dict[str, Any] = {
             "num_channels": images.train.images.shape[1],
@@ -193,12 +191,12 @@ class Options:
 
 
 def _text(numbers: Sequence[int]) -> str:
-    """Numbers as they are typed: 1,2,1."""
+    """Numbers as typed on the command line: 1,2,1."""
     return ",".join(map(str, numbers))
 
 
 def settings() -> Settings:
-    """For rendered glyphs on two cores: some minutes.
+    """Defaults that learn rendered glyphs in minutes on two cores.
 
     >>> from regard.training.recipes import vision
     >>> vision.settings().batch_size
@@ -213,18 +211,18 @@ def build(options: Options, folder: Path, seed: int) -> "Vision":
     >>> from pathlib import Path
     >>> from regard.training.recipes import vision
     >>> task = vision.build(vision.Options(embedding_dim=16, num_heads=2, num_layers=(1,)), Path(), seed=0)
-    >>> sorted((name, tuple(one.shape)) for name, one in task.batch([3, 5], epoch=0).items())
+    >>> sorted((name, tuple(tensor.shape)) for name, tensor in task.batch([3, 5], epoch=0).items())
     [('draws', (2, 9)), ('images', (2, 1, 28, 28)), ('labels', (2,))]
     """
     if options.start is not None:
-        resolve(options.start)  # before the seconds that images take
+        resolve(options.start)  # fail before reading images, which takes seconds
     images = _rendered(options, seed) if options.data is None else read_images(Path(options.data))
     torch.manual_seed(seed)
     return Vision(_model(options, images), images, options, seed)
 
 
 class Vision(Task):
-    """Images and a model that tells their classes."""
+    """Images, and the model that learns their classes."""
 
     name: ClassVar[str] = "vision"
     watched: ClassVar[tuple[str, Literal["least", "most"]]] = ("accuracy", "most")
@@ -243,11 +241,11 @@ class Vision(Task):
         picked, (images, labels) = torch.tensor(indices), self.images.train
         count = 2 + (2 if self.options.mixup else 1) * CHANGES
         numbers = torch.from_numpy(draws(self.seed, epoch, indices, count)).float()
-        found = {"images": images[picked], "labels": labels[picked], "draws": numbers}
+        batch = {"images": images[picked], "labels": labels[picked], "draws": numbers}
         if self.options.mixup:
             others = (numbers[:, 0] * len(labels)).long()
-            found |= {"other images": images[others], "other labels": labels[others]}
-        return found
+            batch |= {"other images": images[others], "other labels": labels[others]}
+        return batch
 
     def counts(self, batch: Batch) -> dict[str, int]:
         return {"classes": len(batch["labels"])}
@@ -267,8 +265,8 @@ class Vision(Task):
     def _changed(self, images: UInt8[Tensor, "B C Y X"], numbers: Float[Tensor, "B D"]) -> Float[Tensor, "B C Y X"]:
         options = self.options
         moved = shifted(images, numbers[:, :3], options.shift, self.flip)
-        found = pixels(moved, self.model.dtype)
-        return erased(found, numbers[:, 3:], options.erase) if options.erase else found
+        bright = pixels(moved, self.model.dtype)
+        return erased(bright, numbers[:, 3:], options.erase) if options.erase else bright
 
     def _losses(self, logits: Float[Tensor, "B D"], labels: Int64[Tensor, "B"]) -> Float[Tensor, "B"]:
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -287,12 +285,12 @@ class Vision(Task):
 
     def samples(self, model: Model) -> list[str]:
         images, labels = self.images.test
-        found = self._logits(model, images[:SHOWN]).softmax(-1).max(-1)
+        guesses = self._logits(model, images[:SHOWN]).softmax(-1).max(-1)
         names = self.images.class_names
         return [
-            f"{names[truth]}: taken for {names[guess]} ({sure:.0%})"
+            f"{names[truth]}: classified as {names[guess]} ({sure:.0%})"
             for truth, guess, sure in zip(
-                labels[:SHOWN].tolist(), found.indices.tolist(), found.values.tolist(), strict=True
+                labels[:SHOWN].tolist(), guesses.indices.tolist(), guesses.values.tolist(), strict=True
             )
         ]
 
@@ -304,16 +302,16 @@ class Vision(Task):
         high, wide = _sides(self.images)
         train, test, names = len(self.images.train.labels), len(self.images.test.labels), self.images.class_names
         return Card(
-            data=f"{self.images.name}: {train:,} images of {high}×{wide} to train on, {test:,} to test on.",
-            use=f"To tell {len(names)} classes apart: {', '.join(names)[:300]}. Pixels go from -1 to 1.",
+            data=f"{self.images.name}: {train:,} training images of {high}×{wide} pixels, {test:,} test images.",
+            use=f"Classifies images into {len(names)} classes: {', '.join(names)[:300]}. Pixels are from -1 to 1.",
         )
 
 
 def shifted(
     images: UInt8[Tensor, "B C Y X"], numbers: Float[Tensor, "B 3"], most: int, flip: bool
 ) -> UInt8[Tensor, "B C Y X"]:
-    """Images shifted by up to `most` pixels down and across, black where they came from, and mirrored if `flip` says so
-    and their third number is below one half.
+    """Images shifted by up to `most` pixels down and across, with black borders, and, with `flip`, mirrored if their
+    third number is below 1/2.
 
     >>> import torch
     >>> from regard.training.recipes.vision import shifted
@@ -335,7 +333,7 @@ def shifted(
 
 
 def erased(images: Float[Tensor, "B C Y X"], numbers: Float[Tensor, "B 4"], most: float) -> Float[Tensor, "B C Y X"]:
-    """Images with a grey rectangle somewhere, its sides from 0 to `most` of the image's.
+    """Images with a grey rectangle somewhere, whose sides are 0 to `most` times those of the image.
 
     >>> import torch
     >>> from regard.training.recipes.vision import erased
@@ -348,7 +346,7 @@ def erased(images: Float[Tensor, "B C Y X"], numbers: Float[Tensor, "B 4"], most
 
 
 def _stretch(side: int, share: Float[Tensor, "B"], place: Float[Tensor, "B"]) -> Bool[Tensor, "B N"]:
-    """Which pixels of a side are in a stretch of some share of it, from its beginning (place 0) to its end (1)."""
+    """Which pixels of a side are in a stretch of `share` of it; `place` is 0 at its beginning, 1 at its end."""
     first = place * (1 - share) * side
     pixel = torch.arange(side, device=share.device)
     return (pixel >= first.round()[:, None]) & (pixel < (first + share * side).round()[:, None])
@@ -368,17 +366,17 @@ def _model(options: Options, images: Images) -> ImageModel:
     if options.start is None:
         return expect(ImageModel, build_model(options.config(images)))
     mechanism = None if options.mechanism is None else lookup(options.mechanism)
-    found = expect(ImageModel, load_with(options.start, mechanism, dtype=torch.float32), "from")
+    started = expect(ImageModel, load_with(options.start, mechanism, dtype=torch.float32), "from")
     channels = images.train.images.shape[1]
-    if found.config.num_channels != channels:
+    if started.config.num_channels != channels:
         raise ValueError(
             f"from: expected a model for images of {channels} channels, as {images.name} has, "
-            f"got {options.start}, which is for {found.config.num_channels}"
+            f"got {options.start}, which is for {started.config.num_channels}"
         )
-    found = found.resized(_sides(images)).with_classes(len(images.class_names), images.class_names)
-    # How much is dropped in training is this run's own, and part of what a model is built from.
-    model = type(found)(replace(found.config, dropout=options.dropout))
-    model.load_state_dict(found.state_dict())
+    started = started.resized(_sides(images)).with_classes(len(images.class_names), images.class_names)
+    # Dropout is an option of this run and part of the config, so the model is built again with it.
+    model = type(started)(replace(started.config, dropout=options.dropout))
+    model.load_state_dict(started.state_dict())
     return model
 
 
