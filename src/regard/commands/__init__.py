@@ -1,7 +1,7 @@
 """The command line: parse, call, print.
 
-Results go to standard output, progress and errors to standard error. Exit codes: 0 all is well, 1 a law is broken or a
-goal is missed, 2 something the user can put right, 130 interrupted.
+Results go to standard output, progress and errors to standard error. Exit codes: 0 success, 1 a law is broken or a goal
+is missed, 2 an error that the user can fix, 130 interrupted.
 """
 
 import os
@@ -27,7 +27,7 @@ def main() -> None:
 
 
 def _code(error: BaseException) -> int:
-    """The exit code for the exception that ended a command, after one line about it; our own mistakes are raised."""
+    """The exit code for the exception that ended a command, after printing a line about it; bugs of ours are raised."""
     if _is_interrupt(error):
         return 130
     if isinstance(error, ModuleNotFoundError):
@@ -40,7 +40,7 @@ def _code(error: BaseException) -> int:
 
     if isinstance(error, Abort):
         return 130
-    if isinstance(error, BrokenPipeError):  # the reader has seen enough: `regard cost | head`
+    if isinstance(error, BrokenPipeError):  # the reader has stopped reading: `regard cost | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     if isinstance(error, UsageError):
@@ -53,15 +53,15 @@ def _code(error: BaseException) -> int:
 
 
 def _usage(error: Any) -> str:
-    """What is wrong with a command line, and the option that may have been meant."""
-    close = getattr(error, "possibilities", None)  # the nearest first
+    """The error in a command line, and the option that may have been meant."""
+    close = getattr(error, "possibilities", None)  # the closest match first
     if close:
         return f"no option {error.option_name}; did you mean {close[0]}?"
     return str(error.format_message())
 
 
 def _is_interrupt(error: BaseException | None) -> bool:
-    """Whether Ctrl-C is behind an exception: a library that was about to handle it may have raised one of its own."""
+    """Whether an exception was caused by Ctrl-C: a library may have raised another while handling it."""
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__cause__ or error.__context__
     return error is not None
@@ -69,9 +69,9 @@ def _is_interrupt(error: BaseException | None) -> bool:
 
 @contextmanager
 def leaving_at_once() -> Iterator[None]:
-    """Let Ctrl-C end the program while modules are imported: there an exception can be swallowed or change its type."""
+    """Let Ctrl-C exit at once while modules are imported, where its exception may be swallowed or replaced."""
     before = signal.getsignal(signal.SIGINT)
-    if before is not signal.default_int_handler:  # ignored, as in a script's background job, or somebody else's
+    if before is not signal.default_int_handler:  # ignored, as in a background job, or another handler
         yield
         return
     signal.signal(signal.SIGINT, _leave)

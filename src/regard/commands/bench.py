@@ -22,20 +22,20 @@ def bench(
         str | None,
         typer.Option(
             metavar="NAME",
-            help=f"Time this mechanism instead, against SDPA and its own plain formula: of {CHOICES}.",
+            help=f"Time this mechanism instead, against SDPA and against its plain formula: one of {CHOICES}.",
             show_default=False,
         ),
     ] = None,
-    qk_length: Annotated[int, typer.Option(min=1, metavar="N", help="With --mechanism: length of its heads.")] = 64,
+    qk_length: Annotated[int, typer.Option(min=1, metavar="N", help="With --mechanism: the head dimension.")] = 64,
     listed: Annotated[bool, typer.Option("--list", help="List the suite and exit.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="End with one line of JSON.")] = False,
     out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Folder to save the results in.")] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="A few rounds only: a look, not a result, and no goal is missed.")
+        bool, typer.Option("--quick", help="A few rounds only, for a rough look: goals are not enforced.")
     ] = False,
-    gpu: Annotated[bool, typer.Option("--gpu", help="Attention and generation on a CUDA device instead.")] = False,
+    gpu: Annotated[bool, typer.Option("--gpu", help="Time attention and generation on a CUDA device instead.")] = False,
 ) -> None:
-    """Speed against named peers, as ratios measured in one run; above 1, ours is faster. Exit 1 if a goal is missed."""
+    """Speed ratios against named peers, measured in one run; above 1, ours is faster. Exit 1 if a goal is missed."""
     if gpu:
         for name, value in {"mechanism": mechanism, "only": only, "list": listed, "quick": quick}.items():
             if value:
@@ -44,18 +44,20 @@ def bench(
         return
     from regard.commands.suite import SUITE, environment, of_mechanism, run, save
 
-    known = SUITE
+    benches = SUITE
     if mechanism is not None:
-        benches = of_mechanism(mechanism.rpartition(":")[2], from_text(mechanism), qk_length)
-        known = {bench.name: bench for bench in benches}
-    names = list(dict.fromkeys(only or known))
+        timed = of_mechanism(mechanism.rpartition(":")[2], from_text(mechanism), qk_length)
+        benches = {bench.name: bench for bench in timed}
+    names = list(dict.fromkeys(only or benches))
     for name in names:
-        if name not in known:
+        if name not in benches:
             raise ValueError(f"only: expected a benchmark of `regard bench --list`, got {name!r}")
-    suite = [known[name] for name in names]
+    suite = [benches[name] for name in names]
     if listed:
-        rows = [{"name": one.name, "title": one.title, "peer": one.peer, "goal": one.goal} for one in suite]
-        print_table([{**row, "goal": _goal(one.goal)} for row, one in zip(rows, suite, strict=True)], right=("goal",))
+        rows = [{"name": entry.name, "title": entry.title, "peer": entry.peer, "goal": entry.goal} for entry in suite]
+        print_table(
+            [{**row, "goal": _goal(entry.goal)} for row, entry in zip(rows, suite, strict=True)], right=("goal",)
+        )
         if as_json:
             print(json.dumps({"suite": rows}))
         return

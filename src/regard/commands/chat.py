@@ -28,10 +28,12 @@ from regard.inference.generation.conversation import ContextError, Conversation
 def chat(
     source: Source,
     system: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="The system's message. Default: the template's.")
+        str | None, typer.Option(metavar="TEXT", help="The system message. Default: the template's.")
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Of an answer, at most.")] = 512,
-    temperature: Annotated[float, typer.Option(metavar="X", help="0 takes the likeliest token always.")] = 0.7,
+    max_new_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens of an answer, at most.")] = 512,
+    temperature: Annotated[
+        float, typer.Option(metavar="X", help="0 always takes the likeliest token; above 0, tokens are sampled.")
+    ] = 0.7,
     top_k: TopK = None,
     top_p: TopP = 0.9,
     min_p: MinP = None,
@@ -45,9 +47,9 @@ def chat(
     dtype: Dtype = None,
     device: Device = "cpu",
 ) -> None:
-    """Talk with a model: a line is a message. /reset begins anew, /quit or the input's end leaves, Ctrl-C interrupts.
+    """Chat with a model; a line is a message. /reset starts over, /quit or the end of input exits, Ctrl-C interrupts.
 
-    The template is the checkpoint's own. What was said stays in the model's state: each turn reads only what is new.
+    The chat template is the checkpoint's. The KV cache keeps the conversation: a turn processes only its new tokens.
     """
     chosen = plan(locals())
     _talk(Conversation(chosen.load(), system, seed=seed, **chosen.stream))
@@ -57,7 +59,7 @@ def _talk(conversation: Conversation) -> None:
     terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if terminal:
         _use_history()
-        print("/reset begins anew, /quit leaves, Ctrl-C stops an answer.", file=sys.stderr)
+        print("/reset starts over, /quit exits, Ctrl-C stops an answer.", file=sys.stderr)
     while True:
         try:
             line = input("> " if terminal else "").strip()
@@ -76,7 +78,7 @@ def _talk(conversation: Conversation) -> None:
 
 
 def _turn(conversation: Conversation, text: str) -> None:
-    """Write the answer as it comes; what came before an interruption stays in the conversation."""
+    """Print the answer as it is generated; after an interruption, the part before it stays in the conversation."""
     try:
         answer = conversation.say(text)
     except ContextError as full:
@@ -94,10 +96,10 @@ def _turn(conversation: Conversation, text: str) -> None:
 
 
 def _say_full(what: str) -> None:
-    print(f"regard: {what}; /reset begins anew", file=sys.stderr, flush=True)
+    print(f"regard: {what}; /reset starts over", file=sys.stderr, flush=True)
 
 
 def _use_history() -> None:
-    """Arrow keys and earlier lines, where Python has them."""
+    """Enable arrow keys and earlier lines, if Python has readline."""
     with suppress(ImportError):
         import readline  # noqa: F401

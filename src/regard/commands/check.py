@@ -1,4 +1,4 @@
-"""`regard check`: the laws, on shipped mechanisms and on those of the user's files."""
+"""`regard check`: run the laws on shipped mechanisms and on a user's mechanisms."""
 
 import math
 from typing import Annotated
@@ -17,12 +17,14 @@ def check(
     mechanisms: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[MECHANISM]…", help=f"Of {CHOICES}. Default: all that are shipped.", show_default=False
+            metavar="[MECHANISM]…", help=f"Of {CHOICES}. Default: all shipped mechanisms.", show_default=False
         ),
     ] = None,
-    own: Annotated[
+    user_mechanisms: Annotated[
         list[str] | None,
-        typer.Option(metavar="FILE.py:NAME", help="A mechanism of your own, as above. May repeat.", show_default=False),
+        typer.Option(
+            "--own", metavar="FILE.py:NAME", help="A mechanism of your own, as above. May repeat.", show_default=False
+        ),
     ] = None,
     law: Annotated[
         list[str] | None,
@@ -43,17 +45,17 @@ def check(
     qk_length: Annotated[
         int | None,
         typer.Option(
-            min=1, metavar="N", help="For a mechanism that takes heads of one length alone.", show_default=False
+            min=1, metavar="N", help="The head dimension, for a mechanism that supports only one.", show_default=False
         ),
     ] = None,
     device: Annotated[str, typer.Option(metavar="NAME", help="Where the laws run: cpu, cuda, cuda:1, …")] = "cpu",
     examples: Annotated[int, typer.Option(min=1, metavar="N", help="Random shapes for each cell.")] = 3,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object with every cell.")] = False,
 ) -> None:
-    """Run the laws on mechanisms: every law, mask, grouping of heads and dtype is a cell. Exit 1 if one is broken."""
-    chosen = [from_text(text) for text in mechanisms or (() if own else REGISTRY)]
+    """Run the laws on mechanisms, for every law, mask, grouping of heads and dtype. Exit 1 if a law is broken."""
+    chosen = [from_text(text) for text in mechanisms or (() if user_mechanisms else REGISTRY)]
     with named(mechanism="own"):
-        chosen += [from_text(text) for text in own or ()]
+        chosen += [from_text(text) for text in user_mechanisms or ()]
     picked = {
         "laws": law or list(LAWS),
         "masks": mask or list(MASKS),

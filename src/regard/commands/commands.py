@@ -1,7 +1,7 @@
 """The commands by name.
 
-A command's module, and torch with it, is imported when the command or its help is run. `regard --help` imports none of
-them: it reads their docstrings from their source.
+The module of a command, and torch with it, is imported when the command or its help is run. `regard --help` imports no
+such module: it reads docstrings from the source files.
 """
 
 import ast
@@ -98,10 +98,8 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
 }
 """For each command, the module with the function of its name, and the examples at the end of its help."""
-
-
 EXTRA = {"train": "train", "demo": "train"}
-"""The extra of a command that needs all of it; of other commands, an error names the smallest with what is missing."""
+"""The extra that a command needs completely. For other commands, an error names the smallest extra with the package."""
 
 
 def load(name: str) -> Any:
@@ -115,7 +113,7 @@ def load(name: str) -> Any:
 
 
 def command(function: Callable[..., None], name: str, lines: tuple[str, ...]) -> Any:
-    """A function as the command `name`; `lines` are the examples of its help."""
+    """Make a function the command `name`; `lines` are the examples of its help."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
     app.command(name, epilog=examples(*lines))(function)
     built: Any = typer.main.get_command(app)
@@ -124,12 +122,12 @@ def command(function: Callable[..., None], name: str, lines: tuple[str, ...]) ->
 
 
 OPTIONS = {"storage": "state"}
-"""Options by the argument of the library that they set and that its errors name, where the two names differ by more
-than `num_` or a plural s."""
+"""Options by the library's argument that they set, which errors name; only where the two names differ by more than
+`num_` or a plural s."""
 
 
 def _with_flags(run: Callable[..., Any], parameters: Any) -> Callable[..., Any]:
-    """A command whose errors name the flag that was typed, where the library's error names a Python argument."""
+    """Wrap a command so that its errors name the flag that was typed instead of the library's Python argument."""
     options = [(option.name, _typed(option.opts)) for option in parameters if option.opts[0].startswith("-")]
     flags = {spelling: flag for name, flag in options for spelling in (name, flag.strip("-").replace("-", "_"))}
 
@@ -151,18 +149,18 @@ def _with_flags(run: Callable[..., Any], parameters: Any) -> Callable[..., Any]:
 
 
 def _typed(spellings: list[str]) -> str:
-    """The spelling of a flag that the command line has, or else the first."""
+    """The spelling of a flag on the command line, or the first spelling."""
     words = {word.partition("=")[0] for word in sys.argv}
     return next((spelling for spelling in spellings if spelling in words), spellings[0])
 
 
 def examples(*commands: str) -> str:
-    """The last section of a command's help; typer joins lines unless an empty one is between them."""
+    """The last section of a command's help; typer joins lines that are not separated by an empty line."""
     return "\n\n".join(["Example:" if len(commands) == 1 else "Examples:", *(f"  {command}" for command in commands)])
 
 
 def group(documentation: dict[str, str], load: Callable[[str], Any], **options: Any) -> typer.Typer:
-    """Commands that are listed with their documentation; a command is loaded by its name when it is run."""
+    """A group of commands listed with their documentation; a command is loaded by its name when it is run."""
 
     class Group(TyperGroup):
         def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -178,11 +176,11 @@ def group(documentation: dict[str, str], load: Callable[[str], Any], **options: 
 
 
 def _placeholder() -> None:
-    """Stands in a group's list for a command that is not loaded yet."""
+    """Placeholder in a group for a command that is not loaded yet."""
 
 
 def documentation(source: Path, function: str | None = None) -> str:
-    """The docstring of a module, or of one of its functions, without importing it."""
+    """The docstring of a module or of one of its functions, without importing the module."""
     tree = ast.parse(source.read_text(encoding="utf-8"))
     nodes: list[Any] = [node for node in tree.body if getattr(node, "name", None) == function] if function else [tree]
     return ast.get_docstring(nodes[0]) or ""

@@ -1,4 +1,4 @@
-"""What more than one command needs: tables, JSON, progress, options."""
+"""Shared by commands: tables, JSON, progress, options."""
 
 import json
 import os
@@ -23,7 +23,7 @@ Device = Annotated[str, typer.Option(metavar="NAME", help="Where the model runs:
 
 
 def output() -> Console:
-    """Standard output: as wide as the terminal or $COLUMNS says; into a file or a pipe, as wide as a table needs."""
+    """Standard output, as wide as the terminal or $COLUMNS; for a file or a pipe, wide enough for tables."""
     if sys.stdout.isatty() or os.environ.get("COLUMNS"):
         return Console(highlight=False)
     return Console(highlight=False, width=140)
@@ -31,9 +31,9 @@ def output() -> Console:
 
 @contextmanager
 def progress(total: int, title: str, *, ticking: bool = True) -> Iterator[Callable[[str], None]]:
-    """A progress bar on standard error. It gives a function to call with the name of each piece of work as that begins.
+    """A progress bar on standard error. It yields a function to call with the name of each piece of work as it begins.
 
-    Without `ticking` the bar moves only then: the thread that moves it would take time from what is being timed.
+    Without `ticking` the bar is updated only by these calls: its thread would disturb what is being timed.
     """
     columns = (
         TextColumn(title),
@@ -44,7 +44,7 @@ def progress(total: int, title: str, *, ticking: bool = True) -> Iterator[Callab
     )
     begun = 0
     console = Console(stderr=True)
-    # Standard output is left alone: what is printed meanwhile would go to standard error with the bar.
+    # Leave standard output alone: rich would redirect what is printed meanwhile to standard error.
     with Progress(
         *columns,
         console=console,
@@ -65,7 +65,7 @@ def progress(total: int, title: str, *, ticking: bool = True) -> Iterator[Callab
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """One thread for many small tensors: on a busy machine, threads spend their time waiting for each other."""
+    """Run with one thread, for many small tensors: on a busy machine, threads mostly wait for each other."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -75,7 +75,7 @@ def one_thread() -> Iterator[None]:
 
 
 def one_of(name: str, key: str, choices: dict[str, Any]) -> Any:
-    """The choice that the option `name` asks for by its key; ValueError if there is none."""
+    """The choice with this key; ValueError about the option `name` if there is none."""
     if key not in choices:
         raise ValueError(f"{name}: expected one of {', '.join(choices)}, got {key!r}")
     return choices[key]
@@ -83,7 +83,7 @@ def one_of(name: str, key: str, choices: dict[str, Any]) -> Any:
 
 @contextmanager
 def named(**options: str) -> Iterator[None]:
-    """Turn errors about a library's argument into errors about the command's option: `path="plot"`."""
+    """Rename the argument in a library's error to the command's option: `path="plot"`."""
     try:
         yield
     except ValueError as error:
@@ -94,7 +94,7 @@ def named(**options: str) -> Iterator[None]:
 
 
 NARROWEST = 24
-"""Characters that a column of text needs: longer text is wrapped down to them."""
+"""The least width of a text column in characters: longer text is wrapped."""
 Row: TypeAlias = dict[str, str]
 
 
@@ -106,10 +106,10 @@ def print_table(
     keys: Sequence[str] = (),
     drop: Sequence[str] = (),
 ) -> None:
-    """Rows with the same keys as a table, with a line wherever one of the `section` columns changes.
+    """Print rows with the same keys as a table, with a line wherever one of the `section` columns changes.
 
-    Where the window is too narrow for it, there is a heading for each section, and below it several tables, each of
-    which begins with the columns `keys` (by default the first), or, for long texts, a few lines for each row.
+    If the terminal is too narrow, print a heading for each section, and below it several tables, each of which begins
+    with the columns `keys` (by default the first); or, for long texts, a few lines for each row.
     """
     console = output()
     names = [name for name in rows[0] if name not in drop]
@@ -145,7 +145,7 @@ def _table(rows: Sequence[Row], names: Sequence[str], right: Sequence[str], sect
 
 
 def _parts(names: Sequence[str], keys: Sequence[str], sizes: dict[str, int], width: int) -> list[list[str]]:
-    """The columns of the tables that a wide one is cut into, each with the columns `keys`; none for long texts.
+    """The columns of the narrow tables that replace a wide table, each with the columns `keys`; none for long texts.
 
     >>> _parts(["name", "FLOPs", "bytes", "form"], ["name"], {"name": 9, "FLOPs": 6, "bytes": 7, "form": 6}, 32)
     [['name', 'FLOPs', 'bytes'], ['name', 'form']]
@@ -163,7 +163,7 @@ def _parts(names: Sequence[str], keys: Sequence[str], sizes: dict[str, int], wid
 
 
 def _record(row: Row, names: Sequence[str], width: int) -> Iterator[str]:
-    """The lines of a row that does not fit: its first column and, indented, the names and values of the others.
+    """A row that does not fit, as lines: its first column and, indented, the names and values of the others.
 
     >>> row = {"name": "softmax", "FLOPs": "1.5 G", "note": "", "peer": "SDPA"}
     >>> print("\\n".join(_record(row, list(row), 16)))
@@ -187,24 +187,24 @@ def _record(row: Row, names: Sequence[str], width: int) -> Iterator[str]:
 
 
 def print_json(value: Any) -> None:
-    """One JSON value on standard output, for programs and people alike."""
+    """Print a JSON value on standard output, indented."""
     print(json.dumps(value, indent=1, ensure_ascii=False))
 
 
 def digits(value: float) -> str:
-    """Three digits, or all before the point: 0.999, 31.9, 1,043."""
+    """A number with three significant digits, or all before the decimal point: 0.999, 31.9, 1,043."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 @contextmanager
 def waiting(words: str) -> Iterator[None]:
-    """A spinner on standard error, where that is somebody's window, for what takes seconds and has no steps."""
+    """A spinner on standard error, if it is a terminal, for work of some seconds without steps."""
     with Console(stderr=True).status(Text(words)):
         yield
 
 
 def read_text(name: str, file: Path) -> str:
-    """The text of a file, or of standard input for -; ValueError that names `name` unless it is UTF-8."""
+    """The text of a file, or of standard input for -; ValueError about the option `name` unless it is UTF-8."""
     standard = str(file) == "-"
     try:
         return (sys.stdin.buffer.read() if standard else file.read_bytes()).decode("utf-8")

@@ -1,4 +1,4 @@
-"""`regard cost`: what attention costs over length, and where mechanisms cross."""
+"""`regard cost`: the cost of attention over length, and where mechanisms cross."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,7 +17,7 @@ from regard.core.mechanisms.text import CHOICES, from_text, lookup
 
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 WIDEST = 1 << 16
-"""Heads, channels, sequences: the most of them that can be asked about."""
+"""The largest number of heads, channels or sequences that can be given."""
 LENGTHS = (1024, 8192, 65536)
 
 
@@ -28,11 +28,12 @@ def cost(
             metavar="NAME", help=f"Of {CHOICES}. May repeat. Default: softmax, quadratic.", show_default=False
         ),
     ] = None,
-    own: Annotated[
+    user_mechanisms: Annotated[
         list[str] | None,
         typer.Option(
+            "--own",
             metavar="FILE.py:NAME",
-            help="A mechanism of your own beside those, counted on its own formula. May repeat.",
+            help="A mechanism of your own besides those, counted from its formula. May repeat.",
             show_default=False,
         ),
     ] = None,
@@ -47,43 +48,41 @@ def cost(
     ] = None,
     kv_heads: Annotated[
         list[int] | None,
-        typer.Option(
-            min=1, max=WIDEST, metavar="N", help="Key/value heads. May repeat. Default: one each of MHA, GQA, MQA."
-        ),
+        typer.Option(min=1, max=WIDEST, metavar="N", help="Key/value heads. May repeat. Default: MHA, GQA and MQA."),
     ] = None,
-    qk_length: Annotated[int, typer.Option(min=1, max=WIDEST, metavar="N", help="Length of queries and keys.")] = 64,
+    qk_length: Annotated[
+        int, typer.Option(min=1, max=WIDEST, metavar="N", help="Head dimension of queries and keys.")
+    ] = 64,
     value_length: Annotated[
-        int | None, typer.Option(min=1, max=WIDEST, metavar="N", help="Length of values. Default: qk-length.")
+        int | None, typer.Option(min=1, max=WIDEST, metavar="N", help="Head dimension of values. Default: qk-length.")
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, max=WIDEST, metavar="N", help="Sequences at once.")] = 1,
+    batch: Annotated[int, typer.Option(min=1, max=WIDEST, metavar="N", help="Batch size.")] = 1,
     dtype: Annotated[
         str | None,
         typer.Option(metavar="NAME", help=f"Of {', '.join(DTYPES)}. Default: bfloat16, float32 with --measure."),
     ] = None,
     mode: Annotated[
         str,
-        typer.Option(metavar="MODE", help="prefill: a whole sequence. decode: one new token over a cache. Or both."),
+        typer.Option(metavar="MODE", help="prefill: a whole sequence. decode: one new token over a KV cache. Or both."),
     ] = "both",
     window: Annotated[str | None, typer.Option(metavar=WINDOW, help=f"{WINDOW_HELP} All if not given.")] = None,
     is_causal: Annotated[bool, typer.Option("--causal/--no-causal", help="Hide the future in prefill.")] = True,
     embedding_dim: Annotated[
         int | None,
-        typer.Option(min=1, max=WIDEST, metavar="N", help="Count the layer too: its projections, and the bottleneck."),
+        typer.Option(min=1, max=WIDEST, metavar="N", help="Count the whole layer: projections, and the bottleneck."),
     ] = None,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw cost over length into this picture file.")
-    ] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw cost over length to this image file.")] = None,
     measure: Annotated[
         bool, typer.Option("--measure", help="Measure this machine: predicted and measured prefill crossover.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object with raw numbers.")] = False,
 ) -> None:
-    """What attention costs: FLOPs, bytes, state and activation memory over length, and where mechanisms cross."""
+    """The cost of attention over length: FLOPs, bytes, state and activation memory, and where mechanisms cross."""
     names = mechanism or ["softmax", "quadratic"]
     with named(mechanism="own"):
-        for text in own or ():
+        for text in user_mechanisms or ():
             lookup(text)
-    chosen = _chosen([*names, *(own or ())])
+    chosen = _chosen([*names, *(user_mechanisms or ())])
     num_heads = heads or (4 if measure else 32)
     mask = rg.causal if is_causal else None
     if window is not None:
@@ -109,30 +108,30 @@ def cost(
         if plot is not None:
             with named(path="plot"):
                 _draw_cost(plot, chosen, work, groupings, modes, lengths)
-    found: dict[str, Any] = {"rows": rows, "crossovers": crossovers}
+    report: dict[str, Any] = {"rows": rows, "crossovers": crossovers}
     if measure:
-        found["measured"] = _measured(chosen, work, groupings[0])
+        report["measured"] = _measured(chosen, work, groupings[0])
     if as_json:
-        print_json(found)
+        print_json(report)
         return
     _print_cost(rows)
-    for one in crossovers:
-        print(_crossover_line(one))
+    for crossover in crossovers:
+        print(_crossover_line(crossover))
     if measure:
-        _print_measured(found["measured"])
+        _print_measured(report["measured"])
     if plot is not None:
         print(f"-> {plot}")
 
 
 def _chosen(texts: Sequence[str]) -> dict[str, rg.Mechanism]:
-    """Mechanisms by what a table calls them: their name, without the file unless two files have it."""
+    """Mechanisms by their name in tables: without the file, unless two files have the same name."""
     places = {text: text.rpartition(":")[2] for text in dict.fromkeys(texts)}
     names = list(places.values())
     return {text if names.count(name) > 1 else name: from_text(text) for text, name in places.items()}
 
 
 def _lengths(texts: Sequence[str] | None) -> list[int]:
-    """Lengths from options that may repeat and may list with commas."""
+    """Lengths from options that may repeat and may have several numbers, separated by commas."""
     lengths = []
     for part in (part.strip() for text in texts or [] for part in text.split(",")):
         length = int(part) if part.isdecimal() and len(part) <= len(str(LONGEST)) else 0
@@ -143,7 +142,7 @@ def _lengths(texts: Sequence[str] | None) -> list[int]:
 
 
 def _three_groupings(num_heads: int) -> list[int]:
-    """Key/value heads for MHA, GQA and MQA: 8 groups as most models have, or as near to 8 as divides the heads."""
+    """Key/value heads for MHA, GQA and MQA. GQA has 8, as most models do, or the divisor of the heads nearest to 8."""
     between = [groups for groups in range(2, num_heads) if num_heads % groups == 0]
     nearest = min(between, key=lambda groups: abs(groups - 8), default=1)
     return list(dict.fromkeys([num_heads, nearest, 1]))
@@ -163,7 +162,7 @@ def _cost_rows(
             for length in lengths:
                 at = mode_work(replace(work, num_kv_heads=kv), mode, length)
                 for name, mechanism in mechanisms.items():
-                    found = rg.cost(mechanism, at)
+                    price = rg.cost(mechanism, at)
                     row: dict[str, Any] = {
                         "mechanism": name,
                         "heads": heads_label(work.num_heads, kv),
@@ -171,14 +170,14 @@ def _cost_rows(
                         "num_kv_heads": kv,
                         "mode": mode,
                         "length": length,
-                        "flops": found.flops,
-                        "bytes": found.bytes,
-                        "intensity": found.intensity,
-                        "state_bytes": found.state_bytes,
-                        "activation_bytes": found.activation_bytes,
-                        "parameters": found.parameters,
-                        "form": found.form,
-                        "note": found.note,
+                        "flops": price.flops,
+                        "bytes": price.bytes,
+                        "intensity": price.intensity,
+                        "state_bytes": price.state_bytes,
+                        "activation_bytes": price.activation_bytes,
+                        "parameters": price.parameters,
+                        "form": price.form,
+                        "note": price.note,
                     }
                     if embedding_dim is not None:
                         layer = rg.layer_cost(at, embedding_dim, mechanism)
@@ -197,15 +196,17 @@ def _cost_rows(
 def _crossovers(
     mechanisms: dict[str, rg.Mechanism], work: rg.Work, groupings: Sequence[int], modes: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """From which length the first mechanism or another is the cheaper of the two, for good."""
-    (first, one), *others = mechanisms.items()
-    found = []
-    for mode, kv, (second, two) in product(modes, groupings, others):
+    """The lengths from which the first mechanism, or each of the others, stays the cheaper of the two."""
+    (first, first_mechanism), *others = mechanisms.items()
+    crossovers = []
+    for mode, kv, (second, second_mechanism) in product(modes, groupings, others):
         for by in ("flops",) if mode == "prefill" else ("bytes", "flops"):
             at = replace(work, num_kv_heads=kv)
-            second_from = mode_crossover(one, two, at, mode, PRICES[by])
-            first_from = mode_crossover(two, one, at, mode, PRICES[by]) if second_from is None else None
-            found.append(
+            second_from = mode_crossover(first_mechanism, second_mechanism, at, mode, PRICES[by])
+            first_from = (
+                mode_crossover(second_mechanism, first_mechanism, at, mode, PRICES[by]) if second_from is None else None
+            )
+            crossovers.append(
                 {
                     "first": first,
                     "second": second,
@@ -218,18 +219,18 @@ def _crossovers(
                     "from": second_from or first_from,
                 }
             )
-    return found
+    return crossovers
 
 
-def _crossover_line(found: dict[str, Any]) -> str:
-    start = f"{_heads(found):<9} {found['mode']:<8} "
-    pair = (found["first"], found["second"])
-    things, by = ("FLOPs", "takes fewer FLOPs") if found["by"] == "flops" else ("bytes", "moves fewer bytes")
-    if found["cheaper"] is None:
-        return start + f"{' and '.join(pair)} are alike in {things}"
-    dearer = pair[0] if found["cheaper"] == pair[1] else pair[1]
-    where = "at every length" if found["from"] == 1 else f"from {found['from']:,} tokens on"
-    return start + f"{found['cheaper']} {by} than {dearer} {where}"
+def _crossover_line(crossover: dict[str, Any]) -> str:
+    start = f"{_heads(crossover):<9} {crossover['mode']:<8} "
+    pair = (crossover["first"], crossover["second"])
+    things, by = ("FLOPs", "takes fewer FLOPs") if crossover["by"] == "flops" else ("bytes", "moves fewer bytes")
+    if crossover["cheaper"] is None:
+        return start + f"{' and '.join(pair)} take equally many {things}"
+    dearer = pair[0] if crossover["cheaper"] == pair[1] else pair[1]
+    where = "at every length" if crossover["from"] == 1 else f"from {crossover['from']:,} tokens on"
+    return start + f"{crossover['cheaper']} {by} than {dearer} {where}"
 
 
 def _draw_cost(
@@ -243,7 +244,7 @@ def _draw_cost(
     from regard.core.cost_figure import cost_figure
     from regard.core.files import save_figure
 
-    # One length is no line: two octaves from it then, or to it.
+    # A single length makes no line: draw at least two octaves.
     longest = min(max(max(lengths), 4 * min(lengths)), LONGEST)
     shortest = min(min(lengths), longest // 4)
     figure = cost_figure(mechanisms, work, kv_heads=groupings, modes=modes, shortest=shortest, longest=longest)
@@ -251,16 +252,16 @@ def _draw_cost(
 
 
 def _measured(mechanisms: dict[str, rg.Mechanism], work: rg.Work, num_kv_heads: int) -> dict[str, Any]:
-    """The prefill crossover of the first two mechanisms as this machine's rates predict it, and as it is."""
+    """The prefill crossover of the first two mechanisms, as predicted from this machine's rates and as measured."""
     from regard.commands.suite import LOOKS, ROUNDS, crossing
 
     if len(mechanisms) < 2:
         raise ValueError("measure: expected two mechanisms to compare, got one")
-    (first, one), (second, two) = list(mechanisms.items())[:2]
+    (first, first_mechanism), (second, second_mechanism) = list(mechanisms.items())[:2]
     at = mode_work(replace(work, num_kv_heads=num_kv_heads), "prefill", 4096)
     with progress(LOOKS + ROUNDS, "measuring this machine", ticking=False) as advance:
-        found = crossing(one, two, at, begin_round=advance)
-    predicted, measured = found.predicted, found.measured
+        measurement = crossing(first_mechanism, second_mechanism, at, begin_round=advance)
+    predicted, measured = measurement.predicted, measurement.measured
     off = None if predicted is None or measured is None else 100 * (predicted - measured) / measured
     return {
         "first": first,
@@ -268,31 +269,31 @@ def _measured(mechanisms: dict[str, rg.Mechanism], work: rg.Work, num_kv_heads: 
         "num_heads": work.num_heads,
         "num_kv_heads": num_kv_heads,
         "dtype": str(work.dtype).removeprefix("torch."),
-        "rates": found.rates.table,
+        "rates": measurement.rates.table,
         "predicted": predicted,
         "measured": measured,
         "difference_percent": off,
     }
 
 
-def _print_measured(found: dict[str, Any]) -> None:
-    shape = f"{found['num_heads']} heads over {found['num_kv_heads']}, {found['dtype']}"
+def _print_measured(report: dict[str, Any]) -> None:
+    shape = f"{report['num_heads']} heads over {report['num_kv_heads']}, {report['dtype']}"
     print(f"\nThis machine, prefill, {shape}:")
-    for name, rate in found["rates"].items():
+    for name, rate in report["rates"].items():
         print(f"  {name} reaches {human(rate['flops_per_second'], 'FLOP/s')}")
-    if found["predicted"] is None:
-        print(f"  {found['second']} is not predicted to become faster than {found['first']}")
-    elif found["measured"] is None:
-        print(f"  predicted crossover {found['predicted']:,} tokens; none measured around it")
+    if report["predicted"] is None:
+        print(f"  {report['second']} is not predicted to become faster than {report['first']}")
+    elif report["measured"] is None:
+        print(f"  predicted crossover {report['predicted']:,} tokens; none measured around it")
     else:
         print(
-            f"  predicted crossover {found['predicted']:,} tokens, measured {found['measured']:,}: "
-            f"{found['difference_percent']:+.0f} %"
+            f"  predicted crossover {report['predicted']:,} tokens, measured {report['measured']:,}: "
+            f"{report['difference_percent']:+.0f} %"
         )
 
 
 def _print_cost(rows: Sequence[dict[str, Any]]) -> None:
-    """The rows as a table, a section for each mode and grouping; notes are numbered and follow below."""
+    """Print the rows as a table with a section for each mode and grouping; numbered notes follow below."""
     notes = list(dict.fromkeys(row["note"] for row in rows if row["note"]))
     shown = []
     for row in rows:

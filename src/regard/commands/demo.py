@@ -1,4 +1,4 @@
-"""`regard demo`: the main job."""
+"""`regard demo`: train, translate, look inside, compare, count and check in two minutes."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -18,9 +18,9 @@ def demo(
     steps: Annotated[int, typer.Option(metavar="N", min=1, help="Steps of each training.")] = 900,
     seed: Annotated[int, typer.Option(metavar="N", min=0, help="Seed of weights and order.")] = 0,
 ) -> None:
-    """Train two small translators in about two minutes, one with softmax attention and one with quadratic; translate,
-    look where they look, compare, count, check the laws."""
-    out.mkdir(parents=True, exist_ok=True)  # before the seconds that it takes to import what draws
+    """Train two small translators in about two minutes, one with softmax and one with quadratic attention; translate,
+    see where they attend, compare, count, check the laws."""
+    out.mkdir(parents=True, exist_ok=True)  # fail before the imports for figures, which take seconds
     from regard.commands.demo_page import run
 
     console = output()

@@ -1,4 +1,4 @@
-"""The page that `regard demo` leaves: one HTML file beside its pictures, without scripts or anything from elsewhere."""
+"""The page of `regard demo`: one HTML file next to its figures, without scripts or external resources."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -61,11 +61,11 @@ NEXT = (
     ("Count what attention costs at your lengths and heads", "regard cost --length 8192 --heads 32 --kv-heads 8"),
     ("Look inside any of these models in Python", 'with rg.trace(rg.load("demo/softmax")) as trace: …'),
 )
-"""Where to go next: what for, and what to type."""
+"""Next steps: a purpose and a command."""
 
 
 def page(steps: "Sequence[Step]", opening: "Picture", folder: str) -> str:
-    """The steps as one page, which begins with the picture `opening`; `folder` is where the runs lie.
+    """The steps as one page that begins with the figure `opening`; `folder` has the runs.
 
     >>> from regard.commands.demo_page import Picture, Step
     >>> "<h2><span>1</span> Train</h2>" in page([Step(title="Train", words="…")], Picture("a.png", None, "a"), "demo")

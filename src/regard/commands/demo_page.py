@@ -1,9 +1,8 @@
-"""The job of `regard demo`: two small translators, one with softmax attention and one with quadratic attention, are
-trained side by side on the phrase-book; then what they learned, where they look, what they cost, and whether the laws
-hold.
+"""The steps of `regard demo`: two small translators, one with softmax and one with quadratic attention, are trained on
+the phrase-book; then it shows what they learned, where they attend, what they cost, and whether the laws hold.
 
-Each step is a function that gives back its words, its table and its pictures. `run` hands them on as they come and
-leaves a page of them (demo_html.py) in a folder, beside the two runs.
+Each step is a function that returns its text, its table and its figures. `run` passes them on as they are computed and
+writes a page of all steps (demo_html.py) into a folder, next to the two runs.
 """
 
 import os
@@ -41,22 +40,22 @@ SIZES = {
     "num-heads": 2,
     "batch-tokens": 1024, "learning-rate": 5e-3, "warmup": 100, "keep": 1,
 }  # fmt: skip
-"""A translator of 0.5 million parameters, and how it learns in less than a minute."""
+"""A translator of 0.5 million parameters that trains in less than a minute."""
 DESCRIBED = (
     f"Encoder-decoder of 1 + 1 layers, width {SIZES['embedding-dim']}, {SIZES['num-heads']} heads, float32; "
     "CPU, one core."
 )
 TESTED, ALIGNED = 300, 60
-"""Held-out sentences that are translated, and those whose words change places that are looked into."""
+"""How many held-out sentences are translated, and how many sentences with swapped words are used for the alignment."""
 OPENING = "cross-attention.png"
-"""The picture that the page begins with."""
+"""The figure that the page begins with."""
 SENTENCE = "La voiture rouge est rapide.", "The red car is fast."
 CHECKED_MASKS, CHECKED_DTYPES = ("causal", "padding right"), ("float64", "float32")
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure, the name of its file and what a reader should see in it."""
+    """A figure, its file name and its caption."""
 
     name: str
     figure: Figure
@@ -65,7 +64,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Step:
-    """One stop of the tour: what it is about, a table, lines about it, and pictures."""
+    """A step of the demo: its text, a table, notes, and figures."""
 
     title: str
     words: str
@@ -74,21 +73,21 @@ class Step:
     """The columns of numbers."""
     notes: Sequence[str] = ()
     folded: str = ""
-    """The title under which the page hides the table; empty: it is shown."""
+    """The title under which the page folds the table; if empty, the table is shown."""
     pictures: tuple[Picture, ...] = ()
 
 
 Watch: TypeAlias = Callable[[int, str], AbstractContextManager[Callable[[str], object] | None]]
-"""Takes the number of pieces of work and their title; gives a context with a function to call as each piece begins."""
+"""Takes the number of pieces of work and a title; returns a context whose function is called as each piece begins."""
 
 
 def unwatched(pieces: int, title: str) -> AbstractContextManager[None]:
-    """No progress shown."""
+    """Show no progress."""
     return nullcontext()
 
 
 def learn(folder: Path, *, steps: int = STEPS, seed: int = 0, watch: Watch = unwatched) -> Step:
-    """Both translators, trained by the command that anybody would type, each on one core."""
+    """Train both translators with `regard train`, each on one core."""
     options = [word for name, value in SIZES.items() for word in (f"--{name}", str(value))]
     options += ["--steps", str(steps), "--evaluate-every", str(max(1, steps // 5)), "--seed", str(seed)]
     options += ["--device", "cpu"]
@@ -123,7 +122,8 @@ def learn(folder: Path, *, steps: int = STEPS, seed: int = 0, watch: Watch = unw
         words=(
             "Two encoder-decoders of half a million parameters learn French to English from a phrase-book, each on one "
             "core: the same model, the same sentences, another attention. Exact is the share of held-out sentences "
-            "that they translate word for word; each of those has words together that never met in training."
+            "that they translate word for word; each of these has a combination of words that is not in the training "
+            "sentences."
         ),
         rows=rows,
         right=list(rows[0]),
@@ -143,7 +143,7 @@ def learn(folder: Path, *, steps: int = STEPS, seed: int = 0, watch: Watch = unw
 
 
 def _follow(folder: Path, children: "Mapping[str, subprocess.Popen[bytes]]", steps: int, watch: Watch) -> None:
-    """Wait for the trainings, and show how far they are."""
+    """Wait for both runs, and show their progress."""
     with watch(len(children) * steps, "training") as progress:
         reported = 0
         while any(child.poll() is None for child in children.values()):
@@ -163,7 +163,7 @@ def _follow(folder: Path, children: "Mapping[str, subprocess.Popen[bytes]]", ste
 
 
 def speak(models: Mapping[str, rg.Transformer]) -> Step:
-    """Held-out sentences, translated."""
+    """Translate held-out sentences."""
     pairs = [SENTENCE, *phrasebook("held_out", 5)]
     texts = {name: translate(model, [source for source, _ in pairs]) for name, model in models.items()}
     rows = [
@@ -176,29 +176,29 @@ def speak(models: Mapping[str, rg.Transformer]) -> Step:
     ]
     return Step(
         title="Translate",
-        words="Held-out sentences, by the likeliest of four beams; ✓ marks those that equal the reference.",
+        words="Held-out sentences, translated by beam search with four beams; ✓ marks those that equal the reference.",
         rows=rows,
     )
 
 
 def see(models: Mapping[str, rg.Transformer]) -> Step:
-    """Cross-attention of a translation whose words change their order."""
+    """Show the cross-attention of a translation in which words change places."""
     panels: dict[str, Any] = {}
     table = []
     for name, model in models.items():
-        found = alignment(model, swaps("held_out", ALIGNED))
+        aligned = alignment(model, swaps("held_out", ALIGNED))
         table.append(
             {
                 "mechanism": name,
-                "sentences": f"{found.share:.0%}",
-                "weight on the right words": f"{found.weight:.0%}",
-                "decoder layer": str(found.layer + 1),
-                "head": "mean of all" if found.head is None else str(found.head + 1),
+                "sentences": f"{aligned.share:.0%}",
+                "weight on the right words": f"{aligned.weight:.0%}",
+                "decoder layer": str(aligned.layer + 1),
+                "head": "mean of all" if aligned.head is None else str(aligned.head + 1),
             }
         )
         rows, columns, weights = looks(model, *SENTENCE)
-        layer = weights[found.layer]
-        panels[name] = layer.mean(0) if found.head is None else layer[found.head]
+        layer = weights[aligned.layer]
+        panels[name] = layer.mean(0) if aligned.head is None else layer[aligned.head]
     figure = weights_figure(
         panels,
         rows,
@@ -225,7 +225,7 @@ def see(models: Mapping[str, rg.Transformer]) -> Step:
 
 
 def hide() -> Step:
-    """A gallery of masks."""
+    """Draw a gallery of masks."""
     masks, length = gallery()
     figure = masks_figure(masks, length, title="Masks: who may attend to whom")
     return Step(
@@ -236,7 +236,7 @@ def hide() -> Step:
 
 
 def gallery(side: int = 6) -> tuple[Mapping[str, rg.Mask], int]:
-    """Masks worth a look, by name, over a sequence that is also a grid of `side` × `side`.
+    """Some masks by name, for a sequence that is also a grid of `side` × `side`.
 
     >>> masks, length = gallery()
     >>> len(masks), length
@@ -256,7 +256,7 @@ def gallery(side: int = 6) -> tuple[Mapping[str, rg.Mask], int]:
 
 
 def compare(models: Mapping[str, rg.Transformer], folder: Path) -> Step:
-    """Quality and cost of both, measured."""
+    """Compare the quality and the measured cost of both."""
     rows = []
     for name, model in models.items():
         results = quality(model, phrasebook("held_out", TESTED))
@@ -291,7 +291,7 @@ def state_bytes(model: rg.Transformer, length: int) -> int:
 
 
 def count(lengths: Sequence[int] = (1024, 4096, 16384, 65536)) -> Step:
-    """What both cost over the length, and where they cross."""
+    """Count the cost of both mechanisms over length, and where they cross."""
     work = rg.Work(num_heads=32, num_kv_heads=8, mask=rg.causal)
     rows = []
     for length in lengths:
@@ -329,7 +329,7 @@ def count(lengths: Sequence[int] = (1024, 4096, 16384, 65536)) -> Step:
 
 
 def check_laws(watch: Watch = unwatched) -> Step:
-    """Every law on both mechanisms, under a few masks."""
+    """Check every law on both mechanisms, with a few masks."""
     cells = len(LAWS) * len(CHECKED_MASKS) * len(HEADS) * len(CHECKED_DTYPES)
     with watch(len(MECHANISMS) * cells, "checking") as progress:
         reports = {
@@ -355,7 +355,7 @@ def check_laws(watch: Watch = unwatched) -> Step:
 
 
 def tour(folder: Path, *, steps: int = STEPS, seed: int = 0, watch: Watch = unwatched) -> Iterator[Step]:
-    """The steps, each computed when it is asked for."""
+    """The steps, each computed when it is needed."""
     yield learn(folder, steps=steps, seed=seed, watch=watch)
     models = {name: rg.load(folder / name) for name in MECHANISMS}
     yield speak(models)  # type: ignore[arg-type]
@@ -374,7 +374,7 @@ def run(
     show: Callable[[Step], object] = lambda step: None,
     watch: Watch = unwatched,
 ) -> Path:
-    """Do the job, hand each step to `show`, leave the pictures and a page of all in `folder`; the page's path."""
+    """Run all steps and pass each to `show`; write the figures and a page into `folder`. Returns the page's path."""
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     taken = [name for name in MECHANISMS if (target / name).exists()]
@@ -386,7 +386,7 @@ def run(
             save_figure(picture.figure, target / picture.name)
         show(step)
         done.append(step)
-    # The page begins with the picture of its third step, and does not show it twice.
+    # The page begins with the figure of the third step and does not show it twice.
     opening = next(picture for step in done for picture in step.pictures if picture.name == OPENING)
     rest = [replace(step, pictures=tuple(p for p in step.pictures if p is not opening)) for step in done]
     return write_text(target / "index.html", page(rest, opening, str(folder)))

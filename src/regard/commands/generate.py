@@ -1,4 +1,4 @@
-"""`regard generate`: text from a model, as it comes."""
+"""`regard generate`: continue texts with a model."""
 
 import json
 import secrets
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from regard.models.stored import UserMechanism
 
 TOGETHER = 16
-"""Sequences that are generated as one batch: more would take more memory, and gain little on a CPU."""
+"""Sequences per batch: more would need more memory and gain little on a CPU."""
 INT8 = {"int8": torch.int8}
 
 Source = Annotated[str, typer.Argument(metavar="MODEL", help=ANY_SOURCE, show_default=False)]
@@ -42,12 +42,10 @@ TopP = Annotated[
 MinP = Annotated[
     float | None, typer.Option(metavar="X", help="Draw from tokens at least this fraction as likely as the likeliest.")
 ]
-RepetitionPenalty = Annotated[
-    float, typer.Option(metavar="X", help="Above 1, tokens that came before become less likely.")
-]
+RepetitionPenalty = Annotated[float, typer.Option(metavar="X", help="Above 1, earlier tokens become less likely.")]
 Stop = Annotated[
     list[str] | None,
-    typer.Option(metavar="TEXT", help="Stop at this text, which is left out. May repeat.", show_default=False),
+    typer.Option(metavar="TEXT", help="Stop before this text. May repeat.", show_default=False),
 ]
 StopToken = Annotated[
     list[int] | None, typer.Option(metavar="N", help="Stop at this token id. May repeat.", show_default=False)
@@ -128,7 +126,7 @@ def generate(
     file: Annotated[
         Path | None, typer.Option(metavar="FILE", help="A file with a prompt on each line; - for standard input.")
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="At most this many for each text.")] = 128,
+    max_new_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="New tokens of a text, at most.")] = 128,
     temperature: Annotated[
         float, typer.Option(metavar="X", help="0 takes the likeliest token; above 0, tokens are sampled.")
     ] = 0.0,
@@ -153,18 +151,18 @@ def generate(
     dtype: Dtype = None,
     device: Device = "cpu",
     chat: Annotated[
-        bool, typer.Option("--chat", help="Each prompt is a user's message, in the checkpoint's own template.")
+        bool, typer.Option("--chat", help="Put each prompt into the checkpoint's chat template as a user's message.")
     ] = False,
     show_cost: Annotated[
-        bool, typer.Option("--show-cost", help="FLOPs, bytes and KV cache of a token, predicted and measured.")
+        bool, typer.Option("--show-cost", help="Show FLOPs, bytes and KV cache per token, predicted and measured.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object a line, for each text.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object per line for each text.")] = False,
 ) -> None:
-    """Continue texts. A single text is printed token by token, several as they finish; Ctrl-C keeps what is there."""
+    """Continue texts. A single text is printed token by token, several as they finish; Ctrl-C keeps the part so far."""
     chosen = plan(locals())
     check_counts(n, beams, length_penalty, chosen.sampling)
     if log_probabilities and not as_json:
-        raise ValueError("log_probabilities: expected --json, which has a place for them, got none")
+        raise ValueError("log_probabilities: expected --json, which prints them, got none")
     texts = _texts(prompts, file)
     several = len(texts) * n > 1
     if show_cost and (several or beams > 1):
@@ -176,7 +174,7 @@ def generate(
     for tokens in prompt_tokens:
         rg.stream(model, tokens, **chosen.stream)  # checks the tokens; the model runs when the stream is read
 
-    # Drawn here, so that --json can print them: with its seed, a prompt gives the same texts again.
+    # Draw seeds here, so that --json can print them: the same seed gives the same texts again.
     seeds = [secrets.randbits(32) if seed is None and temperature else seed for _ in texts]
     show = partial(_show, as_json=as_json, several=several, scored=log_probabilities)
     if beams > 1:
@@ -247,7 +245,7 @@ def _begin(
     storage: torch.dtype | None,
     **sampling: Any,
 ) -> tuple[Growth, list[Row]]:
-    """Start what `rg.generate` runs; the caller can print its rows while they grow."""
+    """Start the engine of `rg.generate`, so that the caller can print its rows while they grow."""
     generator = as_generative(model)
     return begin(
         generator,
@@ -261,7 +259,7 @@ def _begin(
 
 
 def _write_as_it_comes(growth: Growth, row: Row, show: Callable[..., None] | None) -> tuple[float, float]:
-    """Print a text piece by piece, or nothing if `show` will print it; returns when its first and last token came."""
+    """Print a text piece by piece, or nothing if `show` will print it. Returns the times of first and last token."""
     first, written = 0.0, 0
     try:
         for _ in growth:
@@ -288,7 +286,7 @@ def _show_as_they_finish(growth: Growth, rows: Sequence[Row], shows: Sequence[Ca
     try:
         for _ in growth:
             while shown < len(rows) and rows[shown].reason is not None:
-                shown += 1  # first: an interrupt in between must not show a text twice
+                shown += 1  # before showing: an interrupt in between must not show a text twice
                 shows[shown - 1](rows[shown - 1].result())
     except KeyboardInterrupt:
         for row, show in zip(rows[shown:], shows[shown:], strict=True):
@@ -331,7 +329,7 @@ def _cost(
     first_seconds: float,
     more_seconds: float,
 ) -> dict[str, Any]:
-    """The cost of the token in the middle of the generated ones: predicted by the cost model, counted, and timed."""
+    """The cost of the token in the middle of the generated text: predicted by the cost model, counted, and timed."""
     tokens = [*prompt, *new]
     position = max(2, len(prompt) + len(new) // 2)
     flops, state_bytes = _counted(model, tokens[:position], storage)
@@ -367,7 +365,7 @@ def _cost(
 
 @torch.inference_mode()
 def _counted(model: rg.Decoder, tokens: Sequence[int], storage: torch.dtype | None) -> tuple[int, int]:
-    """FLOPs of the last token's step, and bytes of a state that has room for these tokens and no more."""
+    """FLOPs of the last token's decode step, and bytes of a state with room for just these tokens."""
     from torch.utils.flop_counter import FlopCounterMode
 
     before = rg.prefill(model, [tokens[:-1]], room=1, storage=storage)
@@ -377,7 +375,7 @@ def _counted(model: rg.Decoder, tokens: Sequence[int], storage: torch.dtype | No
 
 
 def _key_bytes(layer: rg.MultiHeadAttention, dtype: torch.dtype, storage: torch.dtype | None) -> int:
-    """Bytes of a token's keys and values in the KV cache; int8 vectors have a scale each, in float32 or better."""
+    """Bytes of a token's keys and values in the KV cache; each int8 vector has a scale, in float32 or better."""
     lengths, scale = layer.qk_length + layer.value_length, accumulator(dtype).itemsize
     return layer.num_kv_heads * (lengths * dtype.itemsize if storage is None else lengths + 2 * scale)
 
@@ -405,7 +403,7 @@ def _attention_bytes(model: rg.Decoder, position: int, storage: torch.dtype | No
 
 
 def _weight_bytes(model: rg.Decoder) -> int:
-    """Bytes of weights, and of scales of int8 weights, that a step reads: all, but one row of the embedding tables."""
+    """Bytes of weights, and of scales of int8 weights, that a step reads: all, but only one row of each embedding."""
     tables = [*([] if model.config.tied else ["embedding.weight"]), "positions.weight"]
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return sum((x[:1] if name in tables else x).numel() * x.element_size() for name, x in tensors.items())

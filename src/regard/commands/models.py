@@ -1,4 +1,4 @@
-"""`regard models` and `regard convert`: checkpoints by name or path, seen and rewritten."""
+"""`regard models` and `regard convert`: show and convert checkpoints by name or path."""
 
 import json
 from pathlib import Path
@@ -19,10 +19,11 @@ ANY_SOURCE = f"Of {', '.join(NAMES)}; or a checkpoint folder; or a .gguf file."
 MechanismName = Annotated[
     str | None,
     typer.Option(
-        metavar="NAME", help=f"Another attention, of {CHOICES}. Default: the model's; if that is your own, name it."
+        metavar="NAME",
+        help=f"Another mechanism, of {CHOICES}. Default: the model's; if that is your own, it must be given.",
     ),
 ]
-"""A checkpoint imports no code, so one that has a user's own mechanism is told where that is."""
+"""A checkpoint imports no code, so the file of a user's mechanism must be given."""
 
 
 def models(
@@ -36,14 +37,14 @@ def models(
     ] = None,
     mechanism: MechanismName = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print the list as JSON; of models, one JSON object a line.")
+        bool, typer.Option("--json", help="Print the list as JSON; for models, a JSON object per line.")
     ] = False,
 ) -> None:
-    """The models that install by name; or, of each model given, its layers, heads, parameters, state and FLOPs."""
+    """List the models that install by name; or show the layers, heads, parameters, state and FLOPs of models."""
     if not sources:
         for name, value in (("length", length), ("mechanism", mechanism)):
             if value is not None:
-                raise ValueError(f"{name}: expected a model beside it, got none")
+                raise ValueError(f"{name}: expected a model as well, got none")
         _list_names(as_json)
         return
     chosen = None if mechanism is None else lookup(mechanism)
@@ -64,11 +65,11 @@ def convert(
     source: Annotated[str, typer.Argument(metavar="SOURCE", help=ANY_SOURCE, show_default=False)],
     folder: Annotated[
         Path,
-        typer.Argument(metavar="FOLDER", help="Written whole or not at all; an earlier checkpoint there is replaced."),
+        typer.Argument(metavar="FOLDER", help="Written atomically; an earlier checkpoint there is replaced."),
     ],
     to: Annotated[
         str,
-        typer.Option(metavar="LAYOUT", help="huggingface: what other engines read. regard: any model, any mechanism."),
+        typer.Option(metavar="LAYOUT", help="huggingface: for other libraries. regard: any model, any mechanism."),
     ] = "huggingface",
     dtype: Annotated[
         str | None,
@@ -79,26 +80,26 @@ def convert(
     mechanism: MechanismName = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Write any model that loads as a checkpoint folder: weights, config and tokenizer."""
-    # All that can be wrong without the model comes first: loading takes seconds.
+    """Convert a model to a checkpoint folder: weights, config and tokenizer."""
+    # Check everything that does not need the model first: loading takes seconds.
     one_of("to", to, {name: name for name in LAYOUTS})
     chosen = None if mechanism is None else lookup(mechanism)
     if to == "huggingface" and chosen not in (None, rg.Softmax()):
-        raise ValueError(f"mechanism: expected --to regard, whose folders can hold {mechanism}, got --to huggingface")
+        raise ValueError(f"mechanism: expected --to regard, which can store {mechanism}, got --to huggingface")
     wanted = None if dtype is None else one_of("dtype", dtype, FILE_DTYPES)
     check_target(folder)
     if resolve(source).resolve().is_relative_to(folder.resolve()):
-        raise ValueError(f"folder: expected another than the source's, which would be lost, got {folder}")
+        raise ValueError(f"folder: expected another than the source's, which would be overwritten, got {folder}")
     with waiting(f"converting {source}"):
         model = load_with(source, chosen, dtype=wanted)
         rg.save(model, folder, layout=to)  # type: ignore[arg-type]
     sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
-    parameters = sum(one.numel() for one in model.parameters())
+    parameters = sum(parameter.numel() for parameter in model.parameters())
     kind, kept = type(model).__name__, str(model.dtype).removeprefix("torch.")
     if as_json:
         files = [{"name": name, "bytes": size} for name, size in sizes.items()]
-        found = {"source": source, "folder": str(folder), "to": to, "model": kind, "dtype": kept}
-        print_json({**found, "parameters": parameters, "files": files})
+        report = {"source": source, "folder": str(folder), "to": to, "model": kind, "dtype": kept}
+        print_json({**report, "parameters": parameters, "files": files})
         return
     print_table([{"file": name, "size": human(size, "B")} for name, size in sizes.items()], right=("size",))
     print(f"{kind}, {parameters:,} parameters, {kept}")
@@ -107,16 +108,16 @@ def convert(
 
 def _list_names(as_json: bool) -> None:
     rows = []
-    for name, known in NAMES.items():
-        path = known.find()
+    for name, entry in NAMES.items():
+        path = entry.find()
         rows.append(
             {
                 "name": name,
-                "description": known.description,
-                "licence": known.licence,
+                "description": entry.description,
+                "licence": entry.licence,
                 "installed": path is not None,
                 "path": None if path is None else str(path),
-                "command": known.command,
+                "command": entry.command,
             }
         )
     if as_json:
@@ -124,7 +125,7 @@ def _list_names(as_json: bool) -> None:
         return
     shown = [{**row, "installed": "yes" if row["installed"] else "no"} for row in rows]
     print_table(shown, drop=("path", "command"))
-    # Below the table, where no narrow window breaks a command in two.
+    # Below the table, so that a narrow terminal does not break commands in two.
     for row in rows:
         if not row["installed"]:
-            print(f"{row['name']} installs with: {row['command']}")
+            print(f"to install {row['name']}: {row['command']}")

@@ -1,4 +1,4 @@
-"""`regard translate`: sentences in another language."""
+"""`regard translate`: translate sentences."""
 
 import json
 import sys
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from regard.inference.generation import Generated
 
 AT_ONCE = 256
-"""Lines of a file that are translated before they are printed."""
+"""Lines that are translated together; they are printed after that."""
 WARNED = 5
-"""Lines outside of what the translator knows that are told one by one."""
+"""How many warnings about lines outside of the training domain are printed; further ones are counted."""
 
 
 def translate(
@@ -35,30 +35,30 @@ def translate(
     ] = None,
     beams: Annotated[int, typer.Option(min=1, metavar="N", help="Search for the likeliest text with N beams.")] = 4,
     show: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw where each word of the translation looks.")
+        Path | None, typer.Option(metavar="FILE", help="Draw the cross-attention between words to this image file.")
     ] = None,
     mechanism: Annotated[
-        str | None, typer.Option(metavar="FILE.py:NAME", help="The model's attention, if it is your own.")
+        str | None, typer.Option(metavar="FILE.py:NAME", help="The model's mechanism, if it is your own.")
     ] = None,
     device: Device = "cpu",
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object a line, for each sentence.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object per line for each sentence.")] = False,
 ) -> None:
     """Translate sentences, French to English unless another model is given. Empty lines stay empty.
 
-    A sentence unlike those that the translator was trained on is translated, too; standard error says what is unlike.
+    A sentence outside of the training domain is translated, too, with a warning on standard error that says why.
     """
     lines = _lines(texts, file)
     if show is not None and len(lines) != 1:
         raise ValueError(f"show: expected one sentence to draw, got {len(lines)}")
     if mechanism is not None and model is None:
-        raise ValueError(f"mechanism: expected --model beside it, got {mechanism!r} alone")
+        raise ValueError(f"mechanism: expected --model as well, got only {mechanism!r}")
     with waiting("loading the translator"):
         from regard.checkpoints import load_with
         from regard.core.mechanisms.text import lookup
         from regard.training.recipes import translate as recipe
 
         chosen = None if mechanism is None else lookup(mechanism)
-        found = recipe.shipped(device) if model is None else load_with(model, chosen, device=device)
+        translator = recipe.shipped(device) if model is None else load_with(model, chosen, device=device)
         domain = recipe.domain(model)
     outside = [domain.outside(line) if domain is not None else [] for line in lines]
     with progress(-(-len(lines) // AT_ONCE), "translating") as advance:
@@ -66,10 +66,10 @@ def translate(
             advance(f"line {start + 1:,}")
             part = lines[start : start + AT_ONCE]
             composed = [unicodedata.normalize("NFC", line) for line in part if line.strip()]
-            written = recipe.translate(found, composed, beams=beams)
+            written = recipe.translate(translator, composed, beams=beams)
             if show is not None:
                 with named(path="show"):
-                    save_figure(recipe.attention_figure(found, lines[0], written[0]), show)
+                    save_figure(recipe.attention_figure(translator, lines[0], written[0]), show)
             _print(part, written, None if domain is None else outside[start : start + AT_ONCE], as_json)
     _warn(outside)
 
@@ -80,10 +80,10 @@ def _lines(texts: Sequence[str] | None, file: Path | None) -> list[str]:
     if texts == ["-"]:
         file = Path("-")
     if file is not None:
-        found = read_text("text", file).replace("\r\n", "\n").removesuffix("\n").split("\n")
-        if not any(line.strip() for line in found):
+        lines = read_text("text", file).replace("\r\n", "\n").removesuffix("\n").split("\n")
+        if not any(line.strip() for line in lines):
             raise ValueError(f"text: expected sentences, got none in {file}")
-        return found
+        return lines
     if not texts:
         raise ValueError(
             'text: expected a sentence to translate, as in regard translate "Le chat dort.", or --file FILE, got none'
@@ -94,7 +94,7 @@ def _lines(texts: Sequence[str] | None, file: Path | None) -> list[str]:
 
 
 def _warn(outside: Sequence[Sequence[str]]) -> None:
-    """Say on standard error which sentences are outside of what the translator knows, and why."""
+    """Warn on standard error about sentences outside of the training domain, with the reasons."""
     reasons = {number: "; ".join(line) for number, line in enumerate(outside, start=1) if line}
     for number, reason in list(reasons.items())[:WARNED]:
         place = f"line {number:,} is " if len(outside) > 1 else ""
@@ -113,6 +113,6 @@ def _print(
             print(text or "")
         elif text is not None:
             score = {} if text.score is None else {"score": text.score}
-            unlike = None if outside is None else outside[number]
-            values = {"text": line, "translation": str(text), "reason": text.reason, **score, "outside": unlike}
+            reasons = None if outside is None else outside[number]
+            values = {"text": line, "translation": str(text), "reason": text.reason, **score, "outside": reasons}
             print(json.dumps(values, ensure_ascii=False))

@@ -1,8 +1,8 @@
-"""Speed as ratios: ours and a named peer on the same numbers, interleaved in one run.
+"""Speed as ratios: ours and a named peer with the same inputs, interleaved in one run.
 
-Each benchmark first checks that both give the same result and refuses to report a speed otherwise. Then it times peer
-and ours in turn, round after round, and reports the ratio of the medians: above 1, ours is faster. Absolute times
-belong to the machine; ratios travel better.
+Each benchmark first checks that both give the same result and refuses to report a speed otherwise. Then it times ours
+and the peer in turn, round after round, and reports the ratio of the medians: above 1, ours is faster. Times depend on
+the machine; ratios depend on it less.
 """
 
 import torch
@@ -28,8 +28,8 @@ def run(bench: Bench, quick: bool = False) -> Result:
         return bench.special(bench)
     assert bench.make is not None
     pair = bench.make()
-    one, two = (pair.ours(), pair.peer()) if pair.check is None else pair.check()
-    apart = (one - two).abs().max().item()
+    first, second = (pair.ours(), pair.peer()) if pair.check is None else pair.check()
+    apart = (first - second).abs().max().item()
     if not apart <= pair.tolerance:
         raise ValueError(f"{bench.name}: expected results within {pair.tolerance}, got {apart:.3g}: no speed to report")
     ours, peer = interleaved([pair.ours, pair.peer], 3 if quick else bench.rounds)

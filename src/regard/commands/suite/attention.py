@@ -1,4 +1,4 @@
-"""Attention against PyTorch's own."""
+"""Attention against PyTorch's SDPA."""
 
 import subprocess
 import sys
@@ -36,7 +36,7 @@ def _causal(length: int) -> Pair:
 
 
 def _turn(queries: int, heads: int, kv_heads: int) -> Pair:
-    """New tokens after a history, 4,096 in all: a turn of a chat, or a prompt read in chunks."""
+    """New tokens after a KV cache, 4,096 tokens in all: a turn of a chat, or chunked prefill."""
     q, k, v = _qkv(1, heads, 4096, 64, kv_heads)
     q = q[:, :, -queries:].contiguous()
     dense = causal.visible(1, 1, queries, 4096)
@@ -59,7 +59,7 @@ def _padded() -> Pair:
 
 
 def _decode(kv_heads: int, size: int, dtype: torch.dtype = torch.float32) -> Pair:
-    """One step over a cache of 4096, appending included; the cache grows a little over the rounds."""
+    """A decode step over a KV cache of 4096 tokens, appending included; the cache grows a little over the rounds."""
     lengths = (32, 1), (kv_heads, 1), (kv_heads, 1), (kv_heads, 4095), (kv_heads, 4095)
     q, k, v, past_k, past_v = (torch.randn(1, *length, size, dtype=dtype) for length in lengths)
     mechanism, room = Softmax(), 4096 + 256
@@ -79,8 +79,8 @@ def _decode(kv_heads: int, size: int, dtype: torch.dtype = torch.float32) -> Pai
 
 
 def _int8(stepped: bool) -> Pair:
-    """One step over an int8 KV cache of 4096, rounding and appending included, against one over a float32 cache: ours
-    (`stepped`), or PyTorch's attention alone."""
+    """A decode step over an int8 KV cache of 4096 tokens, rounding and appending included, against a float32 KV cache:
+    our step (`stepped`), or only PyTorch's attention."""
     lengths = (32, 1), (8, 1), (8, 1), (8, 4095), (8, 4095)
     q, k, v, past_k, past_v = (torch.randn(1, *length, 128) for length in lengths)
     mechanism = Softmax()
@@ -103,7 +103,7 @@ def _int8(stepped: bool) -> Pair:
         out, wide = mechanism.extend(q, k, v, wide, mask=causal)
         return out
 
-    def check() -> tuple[Tensor, Tensor]:  # against the tokens that int8 numbers stand for
+    def check() -> tuple[Tensor, Tensor]:  # against the dequantized keys and values
         return ours(), F.scaled_dot_product_attention(q, state.keys, state.values, enable_gqa=True)
 
     return Pair(ours, peer, check)
@@ -132,9 +132,9 @@ def _quadratic(size: int) -> Pair:
 
     def short() -> tuple[Tensor, Tensor]:
         few = slice(0, 1024)
-        one, two, three = q[:, :, few], k[:, :, few], v[:, :, few]
-        plain = attend(one, two, three, Quadratic(), causal, path="reference")
-        return attend(one, two, three, Quadratic(), causal), plain
+        few_q, few_k, few_v = q[:, :, few], k[:, :, few], v[:, :, few]
+        plain = attend(few_q, few_k, few_v, Quadratic(), causal, path="reference")
+        return attend(few_q, few_k, few_v, Quadratic(), causal), plain
 
     return Pair(
         lambda: attend(q, k, v, Quadratic(), causal),
@@ -155,7 +155,7 @@ def _window() -> Pair:
 
 
 def _peak(bench: Bench) -> Result:
-    """Peak extra memory of the quadratic forward pass in a process of its own: 64 MB over what it took."""
+    """Peak extra memory of the quadratic forward pass in a separate process; the ratio is 64 MB over this peak."""
     code = (
         "import re, torch, regard as rg\n"
         "from pathlib import Path\n"
@@ -183,8 +183,8 @@ def _crossing(bench: Bench) -> Result:
         query_length=4096, key_length=4096, num_heads=4, num_kv_heads=4, qk_length=size, value_length=size,
         dtype=torch.float32, mask=causal,
     )  # fmt: skip
-    found = crossing(Softmax(), Quadratic(), work, rounds=9 * 64 // size)  # short heads take less time, and vary more
-    predicted, measured = found.predicted, found.measured
+    crossed = crossing(Softmax(), Quadratic(), work, rounds=9 * 64 // size)  # short heads take less time, and vary more
+    predicted, measured = crossed.predicted, crossed.measured
     if predicted is None or measured is None:
         raise ValueError(f"{bench.name}: expected a crossover, got {predicted} predicted and {measured} measured")
     ratio = min(predicted, measured) / max(predicted, measured)
@@ -193,12 +193,12 @@ def _crossing(bench: Bench) -> Result:
 
 
 LENGTHS = (256, 1024, 2048)
-"""At which a mechanism that is named is timed: its plain formula holds the whole table of weights."""
+"""Lengths at which `of_mechanism` times: the plain formula keeps all attention weights in memory."""
 
 
 def of_mechanism(name: str, mechanism: Mechanism, qk_length: int = 64) -> tuple[Bench, ...]:
-    """A mechanism against PyTorch's softmax and against its own plain formula, causal where that has a meaning."""
-    cost(mechanism, Work(query_length=1, key_length=1, num_heads=8, qk_length=qk_length))  # raises, if it cannot run
+    """A mechanism against PyTorch's softmax and against its plain formula, causal if the mechanism can be."""
+    cost(mechanism, Work(query_length=1, key_length=1, num_heads=8, qk_length=qk_length))  # raises if it cannot run
     rule = causal if refusal(mechanism, causal) is None else None
     words = ", causal" if rule is not None else ""
 

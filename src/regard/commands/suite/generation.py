@@ -17,7 +17,7 @@ from regard.inference.generation import generate
 from regard.models.quantized import quantized
 
 NEW = 32
-"""Tokens generated a prompt."""
+"""New tokens per prompt."""
 
 
 def _prompts(count: int, shortest: int, longest: int) -> list[list[int]]:
@@ -27,20 +27,20 @@ def _prompts(count: int, shortest: int, longest: int) -> list[list[int]]:
 
 
 def _theirs(model: Any, prompts: list[list[int]], new: int = NEW) -> Tensor:
-    longest = max(len(one) for one in prompts)
-    tokens = torch.tensor([[0] * (longest - len(one)) + one for one in prompts])
-    kept = torch.tensor([[0] * (longest - len(one)) + [1] * len(one) for one in prompts])
+    longest = max(len(prompt) for prompt in prompts)
+    tokens = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
+    kept = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
     model.generation_config.eos_token_id = None
     options = {"do_sample": False, "max_new_tokens": new, "pad_token_id": 0}
     return model.generate(tokens, attention_mask=kept, **options)[:, longest:]
 
 
 def _ours(model: Any, prompts: list[list[int]], new: int = NEW) -> Tensor:
-    return torch.tensor([one.tokens for one in generate(model, prompts, max_new_tokens=new)])
+    return torch.tensor([generated.tokens for generated in generate(model, prompts, max_new_tokens=new)])
 
 
 def _endless(model: Any) -> Any:
-    """The model without tokens that end a text, so that both sides do the same work."""
+    """The model without end tokens, so that both sides generate the same number of tokens."""
     model.tokenizer, model.config = None, replace(model.config, end_tokens=())
     return model
 
@@ -52,25 +52,36 @@ def _pair(count: int, shortest: int, longest: int) -> Pair:
 
 
 def _first() -> Pair:
-    """The time until the first token of a prompt of 256."""
+    """The time to the first token after a prompt of 256 tokens."""
     prompts = _prompts(1, 256, 256)
     ours, theirs = _endless(load("smollm2")), peer_decoder()
     return Pair(lambda: _ours(ours, prompts, 1), lambda: _theirs(theirs, prompts, 1), tolerance=0.0)
 
 
 def _int8(bench: Bench) -> Result:
-    """int8 weights against the peer's float32, and how often both choose the same token of the same text."""
+    """int8 weights against the peer's float32 weights, and how often int8 and float32 predict the same token."""
     prompts = _prompts(1, 64, 64)
     plain, theirs = _endless(load("smollm2")), peer_decoder()
     ours = quantized(plain)
-    one, two = interleaved([lambda: _ours(ours, prompts), lambda: _theirs(theirs, prompts)], bench.rounds)
+    ours_seconds, peer_seconds = interleaved(
+        [lambda: _ours(ours, prompts), lambda: _theirs(theirs, prompts)], bench.rounds
+    )
     tokenizer = load("smollm2").tokenizer
     assert tokenizer is not None
     text = torch.tensor([tokenizer.encode(pydoc_data.topics.topics["class"])[:512]])
     with torch.inference_mode():
         same = (ours(text).argmax(-1) == plain(text).argmax(-1)).float().mean().item()
-    note = f"same next token at {same:.1%} of {text.shape[1]} places"
-    return Result(bench.name, bench.title, bench.peer, bench.goal, two / one, one * 1e3, two * 1e3, note=note)
+    note = f"same next token at {same:.1%} of {text.shape[1]} positions"
+    return Result(
+        bench.name,
+        bench.title,
+        bench.peer,
+        bench.goal,
+        peer_seconds / ours_seconds,
+        ours_seconds * 1e3,
+        peer_seconds * 1e3,
+        note=note,
+    )
 
 
 MEMORY = """

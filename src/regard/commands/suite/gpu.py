@@ -1,7 +1,7 @@
-"""Kernel attention on a GPU against named peers, in one run: `regard bench --gpu`.
+"""Linear attention on a GPU against named peers, in one run: `regard bench --gpu`.
 
-Every row is first held against the plain formula in float64 on a shorter input, and gives no time if it is not within
-the error budget. Times are medians of many runs by CUDA events. The floor is the larger of the least work over the
+Every row is first compared with the plain formula in float64 on a shorter input, and is not timed unless it is within
+the error budget. Times are medians of many runs by CUDA events. The floor is the larger of the least FLOPs over the
 measured matrix rate and the least bytes over the measured copy rate.
 """
 
@@ -33,14 +33,14 @@ LENGTH, HEADS, SHORT = 65536, 16, 2048
 
 @dataclass(frozen=True)
 class Row:
-    """One measured computation."""
+    """A measured computation."""
 
     name: str
     ours_ms: float
     peers_ms: dict[str, float]
     floor_ms: float
     memory_gb: float
-    """Allocated above inputs at the peak, the output included."""
+    """Peak allocation above the inputs, the output included."""
 
     def to_dict(self) -> dict[str, Any]:
         ratios = {name: peer / self.ours_ms for name, peer in self.peers_ms.items()}
@@ -48,11 +48,11 @@ class Row:
 
 
 def milliseconds(run: Callable[[], Any], rounds: int = 30) -> float:
-    """The median time of a computation on the GPU, after three to warm up."""
+    """The median time of a computation on the GPU, after three warm-up runs."""
     for _ in range(3):
         run()
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(rounds)]
-    for begin, end in events:  # one behind the other, so that launching is not timed where the GPU is busy
+    for begin, end in events:  # queued without waiting, so that launch overhead is hidden while the GPU is busy
         begin.record()
         run()
         end.record()
@@ -61,7 +61,7 @@ def milliseconds(run: Callable[[], Any], rounds: int = 30) -> float:
 
 
 def ceilings() -> tuple[float, float]:
-    """FLOP/s of a large bfloat16 matrix product, and bytes/s of a large copy, read and written."""
+    """FLOP/s of a large bfloat16 matrix product, and bytes/s of a large copy, reads and writes counted."""
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     source, target = (torch.empty(1 << 30, device="cuda", dtype=torch.float32) for _ in range(2))
     product, copy = milliseconds(lambda: a @ b), milliseconds(lambda: target.copy_(source))
@@ -82,18 +82,18 @@ def check(mechanism: Mechanism, size: int) -> None:
     outs += [mechanism.mix(mechanism.weigh(a, b, visible).to(a.dtype), c).to(a.dtype) for a, b, c in others]
     within_budget("output", *outs)
     grads = [torch.autograd.grad(out, inputs, grad.to(out.dtype)) for out, inputs in zip(outs, leaves, strict=True)]
-    for name, *each in zip("qkv", *grads, strict=True):
-        within_budget(f"gradient of {name}", *each, gradient=True)
+    for name, *gradients in zip("qkv", *grads, strict=True):
+        within_budget(f"gradient of {name}", *gradients, gradient=True)
 
 
 def least_work(mechanism: Mechanism, size: int) -> float:
-    """FLOPs per token of the linear form: keys into the sums, queries out of them."""
+    """FLOPs per token of the linear form: adding a key to the sums, and reading them with a query."""
     features = math.comb(size + 2, 2) if isinstance(mechanism, Quadratic) else size
     return 4.0 * features * (size + 1)
 
 
 def measure(mechanism: Mechanism, size: int, backward: bool, rates: tuple[float, float]) -> Row:
-    """Ours and the peers on one shape."""
+    """Time ours and the peers on one shape."""
     q, k, v, grad = _inputs(LENGTH, size)
     leaves = [t.requires_grad_(backward) for t in (q, k, v)]
 
@@ -111,10 +111,10 @@ def measure(mechanism: Mechanism, size: int, backward: bool, rates: tuple[float,
         softmax = timed(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True))
         peers["cuDNN softmax"] = milliseconds(softmax, 10)
     if isinstance(mechanism, Elu) and (peer := _fla()) is not None:
-        # In its own layout, (B, T, H, K), laid out beforehand.
+        # In its layout, (B, T, H, K), prepared beforehand.
         turned = [t.detach().transpose(1, 2).contiguous().requires_grad_(backward) for t in leaves]
         turned_grad = grad.transpose(1, 2).contiguous()
-        peers["fla chunk_linear_attn, features given"] = milliseconds(
+        peers["fla chunk_linear_attn, features given"] = milliseconds(  # without computing the feature map
             (lambda: torch.autograd.grad(peer(*turned), turned, turned_grad)) if backward else lambda: peer(*turned)
         )
     tokens, passes = HEADS * LENGTH, 3 if backward else 1
@@ -125,12 +125,12 @@ def measure(mechanism: Mechanism, size: int, backward: bool, rates: tuple[float,
 
 
 RATED, BETWEEN = (512, 2048, 8192, 32768), (1024, 3072, 4096, 6144, 12288, 16384)
-"""Lengths whose rates predict where the quadratic kernel overtakes softmax, and more at which both are timed."""
+"""Lengths whose rates predict where the quadratic kernel overtakes softmax, and further lengths to time both at."""
 
 
 def crossing(size: int = 64) -> dict[str, Any]:
-    """From which length on the quadratic kernel takes less time than cuDNN's softmax: by FLOPs, as rates measured here
-    predict it, and as it is."""
+    """The length from which the quadratic kernel is faster than cuDNN's softmax: by FLOPs, as predicted from the rates
+    measured here, and as measured."""
     both = Softmax(), Quadratic()
     work = Work(query_length=SHORT, key_length=SHORT, num_heads=HEADS, num_kv_heads=HEADS, qk_length=size,
                 value_length=size, mask=causal, dtype=torch.bfloat16)  # fmt: skip
@@ -157,7 +157,7 @@ def _both_ms(q: Tensor, k: Tensor, v: Tensor) -> tuple[float, float]:
 
 
 def million(size: int = 64) -> dict[str, float]:
-    """Time and memory above inputs of the quadratic kernel's forward pass over 2**20 tokens, in one call."""
+    """Time and memory (above the inputs) of the quadratic kernel's forward pass over 2**20 tokens, in one call."""
     q, k, v = _inputs(1 << 20, size)[:3]
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -166,7 +166,7 @@ def million(size: int = 64) -> dict[str, float]:
 
 
 def _fla() -> Callable[..., Tensor] | None:
-    """flash-linear-attention's kernel for features that are given, where it is installed."""
+    """flash-linear-attention's kernel, which takes features instead of queries and keys; None if not installed."""
     try:
         from fla.ops.linear_attn import chunk_linear_attn
     except ImportError:
@@ -200,7 +200,7 @@ def run() -> dict[str, Any]:
 
 
 def save(results: dict[str, Any], folder: str | Path) -> Path:
-    """Write the table to `gpu.json` in a folder, whole or not at all."""
+    """Write the table to `gpu.json` in a folder, atomically."""
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     return write_text(target / "gpu.json", json.dumps(results, indent=1) + "\n")

@@ -1,8 +1,8 @@
 """Softmax on a GPU against PyTorch's backends, and a decoder's token against transformers, in one run.
 
-Times are the GPU's: calls are captured in a CUDA graph over several sets of inputs, which together exceed the cache,
-and the graph is replayed; the median of seven replays. Every row is first held against the plain formula in float64 on
-a shorter input, and gives no time if it is not within the error budget.
+Times are GPU times: calls over several sets of inputs, which together exceed the cache, are captured in a CUDA graph,
+and the graph is replayed; the result is the median of seven replays. Every row is first compared with the plain formula
+in float64 on a shorter input, and is not timed unless it is within the error budget.
 """
 
 import math
@@ -31,9 +31,9 @@ BACKENDS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
 LONGEST = {"cuDNN": 1 << 20, "flash": 8192, "efficient": 2048}
-"""Lengths up to which a backend is timed: beyond, it is far behind."""
+"""The largest length at which a backend is timed; beyond, it is far slower."""
 CACHE = 120_000_000
-"""Bytes of inputs, at least, that calls rotate through: twice an H200's cache."""
+"""The least number of bytes of inputs that calls rotate through: twice the cache of an H200."""
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 DECODE = [(batch, keys, groups) for batch, keys in ((1, 131072), (8, 16384), (64, 4096)) for groups in (32, 8, 1)]
 SMOLLM2 = {
@@ -43,10 +43,10 @@ SMOLLM2 = {
 
 
 def milliseconds(runs: Sequence[Callable[[], Any]]) -> float:
-    """The GPU's time for a call, by replays of a graph of many."""
+    """The GPU time of a call, by replays of a CUDA graph of many calls."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):  # what a capture may not do: plans, compilation
+    with torch.cuda.stream(stream):  # plans and compilation, which a capture must not do
         for run in runs:
             run()
     torch.cuda.synchronize()
@@ -72,11 +72,11 @@ def milliseconds(runs: Sequence[Callable[[], Any]]) -> float:
 
 
 def inputs(shapes: Sequence[tuple[int, ...]], derived: bool = False) -> list[list[Tensor]]:
-    """Several sets of random tensors, more than fit the cache."""
-    one = sum(2 * math.prod(shape) for shape in shapes)
+    """Several sets of random tensors, which together exceed the cache."""
+    nbytes = sum(2 * math.prod(shape) for shape in shapes)
     return [
         [torch.randn(*shape, device="cuda", dtype=torch.bfloat16, requires_grad=derived) for shape in shapes]
-        for _ in range(max(1, min(8, math.ceil(CACHE / one))))
+        for _ in range(max(1, min(8, math.ceil(CACHE / nbytes))))
     ]
 
 
@@ -97,7 +97,7 @@ def check(shapes: Sequence[tuple[int, ...]], mask: Mask | None, derived: bool) -
 
 
 def timed(run: Callable[..., Tensor], sets: list[list[Tensor]], derived: bool) -> float | None:
-    """A call's time on all sets, with its backward pass if wanted; None where it does not run."""
+    """The time of a call over all sets, with its backward pass if `derived`; None if it does not run."""
 
     def call(tensors: list[Tensor]) -> Any:
         out = run(*tensors)
@@ -106,7 +106,7 @@ def timed(run: Callable[..., Tensor], sets: list[list[Tensor]], derived: bool) -
     try:
         grad = torch.randn_like(run(*sets[0])) if derived else None
         return milliseconds([lambda tensors=tensors: call(tensors) for tensors in sets])  # type: ignore[misc]
-    except RuntimeError:  # SDPA's only way to say that a backend does not serve
+    except RuntimeError:  # what SDPA raises if a backend does not support the inputs
         return None
 
 
@@ -121,7 +121,7 @@ def backend(name: str, **options: Any) -> Callable[..., Tensor]:
 
 
 def row(name: str, shapes: Sequence[tuple[int, ...]], mask: Mask | None, derived: bool, peers: dict[str, Any]) -> Any:
-    """Ours and the peers on one shape."""
+    """Time ours and the peers on one shape."""
     short = [(min(shape[0], 2), *shape[1:2], min(shape[2], 2048), shape[3]) for shape in shapes]
     check(short, mask if short == list(shapes) else _shortened(mask, short[1][2]), derived)
     sets = inputs(shapes, derived)
@@ -129,13 +129,13 @@ def row(name: str, shapes: Sequence[tuple[int, ...]], mask: Mask | None, derived
     path = explain(q, k, v, mask=mask).path
     ours = timed(lambda q, k, v: attend(q, k, v, mask=mask), sets, derived)
     theirs = {peer: timed(run, sets, derived) for peer, run in peers.items()}
-    known = {peer: value for peer, value in theirs.items() if value is not None}
+    served = {peer: value for peer, value in theirs.items() if value is not None}
     assert ours is not None
-    return {"name": name, "path": path, **compared(ours, known)}
+    return {"name": name, "path": path, **compared(ours, served)}
 
 
 def compared(ours_ms: float, peers_ms: dict[str, float]) -> dict[str, Any]:
-    """Times, and how many times as long each peer takes."""
+    """Times, and the ratio of each peer's time to ours."""
     ratios = {peer: value / ours_ms for peer, value in peers_ms.items()}
     return {"ours_ms": ours_ms, "peers_ms": peers_ms, "ratios": ratios}
 
@@ -172,21 +172,21 @@ def decode_rows() -> list[Any]:
     rows = []
     for batch, keys, groups in DECODE:
         shapes = [(batch, 32, 1, 128), (batch, groups, keys, 128), (batch, groups, keys, 128)]
-        found = row(
+        measured = row(
             f"decode, batch {batch}, {keys} keys, {groups} kv heads",
             shapes,
             None,
             False,
             {name: backend(name) for name in ("cuDNN", "flash")},
         )
-        found["terabytes_per_s"] = 4 * math.prod(shapes[1]) / found["ours_ms"] / 1e9
-        rows.append(found)
+        measured["terabytes_per_s"] = 4 * math.prod(shapes[1]) / measured["ours_ms"] / 1e9
+        rows.append(measured)
     return rows
 
 
 def window_rows(passes: Sequence[bool] = (False, True)) -> list[Any]:
-    """window(before=511), causal, 65,536 tokens, 16 heads, against compiled FlexAttention with a block mask ready; the
-    forward pass alone, and with the backward one."""
+    """window(before=511), causal, 65,536 tokens, 16 heads, against compiled FlexAttention with a prepared block mask;
+    the forward pass, and forward and backward pass."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     flex: Any = torch.compile(flex_attention)
@@ -205,15 +205,15 @@ def window_rows(passes: Sequence[bool] = (False, True)) -> list[Any]:
 
 
 def padded_rows() -> list[Any]:
-    """64 rows of 64 to 1,024 tokens, 16 heads of 64, against cuDNN over the padded batch: padded, where queries of
-    padding have an output too, and packed one after another."""
+    """64 rows of 64 to 1,024 tokens, 16 heads of 64, against cuDNN over the padded batch: packed into one row, and
+    padded, where padded queries have an output, too."""
     lengths = torch.linspace(64, 1024, 64).long().tolist()
     shapes = [(64, 16, 1024, 64)] * 3
     rule = padding(lengths)
     packed = []
     for derived in (False, True):
         ids = torch.arange(64).repeat_interleave(torch.tensor(lengths))[None]
-        found = row(
+        measured = row(
             f"64 rows of 64 to 1,024 tokens, packed, causal, {'forward + backward' if derived else 'forward'}",
             [(1, 16, ids.shape[1], 64)] * 3,
             causal & segments(ids),
@@ -222,7 +222,7 @@ def padded_rows() -> list[Any]:
         )
         peer = timed(backend("cuDNN", is_causal=True), inputs(shapes, derived), derived)
         assert peer is not None
-        packed.append({**found, **compared(found["ours_ms"], {"cuDNN over the padded batch": peer})})
+        packed.append({**measured, **compared(measured["ours_ms"], {"cuDNN over the padded batch": peer})})
     return packed + [
         row(
             f"64 rows of 64 to 1,024 tokens, {name}, {'forward + backward' if derived else 'forward'}",
@@ -263,7 +263,7 @@ def token_rows(batches: Sequence[int] = (1, 16), compiled: bool = True) -> list[
 
 
 def per_token(run: Callable[[int], Any], few: int = 16, many: int = 112) -> float:
-    """Milliseconds a token between a short text and a long one, by the clock: the median of three."""
+    """Milliseconds per token, from the difference between a long and a short text: the median of three."""
 
     def seconds(count: int) -> float:
         torch.cuda.synchronize()
@@ -278,7 +278,7 @@ def per_token(run: Callable[[int], Any], few: int = 16, many: int = 112) -> floa
 
 
 def _transformers(batches: Sequence[int], compiled: bool) -> dict[int, dict[str, float]]:
-    """Milliseconds a token of transformers' Llama of the same sizes, where it is installed."""
+    """Milliseconds per token of transformers' Llama of the same sizes; empty if transformers is not installed."""
     try:
         import transformers
     except ImportError:
@@ -289,7 +289,7 @@ def _transformers(batches: Sequence[int], compiled: bool) -> dict[int, dict[str,
         num_key_value_heads=3, max_position_embeddings=8192, tie_word_embeddings=True,
     )  # fmt: skip
     model = library.LlamaForCausalLM(form).cuda().bfloat16().eval()
-    found: dict[int, dict[str, float]] = {}
+    times: dict[int, dict[str, float]] = {}
     for batch in batches:
         ids = torch.randint(49152, (batch, 64), device="cuda")
 
@@ -297,17 +297,17 @@ def _transformers(batches: Sequence[int], compiled: bool) -> dict[int, dict[str,
             fixed = {"min_new_tokens": count, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
             model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, **fixed, **options)
 
-        found[batch] = {"transformers, eager": per_token(run, 8, 40)}
+        times[batch] = {"transformers, eager": per_token(run, 8, 40)}
         if compiled:
-            # One length alone: each has a cache, and so a compilation, of its own. Reading the prompt is in it.
+            # One length only: each length has its own static cache, and so its own compilation. Prefill is included.
             for _ in range(2):
                 run(160, cache_implementation="static")
             torch.cuda.synchronize()
             start = time.perf_counter()
             run(160, cache_implementation="static")
             torch.cuda.synchronize()
-            found[batch]["transformers, static cache, compiled"] = (time.perf_counter() - start) / 160 * 1e3
-    return found
+            times[batch]["transformers, static cache, compiled"] = (time.perf_counter() - start) / 160 * 1e3
+    return times
 
 
 def run() -> list[Any]:

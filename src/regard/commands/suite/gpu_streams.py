@@ -1,8 +1,8 @@
-"""Streams on a GPU: one token of a kernel mechanism, a decoder's token over histories of several lengths, and what
-Python takes for a call.
+"""Decode steps on a GPU: a step of linear attention, a decoder's step after histories of several lengths, and the CPU
+time of a call.
 
-A token's time on the GPU is that of a CUDA graph of 64 steps of the stream one after another, so that a fold of the
-newest tokens is among them. Outputs are first held against the plain formula in float64.
+A step's GPU time is measured with a CUDA graph of 64 consecutive steps, so that a fold of the newest tokens into the
+sums is included. Outputs are first compared with the plain formula in float64.
 """
 
 import time
@@ -24,7 +24,7 @@ from regard.models.decoder import Decoder, DecoderConfig
 
 HEADS, STEPS = 16, 64
 CHECKED = (900, 1, 1, 1, 60, 1, 1)
-"""Pieces of the stream that is checked."""
+"""Lengths of the pieces in which the checked stream is read."""
 
 
 class Stream:
@@ -40,14 +40,14 @@ class Stream:
         self.read(history)
 
     def read(self, tokens: int) -> tuple[Tensor, list[Tensor]]:
-        """Extend by random tokens: the output, and queries, keys and values."""
+        """Extend the state by random tokens. Returns the output, and queries, keys and values."""
         shapes = [(*shape[:2], tokens, shape[3]) for shape in self.shapes]
         new = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes]
         out, self.state = self.mechanism.extend(new[0], new[1], new[2], self.state, mask=causal)
         return out, new
 
     def check(self) -> None:
-        """Raise unless its outputs, of an empty stream read in pieces, are within the error budget."""
+        """Raise unless the outputs of this stream, still empty and then read in pieces, are within the error budget."""
         pieces = [self.read(count) for count in CHECKED]
         out = torch.cat([piece for piece, _ in pieces], 2)
         q, k, v = (torch.cat(parts, 2) for parts in zip(*(new for _, new in pieces), strict=True))
@@ -60,7 +60,7 @@ class Stream:
         within_budget("output", out, plain(q.double(), k.double(), v.double()), plain(q, k, v))
 
     def step(self) -> Callable[[], Any]:
-        """One token, the same each time, that extends the state."""
+        """A decode step that extends the state by the same token each time."""
         q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in self.shapes)
 
         def run() -> None:
@@ -70,7 +70,7 @@ class Stream:
 
 
 def replayed(stream: Stream) -> float:
-    """Milliseconds of the GPU for a token."""
+    """GPU milliseconds per token."""
     state, step = stream.state, stream.step()
 
     def steps() -> None:
@@ -82,21 +82,21 @@ def replayed(stream: Stream) -> float:
 
 
 def launching(*runs: Callable[[], Any]) -> list[float]:
-    """Microseconds of the CPU for calls that nobody waits for: medians of forty rounds of ten, taken in turn."""
+    """CPU microseconds per call, without waiting for the GPU: medians of forty rounds of ten calls, in turn."""
     times: list[list[float]] = [[] for _ in runs]
     for _ in range(45):
-        for run, found in zip(runs, times, strict=True):
+        for run, taken in zip(runs, times, strict=True):
             torch.cuda.synchronize()
             start = time.perf_counter()
             for _ in range(10):
                 run()
-            found.append((time.perf_counter() - start) * 1e5)
-    return [sorted(found[5:])[20] for found in times]
+            taken.append((time.perf_counter() - start) * 1e5)
+    return [sorted(taken[5:])[20] for taken in times]
 
 
 @torch.no_grad()
 def stream_rows() -> list[Any]:
-    """One token of a kernel's stream: the GPU's time, the CPU's, and the rate at which the state is read."""
+    """A decode step of linear attention: GPU time, CPU time, and the rate at which the state is read."""
     rows = []
     for mechanism, size in ((Quadratic(), 64), (Quadratic(), 32), (Elu(), 64)):
         Stream(mechanism, 2, size, 0).check()
@@ -116,7 +116,7 @@ def stream_rows() -> list[Any]:
 
 
 def history_rows(lengths: tuple[int, ...] = (1024, 8192, 65536)) -> list[Any]:
-    """One token of a decoder of SmolLM2's form after prompts of several lengths, batch 1."""
+    """A decode step of a decoder with SmolLM2's sizes after prompts of several lengths, batch 1."""
     rows = []
     for mechanism in ("quadratic", "softmax"):
         sizes = {**SMOLLM2, "context_length": 66560}
@@ -134,15 +134,15 @@ def history_rows(lengths: tuple[int, ...] = (1024, 8192, 65536)) -> list[Any]:
 
 @torch.no_grad()
 def python_rows() -> list[Any]:
-    """The CPU's time for a call that nobody waits for, in microseconds, beside SDPA's: 16 heads of 64."""
+    """CPU microseconds of calls, without waiting for the GPU, and those of SDPA: 16 heads of 64."""
     q, k, v = (torch.randn(1, HEADS, 512, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     long = [torch.randn(1, HEADS, 4096, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
     cache = torch.randn(1, 4, 512, 64, device="cuda", dtype=torch.bfloat16)
-    one = q[:, :, :1]
+    query = q[:, :, :1]
     streams = [Stream(Softmax(), 1, 64, 512, 4), Stream(Quadratic(), 1, 64, 512, 4), Stream(Elu(), 1, 64, 512, 4)]
 
     def over_cache() -> Tensor:
-        return F.scaled_dot_product_attention(one, cache, cache, enable_gqa=True)
+        return F.scaled_dot_product_attention(query, cache, cache, enable_gqa=True)
 
     def whole() -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -153,7 +153,7 @@ def python_rows() -> list[Any]:
             lambda: attend(long[0], long[1], long[2], mask=causal),
             lambda: F.scaled_dot_product_attention(long[0], long[1], long[2], is_causal=True),
         ),
-        "attend, one query over a cache of 512": (lambda: attend(one, cache, cache), over_cache),
+        "attend, one query over a cache of 512": (lambda: attend(query, cache, cache), over_cache),
         "attend, quadratic, causal, 512 tokens": (lambda: attend(q, k, v, Quadratic(), causal), whole),
         "attend, elu, causal, 512 tokens": (lambda: attend(q, k, v, Elu(), causal), whole),
         **{f"extend, {stream.mechanism!r}, one token": (stream.step(), over_cache) for stream in streams},

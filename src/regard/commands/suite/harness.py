@@ -1,4 +1,4 @@
-"""Pairs of computations, timed in turn, and what they gave; the machine a result belongs to."""
+"""Pairs of computations timed in turn, their results, and the machine that they ran on."""
 
 import json
 import os
@@ -20,18 +20,18 @@ from regard.training.records import commit
 
 @dataclass(frozen=True)
 class Pair:
-    """Two computations of the same thing, and how far apart their results may be."""
+    """Two computations of the same thing, and the tolerance between their results."""
 
     ours: Callable[[], Tensor]
     peer: Callable[[], Tensor]
     check: Callable[[], tuple[Tensor, Tensor]] | None = None
-    """Two results that must agree, where the pair computes different things on purpose: a kernel against softmax."""
+    """Two results that must agree, if the pair computes different things on purpose: a kernel against softmax."""
     tolerance: float = 1e-4
 
 
 @dataclass(frozen=True)
 class Bench:
-    """A named comparison with its goal, the least ratio we mean to reach."""
+    """A named comparison with its goal, the ratio to reach."""
 
     name: str
     title: str
@@ -40,12 +40,12 @@ class Bench:
     make: "Callable[[], Pair] | None" = None
     rounds: int = 15
     special: "Callable[[Bench], Result] | None" = None
-    """Where there is no pair to time, how to measure instead."""
+    """How to measure if there is no pair to time."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a benchmark measured."""
+    """The result of a benchmark."""
 
     name: str
     title: str
@@ -68,29 +68,29 @@ class Result:
 def interleaved(
     calls: Sequence[Callable[[], Any]], rounds: int, begin_round: Callable[[str], None] | None = None
 ) -> list[float]:
-    """Median seconds of each, timed in turn: a slow while of the machine falls on all alike.
+    """Median seconds of each call, timed in turn so that slow phases of the machine affect all calls alike.
 
-    `begin_round` is told the name of each round as it begins.
+    `begin_round` is called with the name of each round as it begins.
 
     >>> a, b = interleaved([lambda: None, lambda: None], rounds=3)
     >>> a >= 0 and b >= 0
     True
     """
     times: list[list[float]] = [[] for _ in calls]
-    for one in calls:
-        one()
+    for call in calls:
+        call()
     for number in range(rounds):
         if begin_round is not None:
             begin_round(f"round {number + 1} of {rounds}")
-        for slot, one in zip(times, calls, strict=True):
+        for slot, call in zip(times, calls, strict=True):
             begin = time.perf_counter()
-            one()
+            call()
             slot.append(time.perf_counter() - begin)
-    return [statistics.median(found) for found in times]
+    return [statistics.median(seconds) for seconds in times]
 
 
 def environment() -> dict[str, Any]:
-    """The machine, versions and commit a result belongs to.
+    """The machine, versions and commit of a result.
 
     >>> sorted(environment())
     ['commit', 'cores', 'cpu', 'date', 'instructions', 'python', 'threads', 'torch', 'transformers']
@@ -109,7 +109,7 @@ def environment() -> dict[str, Any]:
 
 
 def save(results: Sequence[Result], folder: str | Path) -> Path:
-    """Write results and their environment to `cpu.json` in a folder, whole or not at all."""
+    """Write results and their environment to `cpu.json` in a folder, atomically."""
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     content = {"environment": environment(), "results": [result.to_dict() for result in results]}
@@ -124,7 +124,7 @@ def _transformers() -> str | None:
 
 
 def instructions(capability: str, flags: str) -> str:
-    """The instruction set that torch computes with, and whether the processor has a wider one that it was not told of.
+    """The instruction set that torch uses, and whether the processor has a wider one that was disabled.
 
     >>> instructions("AVX2", "fpu avx2"), instructions("AVX512", "fpu avx2 avx512f")
     ('AVX2', 'AVX-512')
@@ -136,7 +136,7 @@ def instructions(capability: str, flags: str) -> str:
 
 
 def _cpuinfo(name: str) -> str:
-    """What Linux says of the first core; nothing elsewhere."""
+    """A field of /proc/cpuinfo for the first core; empty if there is none."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(name)), "")

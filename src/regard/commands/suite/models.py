@@ -15,7 +15,7 @@ from regard.core.masks import padding
 
 
 def _transformers() -> Any:
-    """The peer, told to stay offline and quiet before it is loaded."""
+    """The transformers package, set to offline and quiet before it is imported."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -45,7 +45,7 @@ def _encoder() -> Pair:
 
 
 def peer_decoder() -> Any:
-    """SmolLM2 as transformers loads it."""
+    """SmolLM2 loaded by transformers."""
     path, build = resolve("smollm2"), _transformers().AutoModelForCausalLM.from_pretrained
     return build(path.parent, gguf_file=path.name, dtype=torch.float32, attn_implementation="sdpa").eval()
 
@@ -57,7 +57,7 @@ def _prefill(length: int) -> Pair:
 
 
 def _loading(bench: Bench) -> Result:
-    """Loading SmolLM2 from its GGUF file, ready to run, tokenizer included on both sides; the better of three."""
+    """Loading SmolLM2 and its tokenizer from a GGUF file; the best of three."""
     path, transformers = resolve("smollm2"), _transformers()
 
     def theirs() -> Tensor:
@@ -71,12 +71,12 @@ def _loading(bench: Bench) -> Result:
         return next(model.parameters())
 
     best = {}
-    for name, one in (("ours", ours), ("peer", theirs)):
+    for name, run in (("ours", ours), ("peer", theirs)):
         times = []
         for _ in range(3):
             gc.collect()
             begin = time.perf_counter()
-            one()
+            run()
             times.append(time.perf_counter() - begin)
         best[name] = min(times)
     ratio = best["peer"] / best["ours"]

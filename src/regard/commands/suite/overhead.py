@@ -1,4 +1,4 @@
-"""What a short call and a step of a stream take beyond the PyTorch kernels that they need."""
+"""The overhead of short calls and decode steps beyond the PyTorch kernels that they need."""
 
 from collections.abc import Callable
 from functools import partial
@@ -20,7 +20,7 @@ CALLS = 200
 
 
 class _Recorded(TorchDispatchMode):
-    """The operators of a computation, to be run again as they are."""
+    """Records the operators of a computation, to run them again."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

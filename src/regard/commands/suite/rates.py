@@ -1,4 +1,4 @@
-"""What mechanisms reach on this machine, and where one really overtakes another."""
+"""The rates that mechanisms reach on this machine, and the length from which a mechanism is faster than another."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -17,14 +17,14 @@ from regard.core.masks import Mask, as_mask
 
 @dataclass(frozen=True)
 class Rates:
-    """FLOPs a second that mechanisms reach on this machine, at some lengths."""
+    """FLOP/s that mechanisms reach on this machine, at some lengths."""
 
     points: tuple[tuple[Mechanism, tuple[tuple[int, float], ...]], ...]
-    """Of each mechanism (length, FLOPs a second), by length. No dict: a user's mechanism may hold a list."""
+    """(length, FLOP/s) of each mechanism, by length. Not a dict: a user's mechanism may not be hashable."""
 
     def seconds(self, mechanism: Mechanism, work: Work) -> float:
-        """The time some work should take: its FLOPs over the rate, read between the measured lengths."""
-        points = next(points for known, points in self.points if known is mechanism)
+        """The predicted time of some work: its FLOPs over the rate, interpolated between the measured lengths."""
+        points = next(points for timed, points in self.points if timed is mechanism)
         at = math.log(max(1, work.key_length))
         rate = points[0][1] if at <= math.log(points[0][0]) else points[-1][1]
         for (low, slow), (high, fast) in pairwise(points):
@@ -34,25 +34,25 @@ class Rates:
 
     @property
     def table(self) -> dict[str, dict[str, float]]:
-        """For each mechanism, the best rate measured."""
+        """The best measured rate of each mechanism."""
         return {repr(m): {"flops_per_second": max(rate for _, rate in pts)} for m, pts in self.points}
 
 
 LENGTHS = (512, 1024, 2048, 4096, 8192)
-"""Where rates are measured."""
+"""Lengths at which rates are measured."""
 LOOKS, ROUNDS = 3, 9
-"""How often every length is timed: to see where to look, and to measure."""
+"""How often every length is timed: in the first look, and in the measurement."""
 
 
 @dataclass(frozen=True)
 class Crossing:
-    """From which length on one mechanism is faster than another; None if from none, or from none that was looked at."""
+    """The length from which a mechanism is faster than another; None if there is none among the lengths tried."""
 
     rates: Rates
     predicted: int | None
-    """By the rates of this machine."""
+    """Predicted from the rates of this machine."""
     measured: int | None
-    """By its clock."""
+    """Measured by the clock."""
 
 
 def crossing(
@@ -63,17 +63,18 @@ def crossing(
     rounds: int = ROUNDS,
     begin_round: Callable[[str], None] | None = None,
 ) -> Crossing:
-    """From which length on `second` is faster than `first` on this machine: as its rates predict, and as it is.
+    """The length from which `second` is faster than `first` on this machine, predicted from its rates and measured.
 
-    A first look says where that may be. Then the lengths of the rates and those from half to twice of there, a quarter
-    of an octave apart, are timed in turn: a slow while of the machine falls on prediction and measurement alike.
+    A first look gives a rough estimate. Then the lengths of the rates, and lengths from half to twice the estimate, a
+    quarter of an octave apart, are timed in turn, so that slow phases of the machine affect prediction and measurement
+    alike.
     """
     both = (first, second)
     look = _rates(both, work, _timed(both, work, LENGTHS, LOOKS, begin_round))
     near = crossover(first, second, work, seconds=look.seconds)
     if near is None:
         return Crossing(look, None, None)
-    for _ in range(2):  # once more where the first look was far off
+    for _ in range(2):  # again if the first look was far off
         around = sorted({max(2, round(near * 2 ** (step / 4))) for step in range(-4, 5)})
         times = _timed(both, work, sorted({*LENGTHS, *around}), rounds, begin_round)
         rates = _rates(both, work, times)
@@ -86,7 +87,7 @@ def crossing(
 
 
 def overtaken(gains: Sequence[tuple[int, float]]) -> int | None:
-    """The length after which a gain stays above 1, read between the two it lies between; None if it does not cross.
+    """The length from which a gain stays above 1, interpolated between two lengths; None if it does not cross 1.
 
     >>> overtaken([(100, 0.5), (200, 2.0), (400, 0.5), (800, 2.0)]), overtaken([(100, 2.0), (200, 3.0)])
     (566, None)
@@ -109,7 +110,7 @@ def _timed(
     rounds: int,
     begin_round: Callable[[str], None] | None,
 ) -> dict[tuple[int, int], float]:
-    """Seconds of each mechanism, by its place in the list, at each length, timed in turn."""
+    """Seconds by the index of the mechanism and the length, timed in turn."""
     cells = [(place, length) for length in lengths for place in range(len(mechanisms))]
     with torch.no_grad():
         calls = [_attending(mechanisms[place], with_length(work, length)) for place, length in cells]

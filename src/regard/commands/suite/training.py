@@ -23,7 +23,7 @@ STEPS, ROWS, SHORTEST, LONGEST = 10, 32, 5, 60
 
 
 class RandomPairs(Task):
-    """Pairs of random tokens of many lengths: the work of a translation, without its sense."""
+    """Pairs of random token sequences of different lengths, with the shapes of a translation task."""
 
     name: ClassVar[str] = "random pairs"
 
@@ -40,7 +40,7 @@ class RandomPairs(Task):
         )
 
     def sizes(self) -> Sequence[int]:
-        return [1] * (STEPS * ROWS)  # all alike: batches stay as ragged as chance makes them
+        return [1] * (STEPS * ROWS)  # equal sizes, so that examples are not sorted by length
 
     def batch(self, indices: Sequence[int], epoch: int) -> Batch:
         lengths = self.lengths[:, indices]
@@ -63,7 +63,7 @@ class RandomPairs(Task):
 
 
 class Plain(nn.Module):
-    """The same model, of torch's own parts."""
+    """The same model, built from torch's modules."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,10 +121,10 @@ def _ragged(bench: Bench) -> Result:
             seconds = run()
             if turn:
                 slot.append(seconds)
-    one, two = statistics.median(times[0]), statistics.median(times[1])
+    ours, theirs = statistics.median(times[0]), statistics.median(times[1])
     tokens = int(RandomPairs().lengths.sum())
-    note = f"{tokens / one:,.0f} tokens/s, the peer {tokens / two:,.0f}"
-    return Result(bench.name, bench.title, bench.peer, bench.goal, two / one, one * 1e3, two * 1e3, note=note)
+    note = f"{tokens / ours:,.0f} tokens/s, the peer {tokens / theirs:,.0f}"
+    return Result(bench.name, bench.title, bench.peer, bench.goal, theirs / ours, ours * 1e3, theirs * 1e3, note=note)
 
 
 BENCHES: tuple[Bench, ...] = (
