@@ -1,10 +1,10 @@
-"""What a language model has to beat: xz, and n-grams with Kneser–Ney smoothing.
+"""Baselines for language models: xz, and n-grams with Kneser–Ney smoothing.
 
     p_k(w | c) = (max(n(c w) - D, 0) + D · kinds(c) · p_{k-1}(w | c without its oldest)) / n(c)          p_0 = 1 / size
 
-n are counts at the highest order and, below it, how many different symbols stand before (Kneser and Ney 1995; Chen and
-Goodman 1999, equation 16). Each order has its own discount D = n₁ / (n₁ + 2 n₂), n₁ and n₂ the n-grams met once and
-twice. All in bits per byte of UTF-8 text, as a language model's.
+n are counts at the highest order and, below it, numbers of different preceding symbols (Kneser and Ney 1995; Chen and
+Goodman 1999, equation 16). Each order has its own discount D = n₁ / (n₁ + 2 n₂), where n₁ and n₂ are the numbers of
+n-grams that occur once and twice. Results are in bits per byte of UTF-8 text, as for a language model.
 """
 
 import lzma
@@ -18,24 +18,24 @@ Integers = NDArray[np.int64]
 Numbers = NDArray[np.float64]
 
 MOST_DICTIONARY = 256 * 2**20
-"""Bytes that xz looks back; its memory is some eleven times as much."""
+"""The largest dictionary of xz in bytes; xz needs about eleven times as much memory."""
 
 
 def xz_bits_per_byte(train: bytes, held_out: Sequence[bytes]) -> dict[str, float]:
-    """What `xz -9e` makes of held-out documents: `each` by itself, all of them as one stream (`together`), and that
-    stream after the training text, of which xz knows as much as its dictionary holds (`after_training`).
+    """Bits per byte of `xz -9e` on held-out documents: `each` document separately, all as one stream (`together`), and
+    this stream after the training text, as far as it fits into the dictionary of xz (`after_training`).
 
     Sizes are those of the raw LZMA2 streams, without the container's header and checksum.
 
     >>> from baselines import xz_bits_per_byte
-    >>> found = xz_bits_per_byte(bytes(range(256)), [bytes(range(128)), bytes(range(128))])
-    >>> found["each"] > 8, found["together"] < found["each"], found["after_training"] < 1
+    >>> bits = xz_bits_per_byte(bytes(range(256)), [bytes(range(128)), bytes(range(128))])
+    >>> bits["each"] > 8, bits["together"] < bits["each"], bits["after_training"] < 1
     (True, True, True)
     """
     total = _total(held_out)
     stream = b"".join(held_out)
     sizes = {
-        "each": sum(_compressed(one) for one in held_out),
+        "each": sum(_compressed(document) for document in held_out),
         "together": _compressed(stream),
         "after_training": _compressed(train + stream) - _compressed(train),
     }
@@ -43,61 +43,61 @@ def xz_bits_per_byte(train: bytes, held_out: Sequence[bytes]) -> dict[str, float
 
 
 def ngram_bits_per_byte(train: Sequence[bytes], held_out: Sequence[bytes], order: int = 5) -> float:
-    """What an n-gram model of bytes, learned from some documents, says of others.
+    """Bits per byte of an n-gram model of bytes that is trained on some documents and tested on others.
 
     >>> from baselines import ngram_bits_per_byte
     >>> ngram_bits_per_byte([b"abcd" * 100], [b"abcd" * 100]) < 0.2
     True
     """
     total = _total(held_out)
-    model = ngrams([np.frombuffer(one, np.uint8) for one in train], size=256, order=order)
-    return -float(np.log2(model([np.frombuffer(one, np.uint8) for one in held_out])).sum()) / total
+    model = ngrams([np.frombuffer(document, np.uint8) for document in train], size=256, order=order)
+    return -float(np.log2(model([np.frombuffer(document, np.uint8) for document in held_out])).sum()) / total
 
 
 @dataclass(frozen=True, eq=False)
 class Order:
-    """The n-grams of one length. An n-gram's number is its place among the sorted `keys`: the number of all but its
-    oldest symbol, plus the oldest times how many n-grams there are of one less."""
+    """The n-grams of one length. The number of an n-gram is its index in the sorted `keys`. A key is the number of the
+    n-gram without its oldest symbol, plus the oldest symbol times the number of shorter n-grams."""
 
     keys: Integers
     counts: Integers
     totals: Integers
-    """n(c), by the number of the context."""
+    """n(c) by the number of the context c."""
     kinds: Integers
     discount: float
 
 
 @dataclass(frozen=True, eq=False)
 class NGrams:
-    """A model of symbols below `size`; `model(documents)` is the probability of every symbol after those before it."""
+    """A model of symbols below `size`; `model(documents)` is the probability of every symbol, given those before it."""
 
     size: int
     orders: tuple[Order, ...]
 
     def __call__(self, documents: Sequence[ArrayLike]) -> Numbers:
         symbols, place = _joined(documents, self.size)
-        found = np.full(len(symbols), 1 / self.size)
-        context = np.zeros(len(symbols), np.int64)  # of order 0 there is one, the empty one
+        probabilities = np.full(len(symbols), 1 / self.size)
+        context = np.zeros(len(symbols), np.int64)  # order 0 has one context, the empty one
         numbers = np.zeros(len(symbols), np.int64)
         smaller = 1
         for length, order in enumerate(self.orders, 1):
             key = _keys(symbols, numbers, length, smaller)
             at = np.searchsorted(order.keys, key).clip(max=len(order.keys) - 1)
             there = (order.keys[at] == key) & (numbers >= 0) & (place >= length - 1)
-            known = np.flatnonzero((place >= length - 1) & (context >= 0))
-            known = known[order.totals[context[known]] > 0]
-            own = context[known]
-            seen = np.where(there[known], order.counts[at[known]], 0)
-            backed = order.discount * order.kinds[own] * found[known]
-            found[known] = (np.maximum(seen - order.discount, 0) + backed) / order.totals[own]
+            usable = np.flatnonzero((place >= length - 1) & (context >= 0))
+            usable = usable[order.totals[context[usable]] > 0]
+            contexts = context[usable]
+            seen = np.where(there[usable], order.counts[at[usable]], 0)
+            backed = order.discount * order.kinds[contexts] * probabilities[usable]
+            probabilities[usable] = (np.maximum(seen - order.discount, 0) + backed) / order.totals[contexts]
             numbers = np.where(there, at, -1)
             context = np.concatenate([[-1], numbers[:-1]])
             smaller = len(order.keys)
-        return found
+        return probabilities
 
 
 def ngrams(documents: Sequence[ArrayLike], *, size: int, order: int = 5) -> NGrams:
-    """Learn n-grams of up to `order` symbols from documents of whole numbers below `size`.
+    """Train n-grams of up to `order` symbols on documents of whole numbers below `size`.
 
     >>> from baselines import ngrams
     >>> model = ngrams([[0, 1, 0, 1, 0, 2]], size=3, order=2)
@@ -115,7 +115,7 @@ def ngrams(documents: Sequence[ArrayLike], *, size: int, order: int = 5) -> NGra
         inside = np.flatnonzero(place >= length - 1)
         if not len(inside):
             break
-        keys, first, each, raw = np.unique(
+        keys, first, inverse, raw = np.unique(
             _keys(symbols, numbers, length, smaller)[inside],
             return_index=True,
             return_inverse=True,
@@ -124,22 +124,22 @@ def ngrams(documents: Sequence[ArrayLike], *, size: int, order: int = 5) -> NGra
         prefix = numbers[inside[first] - 1] if length > 1 else np.zeros(len(keys), np.int64)
         tables.append((keys, prefix, raw))
         numbers = np.full(len(symbols), -1, np.int64)
-        numbers[inside] = each
+        numbers[inside] = inverse
         smaller = len(keys)
-    found = []
+    orders = []
     for length, (keys, prefix, raw) in enumerate(tables, 1):
         longer = tables[length][0] if length < len(tables) else None
         counts = raw if longer is None else np.bincount(longer % len(keys), minlength=len(keys))
         contexts = len(tables[length - 2][0]) if length > 1 else 1
         totals = np.bincount(prefix, weights=counts, minlength=contexts).astype(np.int64)
         kinds = np.bincount(prefix[counts > 0], minlength=contexts)
-        found.append(Order(keys, counts, totals, kinds, _discount(counts)))
-    return NGrams(size, tuple(found))
+        orders.append(Order(keys, counts, totals, kinds, _discount(counts)))
+    return NGrams(size, tuple(orders))
 
 
 def _joined(documents: Sequence[ArrayLike], size: int) -> tuple[Integers, Integers]:
-    """All symbols one after another, and the place of each in its own document."""
-    rows = [np.asarray(one, np.int64) for one in documents]
+    """All symbols one after another, and the position of each in its document."""
+    rows = [np.asarray(document, np.int64) for document in documents]
     symbols = np.concatenate(rows) if rows else np.zeros(0, np.int64)
     if len(symbols) and not 0 <= symbols.min() <= symbols.max() < size:
         raise ValueError(f"documents: expected symbols from 0 to {size - 1}, got {symbols.min()} to {symbols.max()}")
@@ -148,14 +148,14 @@ def _joined(documents: Sequence[ArrayLike], size: int) -> tuple[Integers, Intege
 
 
 def _keys(symbols: Integers, numbers: Integers, length: int, smaller: int) -> Integers:
-    """The key of the n-gram that ends at each symbol, from the number of the one without its oldest."""
+    """The key of the n-gram that ends at each symbol, from the number of the n-gram without its oldest symbol."""
     oldest = np.concatenate([np.zeros(length - 1, np.int64), symbols[: len(symbols) - length + 1]])
     return oldest[: len(symbols)] * smaller + numbers
 
 
 def _discount(counts: Integers) -> float:
     once, twice = int((counts == 1).sum()), int((counts == 2).sum())
-    # Where nothing was met once the formula says 0, and a new symbol would be impossible.
+    # If no n-gram occurs once, the formula gives 0, and a new symbol would be impossible.
     return once / (once + 2 * twice) if once and twice else 0.5
 
 

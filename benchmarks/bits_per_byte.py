@@ -3,7 +3,7 @@
     python benchmarks/bits_per_byte.py
     python benchmarks/bits_per_byte.py --model runs/lm --device cuda
 
-A decoder of 34 million parameters for it, in minutes on a GPU:
+To train a decoder of 34 million parameters for it, in minutes on a GPU:
 
     regard train lm --context-length 1024 --embedding-dim 512 --num-layers 10 --num-heads 8 --dropout 0.3 --no-packed \
         --steps 2500 --learning-rate 1e-3 --warmup 200 --batch-tokens 32768 --precision bfloat16 --evaluate-every 250
@@ -27,10 +27,10 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="A folder of text; the standard library's source if not given.")
     parser.add_argument("--model", help="A run of `regard train lm`.")
     parser.add_argument("--device", default="cpu")
-    given = parser.parse_args()
-    parts = lm.split_documents(documents(given.data))
+    options = parser.parse_args()
+    parts = lm.split_documents(documents(options.data))
     train, held_out = ([document.text for document in part] for part in parts)
-    raw = [one.encode() for one in train], [one.encode() for one in held_out]
+    raw = [text.encode() for text in train], [text.encode() for text in held_out]
     result = {"modules": len(held_out), "bytes": sum(map(len, raw[1]))}
     result["xz"] = xz_bits_per_byte(b"".join(raw[0]), raw[1])
     result["5-gram of bytes"] = ngram_bits_per_byte(*raw, order=5)
@@ -38,8 +38,8 @@ def main() -> None:
     tokens = [[np.asarray(plain_ids(tokenizer, text)) for text in part] for part in (train, held_out)]
     model = ngrams(tokens[0], size=tokenizer.vocabulary_size, order=5)
     result["5-gram of tokens"] = -float(np.log2(model(tokens[1])).sum()) / result["bytes"]
-    if given.model is not None:
-        model = rg.load(given.model, device=given.device)
+    if options.model is not None:
+        model = rg.load(options.model, device=options.device)
         result["model"] = lm.bits_per_byte(model, held_out)
     print(json.dumps(result, indent=1))
 

@@ -1,12 +1,12 @@
-"""BLEU on held-out sentences: our translator and one of `torch.nn.Transformer`, of one size and one budget.
+"""BLEU on held-out sentences: our translator and `torch.nn.Transformer`, with the same size and training budget.
 
     python examples/debian_pairs.py --lists LISTS --out debian.tsv
     python benchmarks/bleu.py --data debian.tsv --side ours --device cuda --out benchmarks/results/bleu
     python benchmarks/bleu.py --data debian.tsv --side peer --device cuda --out benchmarks/results/bleu
 
-Both have the same vocabulary, widths, layers, norms, label smoothing and dropout, see the same batches in the same
-order, under the same AdamW and schedule; both translate greedily. The peer is written of torch's own parts: embedding,
-sinusoids, `nn.Transformer`, a head that is the embedding.
+Both have the same vocabulary, widths, layers, norms, label smoothing and dropout, and train on the same batches in the
+same order, with the same AdamW and schedule; both translate greedily. The peer is built from torch's modules:
+embedding, sinusoidal positions, `nn.Transformer`, tied output head.
 """
 
 import argparse
@@ -45,7 +45,7 @@ class Plain(nn.Module):
         super().__init__()
         self.width = config.embedding_dim
         self.embedding = nn.Embedding(config.vocabulary_size, self.width)
-        nn.init.normal_(self.embedding.weight, std=self.width**-0.5)  # as ours; the rest is torch's own
+        nn.init.normal_(self.embedding.weight, std=self.width**-0.5)  # like ours; the rest has torch's defaults
         layers, hidden = config.num_layers, config.hidden_dim
         self.inner = nn.Transformer(
             self.width, config.num_heads, layers, layers, hidden, config.dropout,
@@ -68,7 +68,7 @@ class Plain(nn.Module):
 
 
 def peer(task, settings, device) -> list[str]:
-    torch.backends.cuda.enable_cudnn_sdp(False)  # it makes a plan for each new shape, and every batch has one
+    torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN builds a plan for each new shape, and every batch has one
     torch.manual_seed(settings.seed)
     model = Plain(task.model.config).to(device)
     optimizer = adamw(model, settings)
@@ -78,7 +78,7 @@ def peer(task, settings, device) -> list[str]:
             if step == settings.steps:
                 break
             step += 1
-            batch = {name: one.to(device) for name, one in task.batch(indices, epoch).items()}
+            batch = {name: tensor.to(device) for name, tensor in task.batch(indices, epoch).items()}
             source, target = batch["source"], batch["target"]
             hidden = torch.arange(source.shape[1], device=device) >= batch["source_lengths"][:, None]
             with torch.autocast(device.type, torch.bfloat16, enabled=settings.precision == "bfloat16"):
@@ -101,14 +101,14 @@ def peer(task, settings, device) -> list[str]:
 
 @torch.inference_mode()
 def written(task, model, device) -> list[str]:
-    """The peer's greedy translations; it has no cache, so every step reads everything again."""
-    found = {}
+    """The peer's greedy translations; it has no KV cache, so every step computes the whole target again."""
+    texts = {}
     tokenizer = task.model.tokenizer
     sizes = task.held_out.sizes
     order = sorted(range(len(sizes)), key=sizes.__getitem__)
     for start in range(0, len(order), 200):
         part = order[start : start + 200]
-        batch = {name: one.to(device) for name, one in task.held_out.batch(part).items()}
+        batch = {name: tensor.to(device) for name, tensor in task.held_out.batch(part).items()}
         source = batch["source"]
         hidden = torch.arange(source.shape[1], device=device) >= batch["source_lengths"][:, None]
         with torch.autocast(device.type, torch.bfloat16):
@@ -122,8 +122,8 @@ def written(task, model, device) -> list[str]:
                 ended |= token == END
                 target = torch.cat([target, token[:, None]], 1)
         for at, row in zip(part, target[:, 1:].tolist(), strict=True):
-            found[at] = tokenizer.decode(row[: row.index(END)] if END in row else row)
-    return [found[at] for at in range(len(sizes))]
+            texts[at] = tokenizer.decode(row[: row.index(END)] if END in row else row)
+    return [texts[at] for at in range(len(sizes))]
 
 
 def main() -> None:
@@ -135,19 +135,19 @@ def main() -> None:
     parser.add_argument("--batch-tokens", type=int, default=12000)
     parser.add_argument("--run", type=Path, default=Path("runs/bleu"), help="Folder of the run.")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/bleu"))
-    given = parser.parse_args()
+    options = parser.parse_args()
     translate.TOGETHER = 250
     settings = Settings(
-        steps=given.steps, batch_tokens=given.batch_tokens, learning_rate=1e-3, warmup=600, precision="bfloat16",
-        beta2=0.98, weight_decay=0.01, evaluate_every=given.steps,
+        steps=options.steps, batch_tokens=options.batch_tokens, learning_rate=1e-3, warmup=600, precision="bfloat16",
+        beta2=0.98, weight_decay=0.01, evaluate_every=options.steps,
     )  # fmt: skip
-    folder, device = given.run / given.side, torch.device(given.device)
+    folder, device = options.run / options.side, torch.device(options.device)
     (folder / "data").mkdir(parents=True, exist_ok=True)
-    task = translate.build(translate.Options(data=(given.data,), **OPTIONS), folder / "data", settings.seed)
+    task = translate.build(translate.Options(data=(options.data,), **OPTIONS), folder / "data", settings.seed)
     pairs = task.held_out.pairs
     began = time.perf_counter()
-    result = {"pairs": len(task.sizes()), "held_out": len(pairs), "steps": given.steps, "options": OPTIONS}
-    if given.side == "ours":
+    result = {"pairs": len(task.sizes()), "held_out": len(pairs), "steps": options.steps, "options": OPTIONS}
+    if options.side == "ours":
         train(task, settings, folder, place=Place(0, 1, device), watch=lambda r: r.kind == "evaluated" and print(
             f"ours, step {r.step}: {r.results}", flush=True))  # fmt: skip
         seconds = time.perf_counter() - began
@@ -155,19 +155,19 @@ def main() -> None:
 
         model = load(folder / "model", device=device)
         texts = [source for source, _ in pairs]
-        found = [str(one) for one in translate.translate(model, texts, beams=1)]
+        translations = [str(text) for text in translate.translate(model, texts, beams=1)]
     else:
-        found = peer(task, settings, device)
+        translations = peer(task, settings, device)
         seconds = time.perf_counter() - began
-    result |= {"side": given.side, "bleu": _bleu(found, pairs), "seconds": seconds, "torch": torch.__version__}
-    result["examples"] = [[*pair, text] for pair, text in zip(pairs[:5], found, strict=False)]
-    given.out.mkdir(parents=True, exist_ok=True)
-    write_text(given.out / f"{given.side}.json", json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+    result |= {"side": options.side, "bleu": _bleu(translations, pairs), "seconds": seconds, "torch": torch.__version__}
+    result["examples"] = [[*pair, text] for pair, text in zip(pairs[:5], translations, strict=False)]
+    options.out.mkdir(parents=True, exist_ok=True)
+    write_text(options.out / f"{options.side}.json", json.dumps(result, indent=1, ensure_ascii=False) + "\n")
     print(json.dumps(result, indent=1, ensure_ascii=False))
 
 
-def _bleu(found, pairs) -> float:
-    return sacrebleu.corpus_bleu([str(one) for one in found], [[target for _, target in pairs]]).score
+def _bleu(translations, pairs) -> float:
+    return sacrebleu.corpus_bleu([str(text) for text in translations], [[target for _, target in pairs]]).score
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Three ways to the machine code of a decode step, compared: LLVM's language by llvmlite (ours), numba, C++ on at::vec.
+"""Three ways to compile a decode step, compared: LLVM IR by llvmlite (ours), numba, C++ with at::vec.
 
     python benchmarks/compilers.py            a table, and one line of JSON
 
-Needs numba, ninja and a C++ compiler beside what regard needs; docs/machine_code.md says what came of it. Steps are
-timed in turn on the same tensors, after their results were compared; `SDPA` is PyTorch's own. The first step of each
-way is timed in processes of its own: with nothing kept on disk, and again with what the one before had kept. All times
-are CPU time, on one thread: what surrounds them on a shared machine does not count.
+It needs numba, ninja and a C++ compiler besides the requirements of regard; docs/machine_code.md has the conclusions.
+Steps are timed in turn on the same tensors, after their results are compared; `SDPA` is PyTorch's. The first step of
+each way is timed in separate processes: with an empty cache on disk, and again with the cache of the first run. All
+times are CPU time on one thread, so that other processes on the machine do not count.
 """
 
 import json
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from regard.commands.suite.harness import environment
 
-HERE, SOURCES = Path(__file__).parent, Path(__file__).parents[1] / "src/regard/paths"
+HERE, SOURCES = Path(__file__).parent, Path(__file__).parents[1] / "src/regard/core/paths"
 FILES = {
     "llvmlite": [SOURCES / name for name in ("decode_code.py", "machine_code.py", "compiler.py")],
     "numba": [HERE / "decode_numba.py"],
@@ -76,8 +76,8 @@ def cpu_seconds() -> float:
 
 
 def interleaved(steps: list[Callable[[], Tensor]], rounds: int) -> list[float]:
-    """Median CPU seconds of each step, timed in turn, in another order each time: a step finds the cache as the one
-    before has left it."""
+    """Median CPU seconds of each step, timed in turn, in a random order, since a step finds the CPU cache as the step
+    before it has left it."""
     times: list[list[float]] = [[] for _ in steps]
     turns = random.Random(0)
     for _ in range(rounds):
@@ -89,23 +89,23 @@ def interleaved(steps: list[Callable[[], Tensor]], rounds: int) -> list[float]:
 
 
 def tensors(size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """8 of 32 heads over 4,096 keys."""
+    """32 heads over 8 key/value heads and 4,096 keys."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, *shape, size, generator=generator) for shape in ((32, 1), (8, 4096), (8, 4096)))
     return q, k, v
 
 
 def first_step(way: str) -> float:
-    """Seconds from nothing of this way loaded to its first result, in this process."""
+    """Seconds to the first result in this process, importing and compiling included."""
     q, k, v = tensors(64)
-    F.scaled_dot_product_attention(q, k, v, enable_gqa=True)  # torch itself is ready
+    F.scaled_dot_product_attention(q, k, v, enable_gqa=True)  # warm up torch itself
     begin = cpu_seconds()
     WAYS[way]()(q, k, v)
     return cpu_seconds() - begin
 
 
 def first_steps(way: str) -> tuple[float, float]:
-    """Seconds to the first step with an empty cache, and with what that left."""
+    """Seconds to the first step with an empty cache, and with the cache that this leaves."""
     script = f"import compilers; print(compilers.first_step({way!r}))"
     with tempfile.TemporaryDirectory() as folder:
         names = ("XDG_CACHE_HOME", "NUMBA_CACHE_DIR", "TORCH_EXTENSIONS_DIR")
@@ -120,7 +120,7 @@ def first_steps(way: str) -> tuple[float, float]:
 
 
 def lines(paths: list[Path]) -> int:
-    """Lines that are neither empty nor only a comment."""
+    """The number of lines that are neither empty nor only a comment."""
     text = "\n".join(path.read_text() for path in paths).splitlines()
     return sum(bool(line.strip()) and not line.strip().startswith(("#", "//")) for line in text)
 

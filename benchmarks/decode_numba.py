@@ -1,7 +1,8 @@
-"""A decode step in numba: the same pass as src/regard/paths/decode_code.py, float32, one query. Run by compilers.py.
+"""A decode step in numba: the same algorithm as src/regard/core/paths/decode_code.py, float32, one query. Run by
+compilers.py.
 
-numba has no vectors: LLVM finds them in these loops, or does not. 2^x is put together from bits, since numba calls the
-C library's exp for every number.
+numba has no vector types: LLVM may or may not vectorise these loops. 2^x is computed from its bits, since numba calls
+the C library's exp for every number.
 """
 
 import math

@@ -4,13 +4,13 @@
     python benchmarks/mechanisms.py --jobs 12 --device cuda
     python benchmarks/mechanisms.py --score
 
-Every attention is trained with every seed. A seed draws the weights, the order, the training sentences and the held-out
-sentences, so all attentions of a seed learn from and are tested on the same ones. After its last step a model
-translates every held-out sentence, token by token. Jobs run side by side, each on one core.
+Every attention is trained with every seed. The seed determines the weights, the order, the training sentences and the
+held-out sentences, so that all attentions of a seed have the same sentences. After its last step a model translates
+every held-out sentence greedily. Jobs run in parallel, each on one core.
 
 Results go to one file: every run with its curve, and the mean and the standard deviation over the seeds. It is written
-after each run, so that `--resume` trains only what is missing. Translations go to a second file beside it; `--score`
-reads both, computes BLEU where sacrebleu is installed, and prints the table again.
+after each run, so that `--resume` trains only missing runs. Translations go to a second file next to it; `--score`
+reads both, computes BLEU if sacrebleu is installed, and prints the table again.
 """
 
 import argparse
@@ -53,13 +53,13 @@ OPTIONS = {
 }
 SETTINGS = {"batch_tokens": 1024, "learning_rate": 4e-3, "warmup": 100, "keep": 1}
 MEASURED = ("loss", "accuracy", "exact", "bleu", "tokens_per_second")
-"""What has a mean and a standard deviation over the seeds; the other numbers do not depend on the seed."""
+"""Results with a mean and a standard deviation over the seeds; the other numbers do not depend on the seed."""
 POINTS = 60
-"""Of a run's curve: each is the mean loss of the steps since the last."""
+"""Points of a run's curve, about: each is the mean loss of the steps since the last point."""
 
 
 def measure(name: str, seed: int, steps: int, sentences: int, device: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Train one attention with one seed: its row of the results, and what it translated."""
+    """Train one attention with one seed. Returns its row of the results, and its translations."""
     torch.set_num_threads(1)
     translate.TOGETHER = 64 if device == "cpu" else 500
     options = translate.Options(held_out=sentences, **OPTIONS, **VARIANTS[name])
@@ -79,7 +79,7 @@ def measure(name: str, seed: int, steps: int, sentences: int, device: str) -> tu
         "loss": evaluations[-1]["loss"],
         "accuracy": evaluations[-1]["accuracy"],
         "exact": sum(text == target for text, (_, target) in zip(translations, pairs, strict=True)) / len(pairs),
-        # The median: a step after an evaluation has its time, too.
+        # The median, because the time of a step after an evaluation includes the evaluation.
         "tokens_per_second": fmean(line["tokens"] for line in trained) / median(times),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         **{f"state_bytes_at_{length}": state_bytes(model.cpu(), length) for length in (64, 4096)},
@@ -90,7 +90,7 @@ def measure(name: str, seed: int, steps: int, sentences: int, device: str) -> tu
 
 
 def state_bytes(model: Any, length: int) -> int:
-    """Bytes that the self-attention of the decoder keeps of so many tokens."""
+    """Bytes of the decoder's self-attention state for `length` tokens."""
     state = model.start(torch.zeros(1, 1, dtype=torch.long), capacity=length)
     return sum(layer.nbytes for layer in state.layers)
 
@@ -102,7 +102,7 @@ def _curve(trained: list[dict[str, Any]]) -> list[tuple[int, float]]:
 
 
 def score(runs: list[dict[str, Any]], texts: list[dict[str, Any]]) -> None:
-    """Add BLEU to every run whose translations are there, where sacrebleu is installed."""
+    """Add BLEU to every run that has translations, if sacrebleu is installed."""
     try:
         import sacrebleu
     except ImportError:
@@ -134,7 +134,7 @@ def summary(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def table(content: dict[str, Any]) -> str:
-    """The results as the README has them, in Markdown."""
+    """The results as the README's table, in Markdown."""
     rows = content["summary"]
     columns: dict[str, Callable[[dict[str, Any]], str]] = {
         "attention": lambda row: row["name"],
@@ -161,7 +161,7 @@ def _bytes(count: int) -> str:
 
 
 def written(content: dict[str, Any]) -> str:
-    """The results as JSON: a line for each run, so that a change shows where it is."""
+    """The results as JSON, with a line for each run, so that a diff shows which runs changed."""
     head = {name: value for name, value in content.items() if name != "runs"}
     runs = ",\n  ".join(json.dumps(_rounded(run)) for run in content["runs"])
     return json.dumps(_rounded(head), indent=1)[:-2] + f',\n "runs": [\n  {runs}\n ]\n}}\n'
@@ -239,10 +239,10 @@ def _train_missing(options: argparse.Namespace, content: dict[str, Any], texts: 
                 content["runs"].append(row)
                 texts.append(text)
                 save(options.out, content, texts)
-                told = f"{row['name']}, seed {row['seed']}: {row['exact']:.1%} exact"
-                print(f"{number} of {len(jobs)}: {told}", file=sys.stderr, flush=True)
+                summary = f"{row['name']}, seed {row['seed']}: {row['exact']:.1%} exact"
+                print(f"{number} of {len(jobs)}: {summary}", file=sys.stderr, flush=True)
         finally:
-            pool.shutdown(cancel_futures=True)  # a run that failed ends the others that wait
+            pool.shutdown(cancel_futures=True)  # if a run fails, do not start the waiting ones
 
 
 if __name__ == "__main__":

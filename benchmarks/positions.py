@@ -1,15 +1,15 @@
-"""What a token costs at each position, measured and predicted; a table, and one JSON line at the end.
+"""The cost of a decode step at several positions, measured and predicted; a table, and one JSON line at the end.
 
     python benchmarks/positions.py && make pictures
 
-MHA, GQA and MQA decoders of one size from position 1k to 32k, and a softmax and a quadratic one up to 64k. Takes about
-two minutes. Results go to results/positions.json, of which `make pictures` draws docs/positions.png.
+MHA, GQA and MQA decoders of one size at positions 1k to 32k, and a softmax and a quadratic decoder up to 64k. It takes
+about two minutes. Results go to results/positions.json, from which `make pictures` draws docs/positions.png.
 
-The states are filled with random keys up to a position, and then some tokens are decoded; nothing of it depends on what
-the keys are. Beside what is measured stands what the cost model says: the time of the first position, and for the
-positions since then their bytes over the rate at which this machine reads memory, plus their FLOPs over the rate of a
-token's attention where 32 query heads share each key. The second part is what MQA pays: it reads an eighth of MHA's
-bytes, and computes as much.
+The states are filled with random keys up to a position, and then some tokens are decoded; times do not depend on the
+values of the keys. The cost model predicts the time at a position as the time at the first position, plus the
+additional bytes over the memory bandwidth of this machine, plus the additional FLOPs over the rate of a decode step in
+which 32 query heads share each key. The last term is what MQA pays: it reads an eighth of MHA's bytes and computes as
+much.
 """
 
 import json
@@ -40,44 +40,45 @@ KINDS: dict[str, tuple[dict[str, Any], int]] = {
     "softmax": ({"num_kv_heads": 8, "qk_length": 32}, 65536),
     "quadratic": ({"num_kv_heads": 8, "qk_length": 32, "mechanism": Quadratic()}, 65536),
 }
-"""Each decoder's own fields, and its last position. The last two are alike but for their mechanism."""
+"""The config fields in which a decoder differs from the others, and its last position. The last two differ only in
+their mechanism."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """One decoder at one position."""
+    """A decoder at a position."""
 
     kind: str
     position: int
     milliseconds: float
-    """Of a token, measured: the median of some."""
+    """Measured time of a decode step: a median."""
     predicted_milliseconds: float
     state_bytes: int
-    """Really held, at this length."""
+    """Measured, at this length."""
     predicted_state_bytes: int
     read_bytes: int
-    """That a token must read at the least: weights and state."""
+    """The least bytes that a step reads: weights and state."""
 
 
 @torch.inference_mode()
 def measure(watch: Callable[[str], None] = lambda words: None, steps: int = 10, rounds: int = 15) -> list[Point]:
-    """Every decoder of `KINDS` at every position up to its last: the median of rounds of `steps` tokens, in turn."""
+    """Measure every decoder of `KINDS` at every position up to its last: medians of rounds of `steps` tokens."""
     bytes_rate, flops_rate, points = _memory_rate(), _arithmetic_rate(), []
     models: dict[str, Decoder] = {}
     states: dict[str, ModelState] = {}
     first: dict[str, tuple[float, int, int]] = {}
-    for kind, (own, last) in KINDS.items():
+    for kind, (fields, last) in KINDS.items():
         torch.manual_seed(0)
-        models[kind] = Decoder(DecoderConfig(**{**SIZE, **own})).eval()
+        models[kind] = Decoder(DecoderConfig(**{**SIZE, **fields})).eval()
         states[kind] = models[kind].start(batch=1, capacity=last + steps * rounds)
     for position in POSITIONS:
         watch(f"position {position:,}")
         kinds = [kind for kind, (_, last) in KINDS.items() if position <= last]
-        held: dict[str, int] = {}
+        state_bytes: dict[str, int] = {}
         times: dict[str, list[float]] = {kind: [] for kind in kinds}
         for kind in kinds:
             states[kind] = _filled(models[kind], states[kind], position)
-            held[kind] = _held(states[kind])
+            state_bytes[kind] = _used_bytes(states[kind])
         for _ in range(rounds):
             for kind in kinds:
                 seconds, states[kind] = _step(models[kind], states[kind], steps)
@@ -93,7 +94,7 @@ def measure(watch: Callable[[str], None] = lambda words: None, steps: int = 10, 
                     position=position,
                     milliseconds=seconds * 1e3,
                     predicted_milliseconds=(began + more) * 1e3,
-                    state_bytes=held[kind],
+                    state_bytes=state_bytes[kind],
                     predicted_state_bytes=_predicted(model, position).state_bytes * model.config.num_layers,
                     read_bytes=read,
                 )
@@ -103,7 +104,7 @@ def measure(watch: Callable[[str], None] = lambda words: None, steps: int = 10, 
 
 
 def crossings(points: Sequence[Point]) -> tuple[int | None, int | None]:
-    """The position from which the kernel's token takes less time than softmax's: as predicted, and as measured.
+    """The position from which a quadratic decode step is faster than a softmax step: predicted, and measured.
 
     >>> slow = [Point("softmax", n, n / 1e3, n / 1e3, 0, 0, 0) for n in (1024, 2048)]
     >>> flat = [Point("quadratic", n, 1.5, 1.2, 0, 0, 0) for n in (1024, 2048)]
@@ -114,7 +115,7 @@ def crossings(points: Sequence[Point]) -> tuple[int | None, int | None]:
 
 
 def _crossing(points: Sequence[Point], what: str) -> int | None:
-    """Where the second becomes the smaller for good, read between two positions."""
+    """The position from which quadratic stays below softmax, interpolated between two positions."""
     of = {(point.kind, point.position): getattr(point, what) for point in points}
     places = sorted({at for kind, at in of if kind == "quadratic"} & {at for kind, at in of if kind == "softmax"})
     gains = [(at, of["softmax", at] - of["quadratic", at]) for at in places]
@@ -127,18 +128,18 @@ def _crossing(points: Sequence[Point], what: str) -> int | None:
 def _filled(model: Decoder, state: ModelState, position: int) -> ModelState:
     """The state with random keys and values up to a position."""
     layers = []
-    for block, held in zip(model.stack.layers, state.layers, strict=True):
-        one = block.attention
-        while held.length < position:
-            count = min(4096, position - held.length)
-            shape = (1, one.num_kv_heads, count)
-            k, v = torch.randn(*shape, one.qk_length), torch.randn(*shape, one.value_length)
-            if hasattr(held, "append"):
-                held = held.append(k, v)
+    for block, layer_state in zip(model.stack.layers, state.layers, strict=True):
+        attention = block.attention
+        while layer_state.length < position:
+            count = min(4096, position - layer_state.length)
+            shape = (1, attention.num_kv_heads, count)
+            k, v = torch.randn(*shape, attention.qk_length), torch.randn(*shape, attention.value_length)
+            if hasattr(layer_state, "append"):
+                layer_state = layer_state.append(k, v)
             else:
-                q = torch.randn(1, one.num_heads, count, one.qk_length)
-                _, held = one.mechanism.extend(q, k, v, held)
-        layers.append(held)
+                q = torch.randn(1, attention.num_heads, count, attention.qk_length)
+                _, layer_state = attention.mechanism.extend(q, k, v, layer_state)
+        layers.append(layer_state)
     return replace(state, layers=tuple(layers), length=position)
 
 
@@ -152,10 +153,16 @@ def _step(model: Decoder, state: ModelState, steps: int) -> tuple[float, ModelSt
 
 
 def _predicted(model: Decoder, position: int) -> Any:
-    one = model.stack.layers[0].attention
-    work = Work(key_length=position, num_heads=one.num_heads, num_kv_heads=one.num_kv_heads, qk_length=one.qk_length,
-                value_length=one.value_length, dtype=torch.float32)  # fmt: skip
-    return cost(one.mechanism, work)
+    attention = model.stack.layers[0].attention
+    work = Work(
+        key_length=position,
+        num_heads=attention.num_heads,
+        num_kv_heads=attention.num_kv_heads,
+        qk_length=attention.qk_length,
+        value_length=attention.value_length,
+        dtype=torch.float32,
+    )
+    return cost(attention.mechanism, work)
 
 
 def _read_bytes(model: Decoder, position: int) -> int:
@@ -163,12 +170,12 @@ def _read_bytes(model: Decoder, position: int) -> int:
     return weights + _predicted(model, position).bytes * model.config.num_layers
 
 
-def _held(state: ModelState) -> int:
-    """Bytes held for the tokens met, without the room to spare."""
+def _used_bytes(state: ModelState) -> int:
+    """Bytes of the tokens in a state, without its spare capacity."""
     total = 0
-    for one in state.layers:
-        spare = (one.capacity - one.length) / one.capacity if hasattr(one, "capacity") else 0.0
-        total += round(one.nbytes * (1 - spare))
+    for layer in state.layers:
+        spare = (layer.capacity - layer.length) / layer.capacity if hasattr(layer, "capacity") else 0.0
+        total += round(layer.nbytes * (1 - spare))
     return total
 
 

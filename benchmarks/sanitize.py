@@ -1,8 +1,8 @@
-"""Every GPU kernel once, on small shapes with odd lengths, for a memory checker to watch.
+"""Runs every GPU kernel once, on small shapes with odd lengths, under a memory checker.
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer python benchmarks/sanitize.py band
 
-Without PyTorch's cache of memory each tensor is an allocation of its own, so that an access beyond one shows.
+Without PyTorch's caching allocator each tensor is a separate allocation, so that an out-of-bounds access is detected.
 """
 
 import sys
@@ -19,7 +19,7 @@ def tokens(heads: int, count: int, size: int, batch: int = 2, dtype: torch.dtype
 
 
 def derived(path: str, queries: int, keys: int, size: int, value: int, mask: rg.Mask | None, groups: int = 1) -> None:
-    """One call of a path, forward and backward."""
+    """Call a path, forward and backward."""
     leaves = [
         t.requires_grad_() for t in (tokens(2, queries, size), tokens(groups, keys, size), tokens(groups, keys, value))
     ]
@@ -80,7 +80,7 @@ def stream(mechanism: rg.Mechanism, size: int, value: int) -> None:
 
 
 def steps(mechanism: rg.Mechanism, size: int, value: int) -> None:
-    """A stream without padding, token by token: each is stored by the kernel that attends."""
+    """Decode steps without padding, in which the attention kernel also stores the new key and value."""
     sizes = {"batch": 2, "num_kv_heads": 2, "qk_length": size, "value_length": value, "capacity": 150}
     state = mechanism.start(**sizes, dtype=torch.bfloat16, device="cuda")
     with torch.no_grad():
@@ -90,7 +90,7 @@ def steps(mechanism: rg.Mechanism, size: int, value: int) -> None:
 
 
 def short(mechanism: rg.Mechanism) -> None:
-    """One chunk alone, with gradients, and calls like one before without."""
+    """A single chunk with gradients, and repeated calls without."""
     inputs = tokens(4, 300, 64), tokens(2, 300, 64), tokens(2, 300, 64)
     for mask in (rg.causal, rg.causal & rg.padding([300, 133])):
         leaves = [t.clone().requires_grad_() for t in inputs]

@@ -1,4 +1,4 @@
-"""The README's tables, from the committed results: `python benchmarks/table.py` writes them anew.
+"""The README's tables, made from the committed results: `python benchmarks/table.py` updates them.
 
 The table of benchmarks has a row for each benchmark of `regard bench`, and a column for each instruction set; a result
 that is not committed is "–". The table of attentions is that of mechanisms.py.
@@ -15,7 +15,7 @@ from regard.core.files import write_text
 
 ROOT = Path(__file__).parents[1]
 COLUMNS = {"AVX-512": ("again", "", "models", "generation", "training"), "AVX2, imitated": ("avx2/again", "avx2")}
-"""Folders of results, the first that has a benchmark counts."""
+"""Folders of results by column; the first folder that has a benchmark counts."""
 
 
 def benchmarks() -> str:
@@ -38,11 +38,11 @@ TABLES = {
     ("<!-- benchmark table -->", "<!-- end of the table -->"): benchmarks,
     ("<!-- attention table -->", "<!-- end of the attention table -->"): attentions,
 }
-"""What a table stands between in the README, and what makes it."""
+"""The comments around a table in the README, and the function that makes it."""
 
 
 def with_tables(readme: str) -> str:
-    """The README with the tables as they should be, wherever it has one."""
+    """The README with its tables replaced by current ones."""
     for (begin, end), table in TABLES.items():
         if begin in readme:
             before, rest = readme.split(begin)

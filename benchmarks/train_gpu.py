@@ -2,10 +2,10 @@
 
     python benchmarks/train_gpu.py --out benchmarks/results/training
 
-The peer is GPT-2 as people write it: one projection for queries, keys and values, `scaled_dot_product_attention` with
-`is_causal`, tied head, fused AdamW, clipping, autocast, torch.compile. Both begin with the same weights and run the
-same batches in turn; the first steps, which compile, are not counted. MFU is (6 · parameters + 12 · layers · width ·
-length) · tokens FLOPs over the measured rate of a large bfloat16 product on the same GPU, and over the data sheet's 989
+The peer is a usual GPT-2: one projection for queries, keys and values, `scaled_dot_product_attention` with `is_causal`,
+tied head, fused AdamW, gradient clipping, autocast, torch.compile. Both begin with the same weights and run the same
+batches in turn; the first steps, which compile, are not counted. MFU is (6 · parameters + 12 · layers · width · length)
+· tokens FLOPs over the measured rate of a large bfloat16 product on the same GPU, and over the data sheet's 989
 TFLOP/s.
 """
 
@@ -67,9 +67,9 @@ class PlainBlock(nn.Module):
 
     def forward(self, x):
         b, t, e = x.shape
-        q, k, v = (one.view(b, t, HEADS, -1).transpose(1, 2) for one in self.qkv(self.first(x)).split(e, -1))
-        found = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(found.transpose(1, 2).reshape(b, t, e))
+        q, k, v = (part.view(b, t, HEADS, -1).transpose(1, 2) for part in self.qkv(self.first(x)).split(e, -1))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).reshape(b, t, e))
         return x + self.down(F.gelu(self.up(self.second(x)), approximate="tanh"))
 
 
@@ -82,15 +82,15 @@ class Plain(nn.Module):
 
     @torch.no_grad()
     def take(self, model: rg.Decoder) -> "Plain":
-        """The same weights: how fast a GPU multiplies depends on the numbers, through the power that it draws."""
+        """Copy the weights of a model: the speed of a GPU depends on the numbers, through its power consumption."""
         self.embedding.load_state_dict(model.embedding.state_dict())
         self.positions.load_state_dict(model.positions.state_dict())
         self.norm.load_state_dict(model.stack.norm.state_dict())
-        for own, block in zip(self.blocks, model.stack.blocks, strict=True):
+        for plain, block in zip(self.blocks, model.stack.blocks, strict=True):
             inner, network = block.attention, block.network
-            own.qkv.weight.copy_(torch.cat([one.weight for one in (inner.W_q, inner.W_k, inner.W_v)]))
-            own.qkv.bias.copy_(torch.cat([one.bias for one in (inner.W_q, inner.W_k, inner.W_v)]))
-            for linear, other in ((own.out, inner.W_o), (own.up, network.up), (own.down, network.down)):
+            plain.qkv.weight.copy_(torch.cat([linear.weight for linear in (inner.W_q, inner.W_k, inner.W_v)]))
+            plain.qkv.bias.copy_(torch.cat([linear.bias for linear in (inner.W_q, inner.W_k, inner.W_v)]))
+            for linear, other in ((plain.out, inner.W_o), (plain.up, network.up), (plain.down, network.down)):
                 linear.load_state_dict(other.state_dict())
         return self
 
@@ -104,7 +104,7 @@ class Plain(nn.Module):
 
 
 class PlainLoop:
-    """The plain loop, some steps at a time."""
+    """The plain training loop, run some steps at a time."""
 
     def __init__(self, task: RandomText, rows: int, length: int) -> None:
         self.tokens, self.rows, self.step = task.tokens, rows, 0
@@ -113,7 +113,7 @@ class PlainLoop:
         self.compiled = torch.compile(self.model)
 
     def run(self, steps: int) -> float:
-        """Seconds that some steps take."""
+        """Run some steps; returns their seconds."""
         torch.cuda.synchronize()
         began = time.perf_counter()
         for _ in range(steps):
@@ -130,26 +130,26 @@ class PlainLoop:
         return time.perf_counter() - began
 
 
-def interleaved(rows: int, length: int, rounds: int, each: int) -> tuple[list[float], list[float]]:
-    """Seconds of rounds of `each` steps, ours and the peer's in turn: the GPU's clock changes as it warms."""
+def interleaved(rows: int, length: int, rounds: int, steps: int) -> tuple[list[float], list[float]]:
+    """Seconds of rounds of `steps` steps, ours and the peer's in turn, since the GPU's clock changes as it warms up."""
     task = RandomText(rows, length)
     peer = PlainLoop(task, rows, length)
     times: tuple[list[float], list[float]] = ([], [])
     began = [0.0]
 
     def watch(report):
-        if report.kind != "step" or report.step % each:
+        if report.kind != "step" or report.step % steps:
             return
         torch.cuda.synchronize()
         now = time.perf_counter()
-        seconds = peer.run(each)
-        if report.step > each:  # the first round compiles
+        seconds = peer.run(steps)
+        if report.step > steps:  # the first round compiles
             times[0].append(now - began[0])
             times[1].append(seconds)
         began[0] = time.perf_counter()
 
-    settings = Settings(  # one step more: the last is followed by an evaluation and a checkpoint
-        steps=each * (rounds + 1) + 1, batch_size=rows, learning_rate=3e-4, precision="bfloat16", compile=True,
+    settings = Settings(  # one step more, because the last step is followed by an evaluation and a checkpoint
+        steps=steps * (rounds + 1) + 1, batch_size=rows, learning_rate=3e-4, precision="bfloat16", compile=True,
         evaluate_every=10**6, save_every=10**6,
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
@@ -174,29 +174,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--length", type=int, default=1024)
-    parser.add_argument("--each", type=int, default=40, help="Steps of a round.")
+    parser.add_argument("--steps", type=int, default=40, help="Steps per round.")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/training"))
-    given = parser.parse_args()
-    times = interleaved(given.rows, given.length, given.rounds, given.each)
-    tokens = given.rows * given.length * given.each
-    one, two = (tokens / statistics.median(found) for found in times)
-    numbers = sum(p.numel() for p in RandomText(1, given.length).model.parameters())
-    each = 6 * numbers + 12 * LAYERS * WIDTH * given.length
+    options = parser.parse_args()
+    times = interleaved(options.rows, options.length, options.rounds, options.steps)
+    tokens = options.rows * options.length * options.steps
+    ours, theirs = (tokens / statistics.median(rounds) for rounds in times)
+    parameters = sum(p.numel() for p in RandomText(1, options.length).model.parameters())
+    flops = 6 * parameters + 12 * LAYERS * WIDTH * options.length
     rate = product_rate()
+    rows = f"{options.rows} rows of {options.length} tokens"
     result = {
         "environment": {
             "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "python": platform.python_version(),
             "commit": commit(), "date": time.strftime("%Y-%m-%d"),
         },
-        "title": f"decoder of {numbers / 1e6:.0f}M parameters, {given.rows} rows of {given.length} tokens, bfloat16",
+        "title": f"decoder of {parameters / 1e6:.0f}M parameters, {rows}, bfloat16",
         "peer": "a plain PyTorch GPT loop with SDPA and torch.compile",
-        "ours_tokens_per_second": one, "peer_tokens_per_second": two, "ratio": one / two, "seconds_of_rounds": times,
-        "flops_per_token": each,
-        "mfu_of_measured_product": one * each / rate, "mfu_of_data_sheet": one * each / SHEET, "product_flops": rate,
+        "ours_tokens_per_second": ours, "peer_tokens_per_second": theirs, "ratio": ours / theirs,
+        "seconds_of_rounds": times, "flops_per_token": flops, "mfu_of_measured_product": ours * flops / rate,
+        "mfu_of_data_sheet": ours * flops / SHEET, "product_flops": rate,
     }  # fmt: skip
-    given.out.mkdir(parents=True, exist_ok=True)
-    write_text(given.out / "gpu.json", json.dumps(result, indent=1) + "\n")
+    options.out.mkdir(parents=True, exist_ok=True)
+    write_text(options.out / "gpu.json", json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))
 
 

@@ -2,9 +2,10 @@
 
     python benchmarks/train_long.py --out benchmarks/results/training
 
-12 layers, 768 wide, 12 heads, rotary positions, one sequence a step, bfloat16 autocast, fused AdamW, clipping; not
-compiled, the same loop for both. Softmax is cuDNN's kernel, as `attend` chooses it. The kernels' outputs and gradients
-are held against the plain formula in float64 first. The median of some steps, after two to warm up.
+12 layers, width 768, 12 heads, rotary positions, one sequence per step, bfloat16 autocast, fused AdamW, gradient
+clipping; not compiled, the same loop for both. Softmax is cuDNN's kernel, as `attend` chooses it. Outputs and gradients
+of the kernels are first compared with the plain formula in float64. Times are medians of some steps, after two warm-up
+steps.
 """
 
 import argparse
@@ -28,7 +29,7 @@ VOCABULARY, LENGTHS = 50304, (16384, 65536)
 
 
 def seconds(mechanism: str, length: int, rounds: int) -> dict[str, float]:
-    """Of a training step, with the memory at its peak and the first and last loss."""
+    """Seconds of a training step, with the peak memory and the first and last loss."""
     torch.manual_seed(0)
     config = rg.DecoderConfig(
         vocabulary_size=VOCABULARY, embedding_dim=768, num_layers=12, num_heads=12, context_length=length,

@@ -1,15 +1,15 @@
-"""French and English sentences out of Debian's package descriptions, as a table for `regard train translate --data`.
+"""French and English sentences from Debian's package descriptions, as a table for `regard train translate --data`.
 
-Debian's translators have put a third of its descriptions into French. On Debian or Ubuntu apt fetches them, without
-root, into a folder of yours:
+Debian's translators have translated a third of the descriptions into French. On Debian or Ubuntu, apt downloads them
+into a folder of yours, without root:
 
     mkdir -p lists/partial
     apt-get update -o Dir::State::Lists=$PWD/lists -o Dir::Cache=$PWD/lists \\
         -o Acquire::Languages=en,fr -o Acquire::GzipIndexes=false
     python examples/debian_pairs.py --lists lists --out debian.tsv
 
-A description and its translation carry the same checksum (Description-md5). Both are cut into summary, paragraphs,
-list items and sentences, and parts are paired where both sides have the same number of them.
+A description and its translation have the same checksum (Description-md5). Both are cut into summary, paragraphs, list
+items and sentences, and parts are paired if both sides have the same number of them.
 """
 
 import argparse
@@ -22,14 +22,14 @@ from pathlib import Path
 from regard.core.files import write_text
 
 HELPER = "/usr/lib/apt/apt-helper"
-"""Reads lists that apt keeps compressed."""
+"""apt's program that reads compressed lists."""
 ITEM = re.compile(r"\s*(?:[-*+•·o–—]|\d+[.)])\s+")
 SENTENCE_END = re.compile(
     r"(?<![ (]e\.g\.)(?<![ (]i\.e\.)(?<![ (]p\. ex\.)(?<! vs\.)(?<! cf\.)(?<!\b[A-Z]\.)"
     r"(?<=[.!?]) (?=[A-ZÀÂÇÉÈÊÎÔŒ«\"(])"
 )
 MOST_WORDS = 80
-"""The longest side of a pair: a paragraph that cannot be cut into sentences may be longer, and is left out."""
+"""The most words of a side of a pair; a longer paragraph that cannot be cut into sentences is left out."""
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -48,7 +48,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def debian_pairs(lists: Path) -> list[tuple[str, str]]:
-    """The pairs (French, English) of all lists in a folder, each once."""
+    """The pairs (French, English) of all lists in a folder, without duplicates."""
     french, english = (_descriptions(lists, language) for language in ("fr", "en"))
     pairs = (
         pair
@@ -60,7 +60,7 @@ def debian_pairs(lists: Path) -> list[tuple[str, str]]:
 
 
 def _descriptions(lists: Path, language: str) -> dict[str, list[str]]:
-    """Descriptions by checksum, as the lines that the lists have."""
+    """Descriptions by checksum, each as its lines."""
     files = sorted(lists.glob(f"*_Translation-{language}*"))
     if not files:
         raise ValueError(f"--lists: expected a folder with Translation-{language} files, got {lists}; see --help")
@@ -81,7 +81,7 @@ def _text(file: Path) -> str:
 
 
 def _paired(french: list[str], english: list[str]) -> Iterator[tuple[str, str]]:
-    """Pairs of summaries, and of all parts where both sides have the same number of them."""
+    """Pairs of summaries, and of all parts if both sides have the same number of them."""
     yield _clean(french[0]), _clean(english[0])
     paragraphs = _paragraphs(french[1:]), _paragraphs(english[1:])
     if len(paragraphs[0]) != len(paragraphs[1]):
@@ -98,9 +98,10 @@ def _paired(french: list[str], english: list[str]) -> Iterator[tuple[str, str]]:
 
 
 def _paragraphs(lines: list[str]) -> list[list[str]]:
-    """The paragraphs of a description, each as its texts and list items.
+    """The paragraphs of a description, each as a list of texts and list items.
 
-    A dot means an empty line. A line that begins with two spaces is kept as it is, unless it belongs to a list.
+    A dot is an empty line. A line that begins with two spaces is not joined with the line before it, unless it
+    continues a list item.
     """
     paragraphs: list[list[str]] = [[]]
     item = False

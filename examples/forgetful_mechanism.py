@@ -1,8 +1,8 @@
-"""A mechanism with a state of its own, in one file: sums that fade with every token.
+"""A mechanism with its own state, in one file: sums that decay with every token.
 
     python examples/forgetful_mechanism.py
 
-Linear attention whose keys count for less the further back they are,
+Linear attention in which keys count less the further back they are,
 
     sim_ts = rate^(t-s) · phi(q_t)·phi(k_s) for s ≤ t,     w_ts = sim_ts / sum over visible s' of sim_ts'
     out_t  = phi(q_t) S_t / phi(q_t)·z_t,                  S_t = rate · S_{t-1} + phi(k_t) v_t^T,  phi = elu + 1
@@ -43,7 +43,7 @@ class Forgetful(rg.Mechanism):
     rate: float = 0.9
 
     def weigh(self, q: Tensor, k: Tensor, visible: Tensor | None, bias: Tensor | None = None) -> Tensor:
-        """The exact weights; the last query stands at the last key."""
+        """The exact weights; the last query is at the position of the last key."""
         keys = torch.arange(k.shape[2], device=q.device)
         distance = torch.arange(k.shape[2] - q.shape[2], k.shape[2], device=q.device)[:, None] - keys
         seen = distance >= 0 if visible is None else (distance >= 0) & visible
@@ -53,7 +53,7 @@ class Forgetful(rg.Mechanism):
         return self.normalise((similar * fade).masked_fill(~seen, 0))
 
     def streams(self, qk_length: int, structure: Structure = EVERYTHING) -> str | None:
-        """A sum cannot drop a key again, so that a stream takes causal and padding masks alone."""
+        """Why a mask cannot be streamed, if so: sums cannot drop a key, so only causal and padding masks can."""
         hides = structure.rest is not None or structure.windowed
         return f"mask: expected causal, padding, both or none to stream {self!r}, got another" if hides else None
 
@@ -67,7 +67,7 @@ class Forgetful(rg.Mechanism):
         return FadingState(mechanism=self, sizes=sizes, sums=sums, total=total)
 
     def advance(self, q: Tensor, k: Tensor, v: Tensor, state: Any, rule: Any, bias: None) -> tuple[Tensor, FadingState]:
-        """Add tokens to the sums one by one; padding adds nothing."""
+        """Add tokens to the sums one after another; padding adds nothing."""
         new = state.receive(k, v, rule)
         sums, total = new.state.sums, new.state.total
         queries, keys, values = phi(q.to(sums.dtype)), phi(new.k.to(sums.dtype)), new.v.to(sums.dtype)
@@ -84,12 +84,12 @@ class Forgetful(rg.Mechanism):
 
 
 def phi(x: Tensor) -> Tensor:
-    """Features of queries and keys, above 0."""
+    """The feature map of queries and keys, above 0."""
     return elu(x) + 1
 
 
 def main() -> None:
-    """Compute, stream, look at, price and check it; then a model."""
+    """Compute, stream, inspect, price and check the mechanism; then use it in a model."""
     torch.manual_seed(0)
     mechanism = Forgetful()
     q, k, v = torch.randn(2, 8, 100, 16), torch.randn(2, 2, 100, 16), torch.randn(2, 2, 100, 16)

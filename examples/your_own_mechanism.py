@@ -6,7 +6,7 @@
     regard train lm --mechanism examples/your_own_mechanism.py:Learned --out runs/learned
     regard generate runs/learned "def" --mechanism examples/your_own_mechanism.py:Learned
 
-Cauchy attention: a key counts for less the further it is from the query,
+Cauchy attention: a key counts less the further it is from the query,
 
     w_ts = sim(q_t, k_s) / sum over visible s' of sim(q_t, k_s'),        sim(q, k) = 1 / (1 + |q - k|² / width²)
 """
@@ -27,8 +27,8 @@ class Cauchy(rg.Mechanism):
     width: float = 2.0
 
     def similarity(self, q: Tensor, k: Tensor) -> Tensor:
-        """How near each query and each key are, (…, T, K) and (…, S, K) -> (…, T, S)."""
-        # |q - k|² = |q|² - 2 q·k + |k|²: one matrix product, and never below 0 but by rounding.
+        """The similarity of each query and key, (…, T, K) and (…, S, K) -> (…, T, S)."""
+        # |q - k|² = |q|² - 2 q·k + |k|² is one matrix product; it is below 0 only by rounding.
         distance = q.square().sum(-1)[..., None] - 2 * q @ k.transpose(-1, -2) + k.square().sum(-1)[..., None, :]
         return 1 / (1 + distance.clamp(min=0) / self.width**2)
 
@@ -44,7 +44,7 @@ class Learned(Cauchy):
 
 
 def main() -> None:
-    """Compute, stream, look at, price, check, save and load it."""
+    """Compute, stream, inspect, price, check, save and load the mechanism."""
     torch.manual_seed(0)
     mechanism = Cauchy()
     q, k, v = torch.randn(2, 8, 100, 16), torch.randn(2, 2, 100, 16), torch.randn(2, 2, 100, 16)

@@ -127,7 +127,7 @@ def test_every_cut_of_a_zipped_file_is_named(tmp_path):
 
 def test_a_missing_file_of_a_set_is_named(tmp_path):
     (write_idx(tmp_path) / IDX[3]).unlink()
-    with pytest.raises(ValueError, match=f"{IDX[3]}: expected this file beside the others"):
+    with pytest.raises(ValueError, match=f"{IDX[3]}: expected this file next to the others"):
         read_images(tmp_path)
 
 
@@ -548,7 +548,7 @@ BAD = {
     "davit's head": ({"model": "davit", "head": "mlp"}, "head: expected linear for a DaViT, got mlp"),
     "davit's kv": ({"model": "davit", "num_kv_heads": 1}, "num_kv_heads: expected none for a DaViT, got 1"),
     "tuned head": ({"start": "run", "head": "mlp"}, "head: expected linear for fine-tuning, got mlp"),
-    "tuned width": ({"start": "run", "embedding_dim": 8}, "embedding_dim: expected none with a model to start from"),
+    "tuned width": ({"start": "run", "embedding_dim": 8}, "embedding_dim: expected none when fine-tuning a model"),
 }
 
 
