@@ -121,7 +121,7 @@ def test_text_of_ones_own(tmp_path):
         (b"", r"own\.txt: expected text, got an empty file"),
         (b" \n\n", r"own\.txt: expected text, got an empty file"),
         (b"Good.\nBad \xff.\n", r"own\.txt, line 2: expected UTF-8 text, got byte 0xff"),
-        (b"One document. It is alone.\n", r"own\.txt: expected at least 2 documents of several sentences .* got 1 and 0"),
+        (b"One document. It is alone.\n", r"own\.txt: expected at least 2 documents .* got 1 and 0"),
     ],
 )
 def test_bad_text_is_one_error_that_names_file_and_line(tmp_path, data, words):
