@@ -130,11 +130,11 @@ class Trap:
         opened, fsync, rmtree = io.open, os.fsync, shutil.rmtree
 
         def watched_open(file, mode="r", *args, **kwargs):
-            found = opened(file, mode, *args, **kwargs)
+            file_object = opened(file, mode, *args, **kwargs)
             if not set(mode) & set("wxa+"):
-                return found
+                return file_object
             self.at("open", file)
-            return Watched(found, file, self)
+            return Watched(file_object, file, self)
 
         def watched_fsync(descriptor):
             path = os.readlink(f"/proc/self/fd/{descriptor}")
@@ -152,8 +152,8 @@ class Trap:
 
         def watched_rmtree(path, *args, **kwargs):
             if self.reached("prune", path):
-                for found in [one for one in sorted(Path(path).rglob("*")) if one.is_file()][:1]:
-                    os.unlink(found)
+                for file in [entry for entry in sorted(Path(path).rglob("*")) if entry.is_file()][:1]:
+                    os.unlink(file)
                 self.spring()
             rmtree(path, *args, **kwargs)
 
@@ -230,16 +230,20 @@ def small_training(folder):
         dist.init_process_group("gloo")
         fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    for one in model.parameters():
-        optimizer.state[one] = {
+    for parameter in model.parameters():
+        optimizer.state[parameter] = {
             "step": torch.zeros(()),
-            **{n: torch.zeros_like(one) for n in ("exp_avg", "exp_avg_sq")},
+            **{n: torch.zeros_like(parameter) for n in ("exp_avg", "exp_avg_sq")},
         }
     torch.manual_seed(rank + 1)
     state = torch.get_rng_state()
     tensors = {
         **model.state_dict(),
-        **{f"{n}.{part}": t for n, one in model.named_parameters() for part, t in optimizer.state[one].items()},
+        **{
+            f"{n}.{part}": t
+            for n, parameter in model.named_parameters()
+            for part, t in optimizer.state[parameter].items()
+        },
         f"random.{rank}": state,
     }
     path, _ = store.newest(folder / "checkpoints")
@@ -277,12 +281,12 @@ def kill(process):
 
 def relatives(parent):
     """The process and its children."""
-    found = [parent]
+    processes = [parent]
     for entry in Path("/proc").iterdir():
         with suppress(OSError, ValueError, IndexError):
             if int((entry / "stat").read_text().rpartition(")")[2].split()[1]) == parent:
-                found.append(int(entry.name))
-    return found
+                processes.append(int(entry.name))
+    return processes
 
 
 def launch(variant, folder, asked, log):
@@ -316,8 +320,8 @@ def finish(process):
     try:
         return process.wait(PATIENCE)
     except subprocess.TimeoutExpired:
-        for one in relatives(process.pid):
-            kill(one)
+        for process_id in relatives(process.pid):
+            kill(process_id)
         process.wait()
         return "hangs"
 
@@ -413,13 +417,13 @@ def half_there(folder):
     """What is wrong with checkpoints that bear their name without being whole."""
     from regard.training import store
 
-    found = []
+    errors = []
     for path in sorted((folder / "checkpoints").glob("step-*")):
         try:
             store.load(path, {})
         except store.CheckpointError as error:
-            found.append(str(error))
-    return found
+            errors.append(str(error))
+    return errors
 
 
 def disturbed(variant, plans, whole, folder, tally, advance):
@@ -473,8 +477,8 @@ def chaos(job, kills, ranks, seed, out, at_once=2, advance=lambda: None):
             for part in range(at_once):
                 folder = out / f"{variant.name}-{'abcdefgh'[part]}"
                 jobs.append(pool.submit(disturbed, variant, plans[part::at_once], whole, folder, tally, advance))
-        for one in jobs:
-            one.result()
+        for job in jobs:
+            job.result()
     return tally
 
 
@@ -503,8 +507,8 @@ def noticed(path):
     """Whether the older checkpoint is chosen and the sentence names the damaged one."""
     from regard.training import store
 
-    found, skipped = store.newest(path.parent)
-    return found is not None and found.name == "step-00000005" and len(skipped) == 1 and str(path) in skipped[0]
+    newest, skipped = store.newest(path.parent)
+    return newest is not None and newest.name == "step-00000005" and len(skipped) == 1 and str(path) in skipped[0]
 
 
 def flips(path, count, rng):
@@ -548,44 +552,46 @@ def main():
     parser.add_argument("--out", type=Path, help="where runs go; those that fail stay there")
     parser.add_argument("--json", action="store_true", help="print the result as JSON, not as a table")
     parser.add_argument("--save", type=Path, help="also write the result to this file, with machine and commit")
-    given = parser.parse_args()
-    ranks = [int(one) for one in given.ranks.split(",")]
-    out = (given.out or Path(tempfile.mkdtemp(prefix="chaos-"))).resolve()
+    options = parser.parse_args()
+    ranks = [int(rank) for rank in options.ranks.split(",")]
+    out = (options.out or Path(tempfile.mkdtemp(prefix="chaos-"))).resolve()
     out.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as bar:
-        killed = bar.add_task("kills", total=given.kills)
-        flipped = bar.add_task("flips", total=given.flips)
+        killed = bar.add_task("kills", total=options.kills)
+        flipped = bar.add_task("flips", total=options.flips)
         path = make_two(out / "damage")
         damage = {}
-        for kind, make, count in (("flips", flips, given.flips), ("truncations", truncations, given.flips // 20)):
-            damage[kind] = list(make(path, count, random.Random(f"{given.seed} {kind}")))
+        for kind, make, count in (("flips", flips, options.flips), ("truncations", truncations, options.flips // 20)):
+            damage[kind] = list(make(path, count, random.Random(f"{options.seed} {kind}")))
             bar.update(flipped, completed=len(damage["flips"]))
-        tally = chaos(given.job, given.kills, ranks, given.seed, out, given.at_once, lambda: bar.advance(killed))
-    missed = [where for found in damage.values() for where, seen in found if not seen]
+        tally = chaos(
+            options.job, options.kills, ranks, options.seed, out, options.at_once, lambda: bar.advance(killed)
+        )
+    missed = [where for results_of in damage.values() for where, seen in results_of if not seen]
     results = {
-        "job": given.job,
+        "job": options.job,
         "ranks": ranks,
-        "seed": given.seed,
+        "seed": options.seed,
         "kills": sum(tally.kills.values()),
         "kills by point": dict(tally.kills),
         "runs": tally.runs,
         "runs that are bitwise the undisturbed one": tally.runs - len(tally.failures),
-        **{kind: len(found) for kind, found in damage.items()},
+        **{kind: len(results_of) for kind, results_of in damage.items()},
         "damage unnoticed": missed,
         "failures": tally.failures,
         "seconds": round(time.monotonic() - began),
     }
-    if given.save is not None:
+    if options.save is not None:
         from regard.commands.suite.harness import environment
         from regard.core.files import write_text
 
-        write_text(given.save, json.dumps({"environment": environment(), **results}, indent=1) + "\n")
-    if given.json:
+        write_text(options.save, json.dumps({"environment": environment(), **results}, indent=1) + "\n")
+    if options.json:
         print(json.dumps(results))
     else:
-        table = Table("kills", "", title=f"{results['kills']} kills, {ranks} ranks, seed {given.seed}")
+        table = Table("kills", "", title=f"{results['kills']} kills, {ranks} ranks, seed {options.seed}")
         for point, number in sorted(tally.kills.items()):
             table.add_row(point, str(number))
         Console().print(table)
@@ -593,8 +599,8 @@ def main():
             print(f"{name}: {results[name]}")
         for failure in tally.failures:
             print(failure)
-    failed = bool(missed or tally.failures or results["kills"] < given.kills)
-    if not failed and given.out is None:
+    failed = bool(missed or tally.failures or results["kills"] < options.kills)
+    if not failed and options.out is None:
         shutil.rmtree(out)
     return 1 if failed else 0
 

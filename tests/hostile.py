@@ -380,20 +380,20 @@ FORMATS = {
 
 
 def flip(data, rng):
-    found = bytearray(data)
+    mutated = bytearray(data)
     for _ in range(rng.choice([1, 1, 1, 2, 8])):
-        found[rng.randrange(len(found))] ^= 1 << rng.randrange(8)
-    return bytes(found)
+        mutated[rng.randrange(len(mutated))] ^= 1 << rng.randrange(8)
+    return bytes(mutated)
 
 
 def extreme(data, rng):
     """A count, length or offset somewhere, set to what no file holds; mostly in the header."""
-    found = bytearray(data)
-    at = rng.randrange(min(len(found), rng.choice([16, 32, 512, len(found)])))
+    mutated = bytearray(data)
+    at = rng.randrange(min(len(mutated), rng.choice([16, 32, 512, len(mutated)])))
     word = rng.choice([2**63, 2**63 - 1, 2**64 - 1, 2**62, 2**32, 2**31, len(data), len(data) + 1, 2**61 + 1, 0])
     word = struct.pack("<Q", word)[: rng.choice([4, 8])]
-    found[at : at + len(word)] = word
-    return bytes(found[: len(data)])
+    mutated[at : at + len(word)] = word
+    return bytes(mutated[: len(data)])
 
 
 def cut(data, rng):
@@ -526,21 +526,21 @@ def mutations(name, data, count, seed):
 def attempt(form, path, expected):
     """'read' or 'refused'; AssertionError for all else. Memory is being traced, which takes time of its own."""
     if not form.traced:
-        outcome, found, seconds = timed(form, path)
+        outcome, read, seconds = timed(form, path)
         assert seconds <= form.seconds, f"took {seconds:.3f} s"
         return outcome
     size = path.stat().st_size
     tracemalloc.reset_peak()
     before = tracemalloc.get_traced_memory()[0]
-    outcome, found, seconds = timed(form, path)
+    outcome, read, seconds = timed(form, path)
     memory = tracemalloc.get_traced_memory()[1] - before
     if seconds > form.seconds:  # once more, untraced: the first of a kind may have to import something
         tracemalloc.stop()
-        outcome, found, seconds = timed(form, path)
+        outcome, read, seconds = timed(form, path)
         tracemalloc.start()
     assert seconds <= form.seconds, f"took {seconds:.3f} s"
     assert memory <= 2 * size + form.memory, f"took {memory:,} bytes of memory for a file of {size:,}"
-    assert outcome == "refused" or not form.counted or found == expected, f"read {found} tensors of {expected}"
+    assert outcome == "refused" or not form.counted or read == expected, f"read {read} tensors of {expected}"
     return outcome
 
 
@@ -581,8 +581,8 @@ def run(name, count, seed, folder, advance=lambda: None):
             except AssertionError as error:
                 kept = path.with_name(f"failed-{seed}-{number}-{path.name}")
                 kept.write_bytes(data)
-                found = f"{name}, seed {seed}, mutation {number} ({kind}): {error}; kept in {kept}"
-                raise AssertionError(found) from error
+                message = f"{name}, seed {seed}, mutation {number} ({kind}): {error}; kept in {kept}"
+                raise AssertionError(message) from error
             advance()
     finally:
         tracemalloc.stop()
@@ -610,24 +610,24 @@ def main():
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="where a file that got through is kept")
     parser.add_argument("--formats", nargs="*", default=list(FORMATS), choices=list(FORMATS))
-    given = parser.parse_args()
-    out = given.out or Path(tempfile.mkdtemp(prefix="hostile-"))
+    options = parser.parse_args()
+    out = options.out or Path(tempfile.mkdtemp(prefix="hostile-"))
     torch.set_num_threads(1)
     os.environ["RUST_BACKTRACE"] = "0"  # tokenizers panics on some files; that it is caught is what matters
     total, failures = Counter(), []
     began = time.monotonic()
     with Progress(auto_refresh=False) as progress:
-        for name in given.formats:
-            task = progress.add_task(f"{name:12}", total=given.mutations)
+        for name in options.formats:
+            task = progress.add_task(f"{name:12}", total=options.mutations)
             try:
-                folder = out / f"{name.replace(' ', '-')}-{given.seed}-{time.time_ns()}"
-                total += run(name, given.mutations, given.seed, folder, partial(show, progress, task))
+                folder = out / f"{name.replace(' ', '-')}-{options.seed}-{time.time_ns()}"
+                total += run(name, options.mutations, options.seed, folder, partial(show, progress, task))
             except AssertionError as error:
                 failures.append(str(error))
     for failure in failures:
         print(failure)
     print(
-        f"{sum(total.values()):,} mutations of {len(given.formats)} formats, seed {given.seed}, "
+        f"{sum(total.values()):,} mutations of {len(options.formats)} formats, seed {options.seed}, "
         f"{time.monotonic() - began:.0f} s: {total['read']:,} read, {total['refused']:,} refused, "
         f"{len(failures)} got through"
     )

@@ -13,7 +13,7 @@ class Allocations(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.live, self.peak, self.known = 0, 0, set()
+        self.live, self.peak, self.live_keys = 0, 0, set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         before = {id(t.untyped_storage()._cdata) for t in flat(args)} | {t.untyped_storage()._cdata for t in flat(args)}
@@ -21,16 +21,16 @@ class Allocations(TorchDispatchMode):
         for tensor in flat([out]):
             storage = tensor.untyped_storage()
             key = storage._cdata
-            if key in before or key in self.known:
+            if key in before or key in self.live_keys:
                 continue
-            self.known.add(key)
+            self.live_keys.add(key)
             self.live += storage.nbytes()
             self.peak = max(self.peak, self.live)
             weakref.finalize(storage, self._freed, key, storage.nbytes())
         return out
 
     def _freed(self, key, size):
-        self.known.discard(key)
+        self.live_keys.discard(key)
         self.live -= size
 
 

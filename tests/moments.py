@@ -48,8 +48,8 @@ class Moments:
             os.kill(os.getpid(), signal.SIGINT)
             return
         os.close(writer)
-        with open(reader, encoding="utf-8") as said:
-            text = said.read()
+        with open(reader, encoding="utf-8") as output:
+            text = output.read()
         _, status = os.waitpid(copy, 0)
         self.endings.append({"moment": moment, "code": os.waitstatus_to_exitcode(status), "said": text})
 

@@ -55,10 +55,10 @@ def started(*arguments: str, **options: Any) -> Iterator[subprocess.Popen[str]]:
             child.kill()
 
 
-def finished(*arguments: str, given: str = "", **options: Any) -> subprocess.CompletedProcess[str]:
-    """`python …` to its end."""
+def finished(*arguments: str, typed: str = "", **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run `python …` to its end, with `typed` as its standard input."""
     with started(*arguments, **options) as child:
-        out, err = child.communicate(given)
+        out, err = child.communicate(typed)
     return subprocess.CompletedProcess(child.args, child.returncode, out, err)
 
 

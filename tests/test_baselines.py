@@ -63,24 +63,24 @@ def test_ngrams_do_not_reach_over_documents():
 def test_longer_ngrams_say_more_of_text():
     train_texts = [prose(seed, 400).encode() for seed in range(5)]
     held_out = [prose(seed, 100).encode() for seed in (7, 8)]
-    found = [ngram_bits_per_byte(train_texts, held_out, order) for order in (1, 2, 5)]
-    assert found[0] > found[1] > found[2] > math.log2(len(WORDS)) / 5
-    bits = -np.log2(ngrams([list(one) for one in train_texts], size=256)([list(one) for one in held_out])).sum()
-    assert found[2] == pytest.approx(bits / sum(map(len, held_out)))
+    bits_per_byte = [ngram_bits_per_byte(train_texts, held_out, order) for order in (1, 2, 5)]
+    assert bits_per_byte[0] > bits_per_byte[1] > bits_per_byte[2] > math.log2(len(WORDS)) / 5
+    bits = -np.log2(ngrams([list(text) for text in train_texts], size=256)([list(text) for text in held_out])).sum()
+    assert bits_per_byte[2] == pytest.approx(bits / sum(map(len, held_out)))
 
 
 def test_xz_is_xz():
-    known, *held_out = (prose(seed, 300).encode() for seed in range(3))
+    train, *held_out = (prose(seed, 300).encode() for seed in range(3))
 
     def size(data):
         filters = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME}]
         return 8 * len(lzma.compress(data, lzma.FORMAT_RAW, filters=filters)) / sum(map(len, held_out))
 
-    found = xz_bits_per_byte(known, held_out)
-    assert found["each"] == pytest.approx(sum(map(size, held_out)))
-    assert found["together"] == pytest.approx(size(b"".join(held_out)))
-    assert found["after_training"] == pytest.approx(size(known + b"".join(held_out)) - size(known))
-    assert found["after_training"] < found["together"] < found["each"]
+    bits = xz_bits_per_byte(train, held_out)
+    assert bits["each"] == pytest.approx(sum(map(size, held_out)))
+    assert bits["together"] == pytest.approx(size(b"".join(held_out)))
+    assert bits["after_training"] == pytest.approx(size(train + b"".join(held_out)) - size(train))
+    assert bits["after_training"] < bits["together"] < bits["each"]
 
 
 def test_baselines_refuse_what_is_no_text():

@@ -39,16 +39,16 @@ def stories(count: int = 400) -> str:
 
 
 @pytest.fixture(scope="module")
-def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("text") / "stories.txt"
     path.write_text(stories())
     return path
 
 
 @pytest.fixture(scope="module")
-def small(own: Path, tmp_path_factory: pytest.TempPathFactory) -> bert.Bert:
+def small(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> bert.Bert:
     return bert.build(
-        bert.Options(data=str(own), inverted_sentence=True, **SIZES), tmp_path_factory.mktemp("run"), seed=3
+        bert.Options(data=str(corpus), inverted_sentence=True, **SIZES), tmp_path_factory.mktemp("run"), seed=3
     )
 
 
@@ -98,11 +98,11 @@ def test_sentences_end_where_they_end():
 
 
 def test_the_embedded_prose_is_prose():
-    found = [sentence for document in embedded().values() for sentence in document]
-    assert len(found) > 5000
-    assert len({sentence.lower() for sentence in found}) == len(found)
-    assert all(sentence[0].isupper() and sentence[-1] in ".!?" for sentence in found)
-    assert not any(sign in sentence for sentence in found for sign in (">>>", "==", "``", ":class:"))
+    sentences = [sentence for document in embedded().values() for sentence in document]
+    assert len(sentences) > 5000
+    assert len({sentence.lower() for sentence in sentences}) == len(sentences)
+    assert all(sentence[0].isupper() and sentence[-1] in ".!?" for sentence in sentences)
+    assert not any(sign in sentence for sentence in sentences for sign in (">>>", "==", "``", ":class:"))
     assert prose(None) == [document for document in embedded().values() if document]
 
 
@@ -143,12 +143,12 @@ def test_no_text_is_an_error(tmp_path):
         prose(tmp_path)
 
 
-def test_what_is_held_out_depends_on_the_text_alone(small, own):
-    documents = prose(own)
+def test_what_is_held_out_depends_on_the_text_alone(small, corpus):
+    documents = prose(corpus)
     kept = [" ".join(document) for document in documents if is_held_out("\n".join(document))]
     assert 0 < len(kept) < len(documents) / 3
     tokenizer = small.train.tokenizer
-    found = [
+    texts = [
         tokenizer.decode(small.held_out.corpus.tokens[start:end].tolist())
         for start, end in zip(
             small.held_out.corpus.sentences[small.held_out.corpus.documents[:-1]],
@@ -156,23 +156,23 @@ def test_what_is_held_out_depends_on_the_text_alone(small, own):
             strict=True,
         )
     ]
-    assert [text.replace(" ", "") for text in found] == [text.replace(" ", "") for text in kept]
+    assert [text.replace(" ", "") for text in texts] == [text.replace(" ", "") for text in kept]
 
 
 def test_random_numbers_are_random_and_belong_to_their_example():
-    found = draws(1, 2, np.arange(2000), 50, 3)
-    assert found.min() >= 0
-    assert found.max() < 1
-    assert abs(found.mean() - 0.5) < 0.005
-    assert abs(np.histogram(found, 10, (0, 1))[0] / found.size - 0.1).max() < 0.005
-    assert np.array_equal(found[7:9, :5], draws(1, 2, np.array([7, 8]), 5, 3))
+    numbers = draws(1, 2, np.arange(2000), 50, 3)
+    assert numbers.min() >= 0
+    assert numbers.max() < 1
+    assert abs(numbers.mean() - 0.5) < 0.005
+    assert abs(np.histogram(numbers, 10, (0, 1))[0] / numbers.size - 0.1).max() < 0.005
+    assert np.array_equal(numbers[7:9, :5], draws(1, 2, np.array([7, 8]), 5, 3))
     others = [
         draws(2, 2, np.arange(2000), 50, 3),
         draws(1, 3, np.arange(2000), 50, 3),
         draws(1, 2, np.arange(2000), 50, 4),
     ]
-    others += [np.roll(found, 1, 0), np.roll(found, 1, 1)]
-    assert all(abs(np.corrcoef(found.ravel(), other.ravel())[0, 1]) < 0.02 for other in others)
+    others += [np.roll(numbers, 1, 0), np.roll(numbers, 1, 1)]
+    assert all(abs(np.corrcoef(numbers.ravel(), other.ravel())[0, 1]) < 0.02 for other in others)
 
 
 def test_an_example_does_not_depend_on_its_company(small):
@@ -213,7 +213,7 @@ def test_the_second_passage_follows_or_is_of_another_document(python):
     pairs = python.train
     stream = pairs.corpus.tokens.tolist()
     ends = pairs.corpus.sentences[pairs.corpus.documents]
-    found = {tuple(stream[at : at + 6]): at for at in range(len(stream) - 6)}
+    starts = {tuple(stream[at : at + 6]): at for at in range(len(stream) - 6)}
     indices = list(range(0, pairs.num_passages, 7))
     labels = pairs.batch(indices, 0, 0)["next"]
     assert abs(labels.mean() - 0.5) < 0.06
@@ -222,12 +222,12 @@ def test_the_second_passage_follows_or_is_of_another_document(python):
         assert first
         assert second
         assert len(first) + len(second) + 3 <= 64
-        start = found.get(tuple(first[:6]))
+        start = starts.get(tuple(first[:6]))
         if start is None or stream[start : start + len(first)] != first:
             continue  # a short or repeated beginning
         document = np.searchsorted(ends, start, side="right")
         after = stream[start + len(first) : start + len(first) + len(second)] == second
-        other = found.get(tuple(second[:6]))
+        other = starts.get(tuple(second[:6]))
         if label == 0 and len(first) < pairs.room - 1:
             assert after
             checked["follows"] += 1
@@ -246,12 +246,12 @@ def test_lengths_say_nothing_about_pairs(python):
 
 
 def test_sizes_are_those_of_the_examples_or_nearly(python):
-    found = python.train.batch(list(range(len(python.sizes()))), 0, 0)["lengths"]
-    assert found.max() <= 64
-    known = np.array(python.sizes())
-    inverted = known[python.train.num_passages :]
-    assert np.array_equal(found[python.train.num_passages :], inverted)
-    assert abs(found - known).mean() < 0.5
+    lengths = python.train.batch(list(range(len(python.sizes()))), 0, 0)["lengths"]
+    assert lengths.max() <= 64
+    sizes = np.array(python.sizes())
+    inverted = sizes[python.train.num_passages :]
+    assert np.array_equal(lengths[python.train.num_passages :], inverted)
+    assert abs(lengths - sizes).mean() < 0.5
 
 
 def test_words_are_covered_as_published(python):
@@ -270,13 +270,13 @@ def test_words_are_covered_as_published(python):
     assert abs((after == was).mean() - 0.1) < 0.01
     assert not np.isin(after[after != tokenizer.mask], special).any()
     for row in range(0, len(before), 50):  # each place once
-        own = rows["places"][row][chosen[row]]
-        assert len(set(own.tolist())) == len(own)
+        places = rows["places"][row][chosen[row]]
+        assert len(set(places.tolist())) == len(places)
         changed = np.flatnonzero(before[row] != rows["tokens"][row])
-        assert set(changed.tolist()) <= set(own.tolist())
+        assert set(changed.tolist()) <= set(places.tolist())
     judged = pairs.batch(list(range(200)), 0, 1, all_covered=True)
-    known = judged["words"] != IGNORED
-    assert (np.take_along_axis(judged["tokens"], judged["places"], 1)[known] == tokenizer.mask).all()
+    chosen_words = judged["words"] != IGNORED
+    assert (np.take_along_axis(judged["tokens"], judged["places"], 1)[chosen_words] == tokenizer.mask).all()
 
 
 def test_inverted_sentences(small):
@@ -291,7 +291,7 @@ def test_inverted_sentences(small):
     for (first, second), label in zip(passages(pairs, indices), rows["inverted"], strict=True):
         assert sorted(first) == sorted(second)
         assert first[-1] == second[-1]
-        text, turned = (" ".join(names(tokenizer, np.array(one))).replace(" ##", "") for one in (first, second))
+        text, turned = (" ".join(names(tokenizer, np.array(tokens))).replace(" ##", "") for tokens in (first, second))
         subject, place, animal = text.removesuffix(" .").split(" ")[1], text.split(" sat ")[1].split(" and ")[0], "ate"
         reverse = f"and the {subject} {animal} {place} The {subject} sat ."
         assert (turned == reverse) == (label == 0)
@@ -305,12 +305,12 @@ def test_orders_of_many_phrases_differ():
     tokenizer = Tokenizer.from_vocabulary([*special, "of", "in", *"vwxyz", "."], r"\w+|\.")
     pairs = Pairs(tokenized([["v of w in x of y in z."] * 40], tokenizer), tokenizer, 32, inverted=True)
     rows = pairs.batch(list(range(pairs.num_passages, len(pairs.sizes))), 0, 0)
-    found = {label: set() for label in (0, 1)}
+    orders = {label: set() for label in (0, 1)}
     for row, length, label in zip(rows["tokens"], rows["lengths"], rows["inverted"], strict=True):
-        found[label].add(" ".join(names(tokenizer, row[12:length])))
-    assert found[0] == {"in z of y in x of w v . [SEP]"}
-    assert len(found[1]) > 5
-    assert all(text.endswith(" v . [SEP]") for text in found[1])
+        orders[label].add(" ".join(names(tokenizer, row[12:length])))
+    assert orders[0] == {"in z of y in x of w v . [SEP]"}
+    assert len(orders[1]) > 5
+    assert all(text.endswith(" v . [SEP]") for text in orders[1])
 
 
 def test_a_batch_is_the_sum_of_its_examples(small):
@@ -341,16 +341,16 @@ def test_a_batch_is_the_sum_of_its_examples(small):
 def test_words_are_scored_where_they_are_covered_only(small):
     batch = small.batch(list(range(8)), epoch=0)
     seen = []
-    hook = small.model.words.register_forward_hook(lambda module, given, out: seen.append(out.shape))
+    hook = small.model.words.register_forward_hook(lambda module, inputs, out: seen.append(out.shape))
     small.totals(small.model, batch)
     hook.remove()
     assert seen == [(8, batch["places"].shape[1], small.model.config.vocabulary_size)]
     assert batch["places"].shape[1] < 0.25 * batch["tokens"].shape[1]
 
 
-def test_a_folder_with_tokens_needs_no_text(own, tmp_path):
+def test_a_folder_with_tokens_needs_no_text(corpus, tmp_path):
     gone = tmp_path / "gone.txt"
-    gone.write_text(own.read_text())
+    gone.write_text(corpus.read_text())
     (tmp_path / "data").mkdir()
     options = bert.Options(data=str(gone), **SIZES)
     first = bert.build(options, tmp_path / "data", seed=3)
@@ -362,9 +362,9 @@ def test_a_folder_with_tokens_needs_no_text(own, tmp_path):
     assert "inverted" not in a
     assert all(torch.equal(a[name], b[name]) for name in a)
     own_state = second.model.state_dict()
-    assert all(torch.equal(one, own_state[name]) for name, one in first.model.state_dict().items())
-    corpus = Corpus.load(tmp_path / "data" / "train.npz")
-    assert np.array_equal(corpus.tokens, first.train.corpus.tokens)
+    assert all(torch.equal(tensor, own_state[name]) for name, tensor in first.model.state_dict().items())
+    saved = Corpus.load(tmp_path / "data" / "train.npz")
+    assert np.array_equal(saved.tokens, first.train.corpus.tokens)
     assert not list((tmp_path / "data").glob(".*"))
 
 
@@ -386,11 +386,11 @@ def test_options_are_checked_before_any_work(changes, words):
 
 
 @pytest.mark.parametrize("changes", [{"mechanism": "elu"}, {"num_kv_heads": 1}, {"window": rg.Window(3, 3)}])
-def test_any_attention_takes_a_step(own, tmp_path, changes):
-    task = bert.build(bert.Options(data=str(own), **SIZES, **changes), tmp_path, seed=0)
+def test_any_attention_takes_a_step(corpus, tmp_path, changes):
+    task = bert.build(bert.Options(data=str(corpus), **SIZES, **changes), tmp_path, seed=0)
     totals = task.totals(task.model, task.batch([0, 1, 2], 0))
     sum(totals.values()).backward()
-    assert all(one.grad is not None and one.grad.isfinite().all() for one in task.model.parameters())
+    assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in task.model.parameters())
     expected = {"mechanism": rg.Elu()} if "mechanism" in changes else changes
     expected = {"num_kv_heads" if name == "kv_heads" else name: value for name, value in expected.items()}
     assert {name: getattr(task.model.config, name) for name in expected} == expected
@@ -398,7 +398,7 @@ def test_any_attention_takes_a_step(own, tmp_path, changes):
 
 def test_it_learns_words_and_inversions(small):
     task = small
-    start = {name: one.clone() for name, one in task.model.state_dict().items()}
+    start = {name: tensor.clone() for name, tensor in task.model.state_dict().items()}
     first = evaluated(task)
     assert evaluated(task) == first
     optimizer = torch.optim.AdamW(task.model.parameters(), lr=2e-3)
@@ -411,13 +411,13 @@ def test_it_learns_words_and_inversions(small):
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    found = evaluated(task)
+    results = evaluated(task)
     samples = task.samples(task.model)
     task.model.load_state_dict(start)
-    assert found["loss"] < first["loss"]
-    assert found["masked words accuracy"] > found["masked words baseline"] + 0.3
-    assert found["masked words loss"] < found["masked words baseline loss"] - 1
-    assert found["inverted sentence accuracy"] > 0.95
+    assert results["loss"] < first["loss"]
+    assert results["masked words accuracy"] > results["masked words baseline"] + 0.3
+    assert results["masked words loss"] < results["masked words baseline loss"] - 1
+    assert results["inverted sentence accuracy"] > 0.95
     assert len(samples) == 2
     assert all("[" in sample and "|" in sample for sample in samples)
 
@@ -429,12 +429,12 @@ def evaluated(task: bert.Bert) -> dict[str, float]:
 
 
 def test_results_stand_beside_their_baselines(python):
-    found = evaluated(python)
+    results = evaluated(python)
     tasks = ("masked words", "next sentence", "inverted sentence")
-    assert found["loss"] == pytest.approx(sum(found[f"{name} loss"] for name in tasks))
-    assert all(0 <= found[f"{name} {kind}"] <= 1 for name in tasks for kind in ("accuracy", "baseline"))
-    assert 0.5 <= found["next sentence baseline"] < 0.6
-    assert 0.03 < found["masked words baseline"] < 0.1
+    assert results["loss"] == pytest.approx(sum(results[f"{name} loss"] for name in tasks))
+    assert all(0 <= results[f"{name} {kind}"] <= 1 for name in tasks for kind in ("accuracy", "baseline"))
+    assert 0.5 <= results["next sentence baseline"] < 0.6
+    assert 0.03 < results["masked words baseline"] < 0.1
     # Passages that follow each other share words; that alone tells more than chance.
-    assert 0.6 < found["next sentence shared words baseline"] < 0.9
+    assert 0.6 < results["next sentence shared words baseline"] < 0.9
     assert "documents" in python.card().data

@@ -72,10 +72,10 @@ def test_chat_templates_render_as_transformers_renders_them(template, monkeypatc
             except Exception:
                 expected = None
             try:
-                found = render(template, {"messages": messages, "tools": tools, "documents": None, **options})
+                text = render(template, {"messages": messages, "tools": tools, "documents": None, **options})
             except CheckpointError:
-                found = None
-            assert found == expected
+                text = None
+            assert text == expected
     assert texts >= 8
 
 

@@ -34,7 +34,7 @@ def table() -> list[tuple[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def table_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("labels") / "own.tsv"
     path.write_text("".join(f"{label}\t{text}\n" for label, text in table()))
     return path
@@ -56,13 +56,15 @@ def learned(task: classify.Classification, steps: int, rate: float = 3e-3) -> di
 
 
 @pytest.fixture(scope="module")
-def trained(own: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(table_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a model that has learnt the table."""
     folder = tmp_path_factory.mktemp("run")
-    task = classify.build(classify.Options(data=str(own), context_length=24, dropout=0.0, **SIZES), folder, seed=0)
-    found = learned(task, 150)
-    assert found["accuracy"] > 0.95 > 0.6 > found["baseline"]
-    assert found["macro F1"] > 0.95
+    task = classify.build(
+        classify.Options(data=str(table_file), context_length=24, dropout=0.0, **SIZES), folder, seed=0
+    )
+    results = learned(task, 150)
+    assert results["accuracy"] > 0.95 > 0.6 > results["baseline"]
+    assert results["macro F1"] > 0.95
     samples = task.samples(task.model)
     assert 1 < len(samples) <= 4
     assert all(sample.split(":")[0] in WORDS and "I see the" in sample for sample in samples)
@@ -102,55 +104,55 @@ def test_lines_of_other_systems_are_read(tmp_path):
 
 
 def test_the_embedded_classes():
-    found = labelled(None)
-    counts = {area: sum(label == area for label, _ in found) for area in AREAS}
+    examples = labelled(None)
+    counts = {area: sum(label == area for label, _ in examples) for area in AREAS}
     assert sum(count > 200 for count in counts.values()) >= 4
-    assert sum(counts.values()) == len(found)
+    assert sum(counts.values()) == len(examples)
     modules = [module for modules in AREAS.values() for module in modules]
     assert len(set(modules)) == len(modules)
-    train, held_out = split_labelled(found)
-    assert 0.05 < len(held_out) / len(found) < 0.15
+    train, held_out = split_labelled(examples)
+    assert 0.05 < len(held_out) / len(examples) < 0.15
     assert not {text for _, text in train} & {text for _, text in held_out}
 
 
-def test_results_are_right(own, tmp_path):
-    task = classify.build(classify.Options(data=str(own), context_length=24, **SIZES), tmp_path, seed=0)
+def test_results_are_right(table_file, tmp_path):
+    task = classify.build(classify.Options(data=str(table_file), context_length=24, **SIZES), tmp_path, seed=0)
     with torch.no_grad():
         task.model.classes.weight.zero_()
         task.model.classes.bias.copy_(torch.tensor([0.0, 0.0, 9.0]))
-        found = task.evaluate(task.model.eval())
+        results = task.evaluate(task.model.eval())
     labels = task.held_out.labels
     share = (labels == 2).mean()
-    assert found["accuracy"] == pytest.approx(share)
-    assert found["macro F1"] == pytest.approx(2 * share / (1 + share) / 3)
-    assert found["baseline"] == pytest.approx((labels == np.bincount(task.train.labels).argmax()).mean())
+    assert results["accuracy"] == pytest.approx(share)
+    assert results["macro F1"] == pytest.approx(2 * share / (1 + share) / 3)
+    assert results["baseline"] == pytest.approx((labels == np.bincount(task.train.labels).argmax()).mean())
     assert "3 classes (food, sky, work)" in task.card().data
 
 
-def test_a_batch_is_the_sum_of_its_examples(own, tmp_path):
-    task = classify.build(classify.Options(data=str(own), context_length=24, **SIZES), tmp_path, seed=0)
+def test_a_batch_is_the_sum_of_its_examples(table_file, tmp_path):
+    task = classify.build(classify.Options(data=str(table_file), context_length=24, **SIZES), tmp_path, seed=0)
     model = task.model.double().eval()
     together = task.totals(model, task.batch([3, 1, 8], 0))["loss"]
-    assert abs(together - sum(task.totals(model, task.batch([one], 5))["loss"] for one in (3, 1, 8))) <= 1e-10
+    assert abs(together - sum(task.totals(model, task.batch([index], 5))["loss"] for index in (3, 1, 8))) <= 1e-10
     assert [int(size) for size in task.sizes()][:9:5] == task.batch([0, 5], 0)["lengths"].tolist()
 
 
-def test_a_folder_with_tokens_needs_no_table(own, tmp_path):
+def test_a_folder_with_tokens_needs_no_table(table_file, tmp_path):
     gone = tmp_path / "gone.tsv"
-    gone.write_text(own.read_text())
+    gone.write_text(table_file.read_text())
     (tmp_path / "data").mkdir()
     options = classify.Options(data=str(gone), **SIZES)
     first = classify.build(options, tmp_path / "data", seed=0)
     gone.unlink()
     second = classify.build(options, tmp_path / "data", seed=0)
-    assert all(torch.equal(one, second.batch([4, 2], 1)[name]) for name, one in first.batch([4, 2], 1).items())
+    assert all(torch.equal(tensor, second.batch([4, 2], 1)[name]) for name, tensor in first.batch([4, 2], 1).items())
     state = second.model.state_dict()
-    assert all(torch.equal(one, state[name]) for name, one in first.model.state_dict().items())
+    assert all(torch.equal(tensor, state[name]) for name, tensor in first.model.state_dict().items())
     assert second.model.config == first.model.config
 
 
 @pytest.mark.parametrize("pooler", [True, False])
-def test_a_pre_trained_encoder_keeps_its_body_and_gets_a_new_head(own, tmp_path, pooler):
+def test_a_pre_trained_encoder_keeps_its_body_and_gets_a_new_head(table_file, tmp_path, pooler):
     tokenizer = train_wordpiece([text for _, text in table()], 80)
     torch.manual_seed(1)
     heads = {"pooler": pooler, "next_sentence": pooler, "masked_words": True}
@@ -160,14 +162,14 @@ def test_a_pre_trained_encoder_keeps_its_body_and_gets_a_new_head(own, tmp_path,
     rg.save(source, tmp_path / "model")
     (tmp_path / "data").mkdir()
     options = classify.Options(
-        data=str(own), start=str(tmp_path / "model"), mechanism="quadratic", window=rg.Window(4, 2)
+        data=str(table_file), start=str(tmp_path / "model"), mechanism="quadratic", window=rg.Window(4, 2)
     )
     model = classify.build(options, tmp_path / "data", seed=0).model
-    state, given = model.state_dict(), source.state_dict()
-    shared = state.keys() & given.keys()
+    state, start = model.state_dict(), source.state_dict()
+    shared = state.keys() & start.keys()
     assert {"embedding.weight", "stack.blocks.1.network.up.weight"} <= shared
     assert ("pooler.weight" in shared) == pooler
-    assert all(torch.equal(state[name], given[name]) for name in shared)
+    assert all(torch.equal(state[name], start[name]) for name in shared)
     assert not [name for name in state if name.startswith(("words", "order", "inversion"))]
     config = model.config
     assert (config.num_classes, config.class_names, config.pooler) == (3, ("food", "sky", "work"), True)
@@ -175,10 +177,10 @@ def test_a_pre_trained_encoder_keeps_its_body_and_gets_a_new_head(own, tmp_path,
     assert max(classify.build(options, tmp_path / "data", seed=0).sizes()) <= 20
 
 
-def test_minilm_learns_other_classes(own, tmp_path):
-    task = classify.build(classify.Options(data=str(own), start="minilm", context_length=16), tmp_path, seed=0)
-    found = learned(task, 8, rate=3e-4)
-    assert found["accuracy"] > 0.9
+def test_minilm_learns_other_classes(table_file, tmp_path):
+    task = classify.build(classify.Options(data=str(table_file), start="minilm", context_length=16), tmp_path, seed=0)
+    results = learned(task, 8, rate=3e-4)
+    assert results["accuracy"] > 0.9
 
 
 @pytest.mark.parametrize(
@@ -199,7 +201,7 @@ def test_options_are_checked_before_any_work(changes, words):
         classify.Options(**changes)
 
 
-def test_what_is_no_encoder_is_refused(own, tmp_path):
+def test_what_is_no_encoder_is_refused(table_file, tmp_path):
     sizes = {"vocabulary_size": 9, "embedding_dim": 8, "num_layers": 1, "num_heads": 2}
     decoder = rg.save(rg.Decoder(rg.DecoderConfig(**sizes)), tmp_path / "decoder")
     encoder = rg.save(rg.Encoder(rg.EncoderConfig(**sizes)), tmp_path / "encoder")
@@ -208,7 +210,7 @@ def test_what_is_no_encoder_is_refused(own, tmp_path):
         (encoder, "an encoder with a tokenizer"),
     ):
         with pytest.raises(ValueError, match=words):
-            classify.build(classify.Options(data=str(own), start=str(start)), tmp_path, seed=0)
+            classify.build(classify.Options(data=str(table_file), start=str(start)), tmp_path, seed=0)
 
 
 # The command
@@ -243,13 +245,13 @@ def test_several_texts_get_a_row_each(inside, trained, tmp_path):
 def test_json_has_what_the_library_gives(inside, trained):
     texts = ["I see the star number 5 again.", "I see the rice number 6 again."]
     done = inside("classify", str(trained), *texts, "--json")
-    found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [one["text"] for one in found] == texts
-    assert [one["label"] for one in found] == ["sky", "food"]
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [answer["text"] for answer in answers] == texts
+    assert [answer["label"] for answer in answers] == ["sky", "food"]
     expected = rg.load(trained).probabilities(texts)
-    for one, row in zip(found, expected.tolist(), strict=True):
-        assert one["probabilities"] == pytest.approx(dict(zip(("food", "sky", "work"), row, strict=True)))
-        assert next(iter(one["probabilities"])) == one["label"]
+    for answer, row in zip(answers, expected.tolist(), strict=True):
+        assert answer["probabilities"] == pytest.approx(dict(zip(("food", "sky", "work"), row, strict=True)))
+        assert next(iter(answer["probabilities"])) == answer["label"]
 
 
 def test_long_texts_are_cut_and_that_is_said(inside, trained):
@@ -291,8 +293,8 @@ def test_a_model_without_names_gives_numbers(inside, trained, tmp_path):
 def test_errors_are_one_line(inside, trained, tmp_path, arguments, words):
     (tmp_path / "gap.txt").write_text("a\n\nb\n")
     (tmp_path / "bytes.txt").write_bytes(b"\xff")
-    given = [str(trained) if one == "TRAINED" else one for one in arguments]
-    done = inside("classify", *given, cwd=tmp_path)
+    words = [str(trained) if word == "TRAINED" else word for word in arguments]
+    done = inside("classify", *words, cwd=tmp_path)
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.startswith("regard: error: ")

@@ -78,21 +78,21 @@ def inside(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    found = tmp_path_factory.mktemp("own")
-    (found / "mine.py").write_text(OWN)
-    (found / "broken.py").write_text("import nothing_of_this_name\n")
-    (found / "taken").write_text("a file where a folder is wanted")
-    return found
+    folder = tmp_path_factory.mktemp("own")
+    (folder / "mine.py").write_text(OWN)
+    (folder / "broken.py").write_text("import nothing_of_this_name\n")
+    (folder / "taken").write_text("a file where a folder is wanted")
+    return folder
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a model of no use and a file."""
-    found = tmp_path_factory.mktemp("model")
+    folder = tmp_path_factory.mktemp("model")
     config = rg.DecoderConfig(vocabulary_size=9, embedding_dim=8, num_layers=1, num_heads=2)
-    rg.save(rg.Decoder(config), found / "model")
-    (found / "taken").write_text("a file where a folder is wanted")
-    return found
+    rg.save(rg.Decoder(config), folder / "model")
+    (folder / "taken").write_text("a file where a folder is wanted")
+    return folder
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])
@@ -181,7 +181,9 @@ def bad_values(flag: str) -> tuple[str, ...]:
 def test_an_error_names_the_flag_that_was_typed(inside: Inside, model: Path, command: str) -> None:
     """Every flag that takes a value, with bad ones; of a file there may be nothing to say but its name."""
     options = [option for option in commands()[command].params if option.opts[0].startswith("-")]
-    for flag, bad in ((one.opts[0], bad) for one in options if not one.is_flag for bad in bad_values(one.opts[0])):
+    for flag, bad in (
+        (option.opts[0], bad) for option in options if not option.is_flag for bad in bad_values(option.opts[0])
+    ):
         more = BESIDE.get(command, [])
         if command.startswith("train") and command != "train resume" and flag not in ("--steps", "--out"):
             more = ["--steps", "1", "--out", "run"]
@@ -203,10 +205,12 @@ def test_an_interrupt_at_any_moment_is_one_line_and_exit_130(folder: Path) -> No
     moments = [str(Path(__file__).with_name("moments.py")), "80000", "run_engine", "--"]
     done = finished(*moments, "check", "elu", *QUICK, cwd=folder)
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout.splitlines()[-1])
-    assert told["code"] == 0
-    assert len(told["endings"]) > 10
-    assert [one for one in told["endings"] if (one["code"], one["said"]) != (130, "regard: interrupted\n")] == []
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report["code"] == 0
+    assert len(report["endings"]) > 10
+    assert [
+        ending for ending in report["endings"] if (ending["code"], ending["said"]) != (130, "regard: interrupted\n")
+    ] == []
 
 
 def test_check_prints_a_report(inside: Inside) -> None:
@@ -221,10 +225,13 @@ def test_check_json_counts_its_cells(inside: Inside) -> None:
     done = inside(
         "check", "softmax", "quadratic", "--law", "groups", "--mask", "causal", "--dtype", "float64", "--json"
     )
-    found = json.loads(done.stdout)
-    assert [one["mechanism"] for one in found["mechanisms"]] == ["Softmax(beta=None, softcap=None)", "Quadratic(c=1.0)"]
-    assert (found["cells"], found["held"], found["broken"], found["not_applicable"]) == (6, 4, 0, 2)
-    cells = [cell for one in found["mechanisms"] for cell in one["cells"]]
+    report = json.loads(done.stdout)
+    assert [mechanism["mechanism"] for mechanism in report["mechanisms"]] == [
+        "Softmax(beta=None, softcap=None)",
+        "Quadratic(c=1.0)",
+    ]
+    assert (report["cells"], report["held"], report["broken"], report["not_applicable"]) == (6, 4, 0, 2)
+    cells = [cell for mechanism in report["mechanisms"] for cell in mechanism["cells"]]
     assert len(cells) == 6
     assert {cell["reason"] for cell in cells if cell["outcome"] == "not applicable"} == {
         "every query head has keys of its own"
@@ -246,9 +253,9 @@ def test_own_mechanism_for_heads_of_one_length(inside: Inside, folder: Path) -> 
 def test_own_mechanism_that_breaks_a_law_exits_1_with_a_counterexample(inside: Inside, folder: Path) -> None:
     done = inside("check", "--own", "mine.py:Signed", *QUICK[2:], "--law", "normalised", "--json", cwd=folder)
     assert done.returncode == 1
-    found = json.loads(done.stdout)
-    assert found["broken"] == 3
-    cell = found["mechanisms"][0]["cells"][0]
+    report = json.loads(done.stdout)
+    assert report["broken"] == 3
+    cell = report["mechanisms"][0]["cells"][0]
     assert cell["outcome"] == "broken"
     assert "weight" in cell["reason"]
     assert cell["counterexample"]["qk_length"] >= 1
@@ -268,13 +275,15 @@ def test_cost_json_is_what_the_library_says(inside: Inside) -> None:
     import regard as rg
 
     done = inside("cost", "--length", "2048", "--heads", "8", "--kv-heads", "2", "--mode", "prefill", "--json")
-    found = json.loads(done.stdout)
+    report = json.loads(done.stdout)
     work = rg.Work(query_length=2048, key_length=2048, num_heads=8, num_kv_heads=2, mask=rg.causal)
-    for row, mechanism in zip(found["rows"], (rg.Softmax(), rg.Quadratic()), strict=True):
+    for row, mechanism in zip(report["rows"], (rg.Softmax(), rg.Quadratic()), strict=True):
         expected = rg.cost(mechanism, work)
         assert (row["flops"], row["bytes"], row["form"]) == (expected.flops, expected.bytes, expected.form)
         assert (row["state_bytes"], row["activation_bytes"]) == (expected.state_bytes, expected.activation_bytes)
-    assert [one["from"] for one in found["crossovers"]] == [rg.crossover(rg.Softmax(), rg.Quadratic(), work)]
+    assert [crossover["from"] for crossover in report["crossovers"]] == [
+        rg.crossover(rg.Softmax(), rg.Quadratic(), work)
+    ]
 
 
 @pytest.mark.parametrize("length", [1, 10**15])
@@ -297,14 +306,14 @@ def test_cost_of_any_length_is_a_number(inside: Inside, length: int, mechanism: 
 
 def test_cost_crossover_does_not_depend_on_the_order(inside: Inside) -> None:
     shape = ("--heads", "4", "--kv-heads", "4", "--length", "64", "--json")
-    one, other = (
+    forward, backward = (
         json.loads(inside("cost", "--mechanism", first, "--mechanism", second, *shape).stdout)["crossovers"]
         for first, second in (("softmax", "quadratic"), ("quadratic", "softmax"))
     )
-    assert [(found["cheaper"], found["from"]) for found in one] == [
-        (found["cheaper"], found["from"]) for found in other
+    assert [(crossover["cheaper"], crossover["from"]) for crossover in forward] == [
+        (crossover["cheaper"], crossover["from"]) for crossover in backward
     ]
-    assert {found["cheaper"] for found in one} == {"quadratic"}
+    assert {crossover["cheaper"] for crossover in forward} == {"quadratic"}
 
 
 def test_cost_crossover_of_a_mechanism_with_itself_is_none(inside: Inside) -> None:
@@ -319,18 +328,18 @@ def test_cost_with_a_window_says_why_it_is_quadratic(inside: Inside) -> None:
 
 def test_cost_measure_says_what_was_measured(inside: Inside) -> None:
     shape = ("--heads", "1", "--qk-length", "8", "--length", "64")
-    found = json.loads(inside("cost", "--measure", *shape, "--json").stdout)["measured"]
-    assert (found["first"], found["second"], found["num_heads"], found["dtype"]) == (
+    report = json.loads(inside("cost", "--measure", *shape, "--json").stdout)["measured"]
+    assert (report["first"], report["second"], report["num_heads"], report["dtype"]) == (
         "softmax",
         "quadratic",
         1,
         "float32",
     )
-    assert len(found["rates"]) == 2
-    assert all(rate["flops_per_second"] > 0 for rate in found["rates"].values())
-    predicted, measured, off = found["predicted"], found["measured"], found["difference_percent"]
-    known = predicted is not None and measured is not None  # on a busy machine they may not cross
-    assert off == (pytest.approx(100 * (predicted - measured) / measured) if known else None)
+    assert len(report["rates"]) == 2
+    assert all(rate["flops_per_second"] > 0 for rate in report["rates"].values())
+    predicted, measured, off = report["predicted"], report["measured"], report["difference_percent"]
+    crossed = predicted is not None and measured is not None  # on a busy machine they may not cross
+    assert off == (pytest.approx(100 * (predicted - measured) / measured) if crossed else None)
     alone = inside("cost", "--measure", "--mechanism", "softmax", *shape)
     assert (alone.returncode, alone.stderr) == (
         2,
@@ -349,7 +358,7 @@ def test_bench_lists_its_suite(inside: Inside) -> None:
     from regard.commands.suite import SUITE
 
     lines = inside("bench", "--list", "--json").stdout.splitlines()
-    assert [one["name"] for one in json.loads(lines[-1])["suite"]] == list(SUITE)
+    assert [bench["name"] for bench in json.loads(lines[-1])["suite"]] == list(SUITE)
 
 
 def test_every_benchmark_is_in_the_suite() -> None:
@@ -380,13 +389,13 @@ def test_bench_times_a_mechanism_by_name(
     done = inside("bench", "--mechanism", name, "--qk-length", "4", "--quick", "--json", cwd=folder)
     assert done.returncode == 0, done.stderr
     results = json.loads(done.stdout.splitlines()[-1])["results"]
-    assert [one["name"] for one in results] == [
+    assert [result["name"] for result in results] == [
         f"{called}-{n}-{peer}" for n in (8, 24) for peer in ("sdpa", "reference")
     ]
-    assert [one["peer"] for one in results] == ["SDPA softmax", "its plain formula"] * 2
-    assert all(one["ours_ms"] > 0 and one["peer_ms"] > 0 and one["ratio"] > 0 for one in results)
+    assert [result["peer"] for result in results] == ["SDPA softmax", "its plain formula"] * 2
+    assert all(result["ours_ms"] > 0 and result["peer_ms"] > 0 and result["ratio"] > 0 for result in results)
     listed = inside("bench", "--mechanism", name, "--list").stdout
-    assert all(one["name"] in listed for one in results)
+    assert all(result["name"] in listed for result in results)
 
 
 @pytest.mark.parametrize(
@@ -403,10 +412,10 @@ def test_bench_times_a_mechanism_by_name(
         (["--mechanism", "elu", "--only", "padded"], "--only: expected a benchmark of"),
     ],
 )
-def test_bench_refuses_what_it_cannot_time(inside: Inside, folder: Path, arguments: list[str], said: str) -> None:
+def test_bench_refuses_what_it_cannot_time(inside: Inside, folder: Path, arguments: list[str], message: str) -> None:
     done = inside("bench", *arguments, cwd=folder)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"regard: error: {said}")
+    assert done.stderr.startswith(f"regard: error: {message}")
 
 
 class WrongAtFirst(broken.HasAWrongPath):

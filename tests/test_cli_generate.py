@@ -67,17 +67,17 @@ def smollm2() -> rg.Decoder:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    found = tmp_path_factory.mktemp("files")
-    (found / "prompts.txt").write_text("ab\ncde\nf\n")
-    (found / "gap.txt").write_text("ab\n\nf\n")
-    (found / "nothing.txt").write_text("")
-    (found / "bytes.txt").write_bytes(b"\xff\xfe")
+    folder = tmp_path_factory.mktemp("files")
+    (folder / "prompts.txt").write_text("ab\ncde\nf\n")
+    (folder / "gap.txt").write_text("ab\n\nf\n")
+    (folder / "nothing.txt").write_text("")
+    (folder / "bytes.txt").write_bytes(b"\xff\xfe")
     plain = tiny(context_length=16)
     plain.tokenizer.chat_template = None
-    rg.save(plain, found / "plain")
+    rg.save(plain, folder / "plain")
     plain.tokenizer = None
-    rg.save(plain, found / "wordless")
-    return found
+    rg.save(plain, folder / "wordless")
+    return folder
 
 
 def lines(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
@@ -94,9 +94,9 @@ def test_one_prompt_is_what_the_library_gives(inside: Inside, smollm2: rg.Decode
 def test_json_has_all_that_the_library_gives(inside: Inside, small: str) -> None:
     sampling = {"temperature": 0.8, "top_k": 9, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2, "seed": 5}
     options = [text for name, value in sampling.items() for text in (f"--{name.replace('_', '-')}", str(value))]
-    [found] = lines(inside("generate", small, "abc", "--json", "--log-probabilities", *options))
+    [line] = lines(inside("generate", small, "abc", "--json", "--log-probabilities", *options))
     [expected] = rg.generate(rg.load(small), "abc", log_probabilities=True, **sampling)
-    assert found == {
+    assert line == {
         "prompt": "abc",
         "text": expected,
         "tokens": expected.tokens,
@@ -114,22 +114,22 @@ def test_several_prompts_come_in_their_order_and_as_they_come_alone(inside: Insi
     options = ("--temperature", "1", "--seed", "7", "--max-new-tokens", "12", "--n", str(n))
     model = rg.load(small)
     expected = [
-        text for one in prompts for text in rg.generate(model, one, temperature=1, seed=7, max_new_tokens=12, n=n)
+        text for prompt in prompts for text in rg.generate(model, prompt, temperature=1, seed=7, max_new_tokens=12, n=n)
     ]
     assert inside("generate", small, *prompts, *options).stdout == "".join(f"{text}\n" for text in expected)
-    found = lines(inside("generate", small, *prompts, *options, "--json"))
-    assert [one["prompt"] for one in found] == [one for one in prompts for _ in range(n)]
-    assert [one["tokens"] for one in found] == [text.tokens for text in expected]
-    assert {one["log_probabilities"] for one in found} == {None}
+    answers = lines(inside("generate", small, *prompts, *options, "--json"))
+    assert [prompt["prompt"] for prompt in answers] == [prompt for prompt in prompts for _ in range(n)]
+    assert [answer["tokens"] for answer in answers] == [text.tokens for text in expected]
+    assert {answer["log_probabilities"] for answer in answers} == {None}
 
 
 def test_beams_are_the_librarys(inside: Inside, small: str) -> None:
     options = {"beams": 3, "n": 2, "length_penalty": 0.5, "max_new_tokens": 6}
-    given = [text for name, value in options.items() for text in (f"--{name.replace('_', '-')}", str(value))]
-    found = lines(inside("generate", small, "ab", "c", *given, "--json"))
+    flags = [text for name, value in options.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+    answers = lines(inside("generate", small, "ab", "c", *flags, "--json"))
     model = rg.load(small)
     expected = [text for prompt in ("ab", "c") for text in rg.generate(model, prompt, **options)]
-    assert [(one["text"], one["score"]) for one in found] == [(text, text.score) for text in expected]
+    assert [(answer["text"], answer["score"]) for answer in answers] == [(text, text.score) for text in expected]
 
 
 def test_stops_end_a_text(inside: Inside, small: str) -> None:
@@ -155,22 +155,22 @@ def test_a_seed_that_was_drawn_is_told_and_draws_the_same(inside: Inside, small:
 def test_prompts_from_standard_input_and_files(
     inside: Inside, small: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def given(text: str) -> None:
+    def type_in(text: str) -> None:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
 
     def prompts(*arguments: str) -> list[str]:
         done = inside("generate", small, *arguments, "--max-new-tokens", "2", "--json", cwd=folder)
-        return [one["prompt"] for one in lines(done)]
+        return [line["prompt"] for line in lines(done)]
 
     assert prompts("--file", "prompts.txt") == ["ab", "cde", "f"]
-    given("x y\r\nz")
+    type_in("x y\r\nz")
     assert prompts("--file", "-") == ["x y", "z"]
-    given("one\ntwo\n")
+    type_in("one\ntwo\n")
     assert prompts() == ["one\ntwo"]
 
 
 def test_standard_input_of_a_process(small: str) -> None:
-    done = finished("-m", "regard", "generate", small, "--max-new-tokens", "5", given="abc\n")
+    done = finished("-m", "regard", "generate", small, "--max-new-tokens", "5", typed="abc\n")
     [expected] = rg.generate(rg.load(small), "abc", max_new_tokens=5)
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{expected}\n", "")
 
@@ -194,9 +194,9 @@ def test_an_interrupted_text_stays_as_far_as_it_came(endless: str, as_json: bool
         rest, errors = running.communicate()
         assert (running.returncode, errors) == (130, "regard: interrupted\n")
     if as_json:
-        found = [json.loads(line) for line in (begun + rest).splitlines()]
-        assert [one["reason"] for one in found] == ["stop", "interrupted"]
-    text = found[1]["text"] if as_json else (begun + rest).removesuffix("\n")
+        answers = [json.loads(line) for line in (begun + rest).splitlines()]
+        assert [answer["reason"] for answer in answers] == ["stop", "interrupted"]
+    text = answers[1]["text"] if as_json else (begun + rest).removesuffix("\n")
     assert len(text) > 0
     assert texts[-1].startswith(text) or text.startswith(texts[-1])
 
@@ -278,14 +278,14 @@ def test_no_prompt_at_a_terminal_is_an_error(inside: Inside, small: str, monkeyp
 
 
 def test_the_cost_predicted_is_the_cost_measured(inside: Inside, smollm2: rg.Decoder) -> None:
-    [found] = lines(inside("generate", "smollm2", FRANCE, "--max-new-tokens", "6", "--show-cost", "--json"))
-    cost = found["cost"]
+    [answer] = lines(inside("generate", "smollm2", FRANCE, "--max-new-tokens", "6", "--show-cost", "--json"))
+    cost = answer["cost"]
     position = len(smollm2.tokenizer.encode(FRANCE)) + 3
     assert cost["position"] == position
     predicted, measured = cost["predicted"], cost["measured"]
     assert predicted["flops"] == measured["flops"] == smollm2.summary(position).flops
     assert predicted["state_bytes"] == measured["state_bytes"] == 30 * 2 * 3 * 64 * 4 * position
-    assert predicted["weight_bytes"] == sum(4 * one.numel() for one in smollm2.parameters())
+    assert predicted["weight_bytes"] == sum(4 * parameter.numel() for parameter in smollm2.parameters())
     queries, keys = 2 * 9 * 64 * 4, 2 * 3 * 64 * 4
     assert predicted["attention_bytes"] == 30 * (queries + keys * position)
     assert predicted["bytes"] == predicted["weight_bytes"] + predicted["attention_bytes"]
@@ -303,25 +303,25 @@ def test_the_cost_predicted_is_the_cost_measured(inside: Inside, smollm2: rg.Dec
 )
 def test_the_cost_of_other_decoders(inside: Inside, tmp_path: Path, changes: dict[str, Any]) -> None:
     model = rg.save(tiny(**changes), tmp_path / "model")
-    [found] = lines(inside("generate", str(model), "a", "--max-new-tokens", "20", "--show-cost", "--json"))
-    predicted, measured = found["cost"]["predicted"], found["cost"]["measured"]
+    [answer] = lines(inside("generate", str(model), "a", "--max-new-tokens", "20", "--show-cost", "--json"))
+    predicted, measured = answer["cost"]["predicted"], answer["cost"]["measured"]
     assert predicted["flops"] == measured["flops"]
     assert predicted["state_bytes"] == measured["state_bytes"]
 
 
 def test_int8_weights_and_state_are_the_librarys_and_cost_less(inside: Inside, smollm2: rg.Decoder) -> None:
     options = ("--weights", "int8", "--state", "int8", "--max-new-tokens", "6", "--show-cost", "--json")
-    [found] = lines(inside("generate", "smollm2", FRANCE, *options))
+    [answer] = lines(inside("generate", "smollm2", FRANCE, *options))
     small = rg.quantized(smollm2)
     [expected] = rg.generate(small, FRANCE, max_new_tokens=6, storage=torch.int8)
-    assert (found["text"], found["tokens"]) == (expected, expected.tokens)
-    predicted, measured = found["cost"]["predicted"], found["cost"]["measured"]
-    held = [*small.parameters(), *small.buffers()]
-    assert predicted["weight_bytes"] == sum(one.numel() * one.element_size() for one in held)
-    assert predicted["weight_bytes"] < 0.26 * 4 * sum(one.numel() for one in smollm2.parameters())
-    assert predicted["state_bytes"] == measured["state_bytes"] == 30 * 2 * 3 * (64 + 4) * found["cost"]["position"]
+    assert (answer["text"], answer["tokens"]) == (expected, expected.tokens)
+    predicted, measured = answer["cost"]["predicted"], answer["cost"]["measured"]
+    tensors = [*small.parameters(), *small.buffers()]
+    assert predicted["weight_bytes"] == sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    assert predicted["weight_bytes"] < 0.26 * 4 * sum(tensor.numel() for tensor in smollm2.parameters())
+    assert predicted["state_bytes"] == measured["state_bytes"] == 30 * 2 * 3 * (64 + 4) * answer["cost"]["position"]
     queries, keys = 2 * 9 * 64 * 4, 2 * 3 * (64 + 4)
-    assert predicted["attention_bytes"] == 30 * (queries + keys * found["cost"]["position"])
+    assert predicted["attention_bytes"] == 30 * (queries + keys * answer["cost"]["position"])
 
 
 def test_an_int8_state_of_sums_is_an_error(inside: Inside, tmp_path: Path) -> None:
@@ -381,7 +381,7 @@ def test_a_turn_reads_only_what_is_new(smollm2: rg.Decoder, monkeypatch: pytest.
     assert set(counted.calls[1:]) == {1}
     assert len(pieces) > 1
     assert "".join(pieces) == rg.generate(smollm2, whole, max_new_tokens=24)[0]
-    assert [one["role"] for one in conversation.messages] == ["user", "assistant"] * 2
+    assert [message["role"] for message in conversation.messages] == ["user", "assistant"] * 2
     assert conversation.messages[3]["content"] == second.text == "".join(pieces)
 
 
@@ -402,13 +402,13 @@ def test_a_conversation_is_what_reading_it_anew_gives(changes: dict[str, Any], s
     model = tiny(**changes).double()
     options: dict[str, Any] = {"temperature": 0.9, "max_new_tokens": 20, "storage": storage}
     conversation = Conversation(model, seed=2, chunk=7, **options)
-    said: list[str] = []
+    turns: list[str] = []
     for turn, text in enumerate(["hello!", "whoareyou?", "ah.", "x" * 150, "good."]):
-        said.append(text)
-        expected = rg.generate(model, rendered(model, *said), seed=2 + turn, **options)[0]
-        said.append("".join(conversation.say(text)))
-        assert said[-1] == expected
-    assert [one["content"] for one in conversation.messages] == said
+        turns.append(text)
+        expected = rg.generate(model, rendered(model, *turns), seed=2 + turn, **options)[0]
+        turns.append("".join(conversation.say(text)))
+        assert turns[-1] == expected
+    assert [message["content"] for message in conversation.messages] == turns
 
 
 def test_an_answer_that_was_left_stays_as_far_as_it_came(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -416,14 +416,14 @@ def test_an_answer_that_was_left_stays_as_far_as_it_came(monkeypatch: pytest.Mon
     conversation = Conversation(model, system="quiet!", max_new_tokens=30)
     answer = conversation.say("hello!")
     begun = next(answer)
-    assert [one["content"] for one in conversation.messages] == ["quiet!", "hello!", begun]
+    assert [message["content"] for message in conversation.messages] == ["quiet!", "hello!", begun]
     begun += "".join(next(answer) for _ in range(3))
-    assert [one["content"] for one in conversation.messages] == ["quiet!", "hello!", begun]
+    assert [message["content"] for message in conversation.messages] == ["quiet!", "hello!", begun]
     conversation.say("neverheard")
     counted = Counted(model, monkeypatch)
     list(conversation.say("goon."))
     assert counted.calls[0] == len(begun[-1:] + "><goon.>|")
-    assert [one["content"] for one in conversation.messages][:4] == ["quiet!", "hello!", begun, "goon."]
+    assert [message["content"] for message in conversation.messages][:4] == ["quiet!", "hello!", begun, "goon."]
     conversation.reset()
     assert conversation.messages == [{"role": "system", "content": "quiet!"}]
 
@@ -434,10 +434,10 @@ def test_a_template_that_writes_an_answer_otherwise_is_read_from_there(monkeypat
     conversation = Conversation(model, max_new_tokens=10)
     list(conversation.say("hey"))
     counted = Counted(model, monkeypatch)
-    found = "".join(conversation.say("you"))
+    answer = "".join(conversation.say("you"))
     assert counted.calls[0] == 1 + 1 + 3 + 1 + 1  # > where the answer is cut, <you>|
     tokens = rendered(model, "hey", conversation.messages[1]["content"], "you")
-    assert found == rg.generate(model, tokens, max_new_tokens=10)[0]
+    assert answer == rg.generate(model, tokens, max_new_tokens=10)[0]
 
 
 def test_a_full_context_is_an_error_that_changes_nothing() -> None:
@@ -473,9 +473,9 @@ def test_chat_over_a_pipe_is_a_conversation(
     inside: Inside, smollm2: rg.Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = {"temperature": 0.5, "top_p": 0.8, "seed": 4, "max_new_tokens": 12}
-    given = [text for name, value in options.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+    flags = [text for name, value in options.items() for text in (f"--{name.replace('_', '-')}", str(value))]
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hello!\n\nAnd you?\n/reset\nHello!\n/quit\nno\n"))
-    done = inside("chat", "smollm2", "--system", "You are brief.", *given)
+    done = inside("chat", "smollm2", "--system", "You are brief.", *flags)
     conversation = Conversation(smollm2, "You are brief.", **options)
     answers = ["".join(conversation.say(text)) for text in ("Hello!", "And you?")]
     assert (done.returncode, done.stderr) == (0, "")

@@ -33,15 +33,15 @@ def inside(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Things that are no checkpoints, or not whole ones."""
-    found = tmp_path_factory.mktemp("sources")
-    (found / "photos").mkdir()
-    (found / "photos" / "cat.png").write_bytes(b"a cat")
-    (found / "notes.txt").write_text("words")
-    (found / "no-weights").mkdir()
-    (found / "no-weights" / "config.json").write_text('{"model_type": "bert"}')
-    (found / "cut.gguf").write_bytes(b"GGUF\x03\x00")
-    (found / "empty").mkdir()
-    return found
+    folder = tmp_path_factory.mktemp("sources")
+    (folder / "photos").mkdir()
+    (folder / "photos" / "cat.png").write_bytes(b"a cat")
+    (folder / "notes.txt").write_text("words")
+    (folder / "no-weights").mkdir()
+    (folder / "no-weights" / "config.json").write_text('{"model_type": "bert"}')
+    (folder / "cut.gguf").write_bytes(b"GGUF\x03\x00")
+    (folder / "empty").mkdir()
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +50,8 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return rg.save(rg.Decoder(config), tmp_path_factory.mktemp("small") / "model")
 
 
-def equal(one: torch.nn.Module, other: torch.nn.Module) -> bool:
-    ours, theirs = one.state_dict(), other.state_dict()
+def equal(first: torch.nn.Module, second: torch.nn.Module) -> bool:
+    ours, theirs = first.state_dict(), second.state_dict()
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
@@ -59,24 +59,24 @@ def test_models_lists_every_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "160")
     done = regard("models")
     assert (done.returncode, done.stderr) == (0, "")
-    for name, known in NAMES.items():
+    for name, entry in NAMES.items():
         assert re.search(
-            rf"^ {name} +{re.escape(known.description)} +{re.escape(known.licence)} +yes *$", done.stdout, re.M
+            rf"^ {name} +{re.escape(entry.description)} +{re.escape(entry.licence)} +yes *$", done.stdout, re.M
         )
 
 
 def test_models_json_is_what_the_library_says(inside: Inside) -> None:
-    found = json.loads(inside("models", "--json").stdout)
-    assert [one["name"] for one in found] == list(NAMES)
-    for one in found:
-        known = NAMES[one["name"]]
-        assert one == {
-            "name": one["name"],
-            "description": known.description,
-            "licence": known.licence,
+    listed = json.loads(inside("models", "--json").stdout)
+    assert [row["name"] for row in listed] == list(NAMES)
+    for row in listed:
+        entry = NAMES[row["name"]]
+        assert row == {
+            "name": row["name"],
+            "description": entry.description,
+            "licence": entry.licence,
             "installed": True,
-            "path": str(known.find()),
-            "command": known.command,
+            "path": str(entry.find()),
+            "command": entry.command,
         }
 
 
@@ -89,8 +89,8 @@ def test_a_model_that_is_not_installed_comes_with_its_command(
     listed = inside("models").stdout
     assert re.search(r"^ smollm2 .* no *$", listed, re.M)
     assert listed.splitlines()[-1] == f"to install smollm2: {command}"
-    one = json.loads(inside("models", "--json").stdout)[0]
-    assert (one["installed"], one["path"], one["command"]) == (False, None, command)
+    row = json.loads(inside("models", "--json").stdout)[0]
+    assert (row["installed"], row["path"], row["command"]) == (False, None, command)
     for arguments in (["models", "smollm2"], ["convert", "smollm2", str(tmp_path / "out")]):
         done = inside(*arguments)
         assert (done.returncode, done.stdout) == (2, "")
@@ -135,7 +135,7 @@ def test_what_convert_writes_loads_in_transformers_with_equal_logits(inside: Ins
     assert (done.returncode, done.stderr) == (0, "")
     assert re.findall(r"^ (\S+\.\S+) +[\d.]+ k?M?B *$", done.stdout, re.M) == FILES
     ours = rg.load("rxnmapper")
-    size = sum(one.numel() for one in ours.parameters())
+    size = sum(parameter.numel() for parameter in ours.parameters())
     assert done.stdout.endswith(f"Encoder, {size:,} parameters, float32\n-> out\n")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
@@ -156,15 +156,15 @@ def test_convert_keeps_every_tensor_and_says_what_it_wrote(inside: Inside, tmp_p
     assert back.config == ours.config
     assert equal(ours, back)
     assert back.tokenizer.encode(REACTION) == ours.tokenizer.encode(REACTION)
-    found = json.loads(done.stdout)
-    assert found.pop("files") == [{"name": name, "bytes": (out / name).stat().st_size} for name in FILES]
-    assert found == {
+    report = json.loads(done.stdout)
+    assert report.pop("files") == [{"name": name, "bytes": (out / name).stat().st_size} for name in FILES]
+    assert report == {
         "source": "rxnmapper",
         "folder": str(out),
         "to": to,
         "model": "Encoder",
         "dtype": "float32",
-        "parameters": sum(one.numel() for one in ours.parameters()),
+        "parameters": sum(parameter.numel() for parameter in ours.parameters()),
     }
 
 

@@ -47,16 +47,16 @@ def regard(monkeypatch, capsys) -> Inside:
 
 
 def losses(folder):
-    return [one["loss"] for one in read_metrics(folder) if "loss" in one]
+    return [record["loss"] for record in read_metrics(folder) if "loss" in record]
 
 
 def test_a_run_leaves_a_folder_that_load_opens(regard, tmp_path):
     done = regard("train", "translate", *TINY, "--steps", "4", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert told["folder"] == "runs/translate"
-    assert told["finished"]
-    assert {"loss", "exact"} <= told["results"].keys()
+    report = json.loads(done.stdout)
+    assert report["folder"] == "runs/translate"
+    assert report["finished"]
+    assert {"loss", "exact"} <= report["results"].keys()
     run = tmp_path / "runs/translate"
     assert {"run.json", "environment.json", "metrics.jsonl", "checkpoints", "model", "README.md", "curves.png"} <= set(
         os.listdir(run)
@@ -90,8 +90,8 @@ def test_a_signal_saves_and_says_how_to_go_on(regard, tmp_path, number):
 
 
 def test_torchrun_takes_the_same_command(regard, tmp_path):
-    one = regard("train", "translate", *TINY, "--steps", "6", "--precision", "float64", "--out", "one", cwd=tmp_path)
-    assert one.returncode == 0, one.stderr
+    alone = regard("train", "translate", *TINY, "--steps", "6", "--precision", "float64", "--out", "one", cwd=tmp_path)
+    assert alone.returncode == 0, alone.stderr
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "regard"]
     command += ["train", "translate", *TINY, "--steps", "6", "--precision", "float64"]  # both must choose one folder
     done = finished(*command, cwd=tmp_path, env=ENVIRONMENT)
@@ -216,16 +216,16 @@ def wrong(files, monkeypatch, capsys):
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("failure", FAILURES)
 def test_a_failure_is_one_line_and_leaves_nothing(wrong, recipe, failure):
-    words, said = FAILURES[failure]
+    words, message = FAILURES[failure]
     small = {} if "--data" in words else SMALL[recipe]
     data = [word for name, value in small.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    assert said in wrong(recipe, *data, *words)
-    assert said in wrong(recipe, *data, *words, "--out", "deep/er/run")
+    assert message in wrong(recipe, *data, *words)
+    assert message in wrong(recipe, *data, *words, "--out", "deep/er/run")
 
 
 @pytest.mark.parametrize(("words", "said"), SPECIAL, ids=lambda part: " ".join(part) if isinstance(part, list) else "")
-def test_what_a_user_gets_wrong_is_one_line(wrong, words, said):
-    assert said in wrong(*words)
+def test_what_a_user_gets_wrong_is_one_line(wrong, words, message):
+    assert message in wrong(*words)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -53,8 +53,8 @@ def streamed(mechanism, q, k, v, first, last):
     def steps():
         now = state
         for i in range(first, last):
-            one = slice(i, i + 1)
-            _, now = mechanism.extend(q[:, :, one], k[:, :, one], v[:, :, one], now, mask=rg.causal)
+            token = slice(i, i + 1)
+            _, now = mechanism.extend(q[:, :, token], k[:, :, token], v[:, :, token], now, mask=rg.causal)
 
     return counted(steps)
 
@@ -241,15 +241,15 @@ def test_from_the_crossover_on_the_second_is_cheaper(size):
         at = replace(work, query_length=length, key_length=length)
         return rg.cost(rg.Softmax(), at).flops - rg.cost(rg.Quadratic(), at).flops
 
-    found = rg.crossover(rg.Softmax(), rg.Quadratic(), work)
-    assert gain(found) > 0 >= gain(found - 1)
-    assert all(gain(found * 2**i) > 0 for i in range(1, 8))
+    crossing = rg.crossover(rg.Softmax(), rg.Quadratic(), work)
+    assert gain(crossing) > 0 >= gain(crossing - 1)
+    assert all(gain(crossing * 2**i) > 0 for i in range(1, 8))
 
 
 def test_decode_crosses_over_where_the_state_is_smaller_than_the_cache():
     work = rg.Work(num_heads=4, num_kv_heads=4, qk_length=16, value_length=16)
-    found = rg.crossover(rg.Softmax(), rg.Quadratic(), work)
-    assert 100 < found < 1000
+    crossing = rg.crossover(rg.Softmax(), rg.Quadratic(), work)
+    assert 100 < crossing < 1000
     assert rg.crossover(rg.Quadratic(), rg.Softmax(), work) is None
 
 
@@ -278,8 +278,8 @@ def test_cross_attention_pays_for_all_its_keys():
 def test_beyond_the_crossover_there_is_no_way_back(size, groups):
     work = rg.Work(query_length=9, key_length=9, num_heads=4, num_kv_heads=groups, qk_length=size, value_length=size,
                    mask=rg.causal)  # fmt: skip
-    found = rg.crossover(rg.Softmax(), rg.Quadratic(), work)
-    for length in range(found, found + 600):
+    crossing = rg.crossover(rg.Softmax(), rg.Quadratic(), work)
+    for length in range(crossing, crossing + 600):
         at = replace(work, query_length=length, key_length=length)
         assert rg.cost(rg.Softmax(), at).flops > rg.cost(rg.Quadratic(), at).flops
 

@@ -64,13 +64,13 @@ def test_a_sentence_that_can_be_derived_twice_means_the_same(monkeypatch):
     for table in ("_VERBS", "_DEEDS", "_ACTING", "_INDIRECT", "_GIVING"):
         monkeypatch.setattr(grammar, table, getattr(grammar, table)[:3])
     writer = Writer(random.Random(0))
-    said = {}
+    meanings = {}
     repeated = 0
     for _ in range(20_000):
         sentence = writer.sentence()
-        repeated += sentence.french in said
+        repeated += sentence.french in meanings
         meaning = sentence.english, set(sentence.combinations)
-        assert said.setdefault(sentence.french, meaning) == meaning, sentence.french
+        assert meanings.setdefault(sentence.french, meaning) == meaning, sentence.french
     assert repeated > 2_000
 
 
@@ -86,25 +86,25 @@ def test_held_out_combinations_are_never_seen(train, held_out):
 
 def forms():
     """Every form that a word of the dictionary can take."""
-    found = {name: {name} for name in lexicon.NAMES}
+    forms_of = {name: {name} for name in lexicon.NAMES}
     for noun in lexicon.nouns(lexicon.NOUNS):
-        found[noun.french] = {noun.french, noun.french_plural}
-    for one in (*lexicon.adjectives(lexicon.BEFORE, True), *lexicon.adjectives(lexicon.AFTER, False)):
-        found[one.forms[0]] = {*one.forms, one.before_vowel}
+        forms_of[noun.french] = {noun.french, noun.french_plural}
+    for adjective in (*lexicon.adjectives(lexicon.BEFORE, True), *lexicon.adjectives(lexicon.AFTER, False)):
+        forms_of[adjective.forms[0]] = {*adjective.forms, adjective.before_vowel}
     tables = (lexicon.VERBS, *lexicon.INDIRECT.values(), lexicon.GIVING, lexicon.ACTING, lexicon.GOING)
     tables += (lexicon.STAYING, lexicon.STATING, "coûter = cost")
-    for verb in (verb for table in tables for verb in lexicon.verbs(table)):
+    for verb in (verb for forms_of in tables for verb in lexicon.verbs(forms_of)):
         participles = {verb.participle + end for end in ("", "e", "s", "es")}
-        found[verb.french] = {verb.french, *verb.present, *participles}
-    return found
+        forms_of[verb.french] = {verb.french, *verb.present, *participles}
+    return forms_of
 
 
 def test_combinations_are_of_words_in_the_sentence(train, held_out):
-    known = forms()
+    table = forms()
     for sentence in (*train, *held_out):
         there = set(words(sentence.french)) | set(words(sentence.french.lower()))
         for word in {word for combination in sentence.combinations for word in combination}:
-            assert known[word] & there, (sentence.french, word)
+            assert table[word] & there, (sentence.french, word)
 
 
 def test_no_sentence_is_in_both_splits(train, held_out):
@@ -113,21 +113,25 @@ def test_no_sentence_is_in_both_splits(train, held_out):
 
 def test_held_out_words_all_occur_in_training(train, held_out):
     for side in ("french", "english"):
-        known = {word for sentence in train for word in words(getattr(sentence, side))}
+        trained = {word for sentence in train for word in words(getattr(sentence, side))}
         met = {word for sentence in held_out for word in words(getattr(sentence, side))}
-        assert met <= known, met - known
-        assert len(known) > 800
+        assert met <= trained, met - trained
+        assert len(trained) > 800
 
 
 def test_the_red_car_is_said_and_is_held_out(monkeypatch):
     car = [noun for noun in lexicon.nouns(lexicon.NOUNS) if noun.french == "voiture"]
-    few = [one for one in lexicon.adjectives(lexicon.AFTER, False) if one.forms[0] in ("rouge", "rapide", "cher")]
+    few = [
+        adjective
+        for adjective in lexicon.adjectives(lexicon.AFTER, False)
+        if adjective.forms[0] in ("rouge", "rapide", "cher")
+    ]
     monkeypatch.setattr(grammar, "_NOUNS", car)
     monkeypatch.setattr(grammar, "_adjectives", lambda kinds, precedes: [] if precedes else few)
     monkeypatch.setattr(grammar, "_FORMS", [Writer._describe])
     writer = Writer(random.Random(0))
-    said = {writer.sentence()[:2] for _ in range(5_000)}
-    assert ("La voiture rouge est rapide.", "The red car is fast.") in said
+    sentences = {writer.sentence()[:2] for _ in range(5_000)}
+    assert ("La voiture rouge est rapide.", "The red car is fast.") in sentences
     assert _is_held_out(("voiture", "rouge"))
 
 
@@ -227,9 +231,9 @@ def test_spelling(train):
     ],
 )
 def test_constructions(french, english, train):
-    found = [sentence for sentence in train if re.search(french, sentence.french)]
-    assert found, f"no sentence has {french}"
-    for sentence in found:
+    matches = [sentence for sentence in train if re.search(french, sentence.french)]
+    assert matches, f"no sentence has {french}"
+    for sentence in matches:
         assert re.search(english, sentence.english, re.IGNORECASE), sentence[:2]
 
 
@@ -238,7 +242,7 @@ def test_nouns_and_adjectives_agree_and_swap():
     for noun in lexicon.nouns(lexicon.NOUNS):
         nouns[noun.french_plural] = (noun.feminine, True, noun.english_plural)
         nouns[noun.french] = (noun.feminine, False, noun.english)
-    adjectives = {one.english: one for one in lexicon.adjectives(lexicon.AFTER, False)}
+    adjectives = {adjective.english: adjective for adjective in lexicon.adjectives(lexicon.AFTER, False)}
     for split in ("train", "held_out"):
         for french, english, before, after in swaps(split, 1_000):
             feminine, plural, translated = nouns[before[0]]
@@ -279,8 +283,8 @@ def test_numbers(value, french, english):
 
 def test_every_number_has_its_own_name():
     for feminine in (False, True):
-        said = [lexicon.number(value, feminine) for value in range(101)]
-        assert len({french for french, _ in said}) == len({english for _, english in said}) == 101
+        numbers = [lexicon.number(value, feminine) for value in range(101)]
+        assert len({french for french, _ in numbers}) == len({english for _, english in numbers}) == 101
     with pytest.raises(ValueError, match="value: expected 0 to 100, got 101"):
         lexicon.number(101)
 

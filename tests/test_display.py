@@ -149,14 +149,14 @@ def pixels(html):
 
 
 def test_a_mask_is_shown_as_it_is():
-    (found,) = pixels(rg.causal.draw(5, 7)._repr_html_())
+    (image,) = pixels(rg.causal.draw(5, 7)._repr_html_())
     visible = rg.causal.draw(5, 7).visible.flatten()
-    assert torch.equal((found == torch.tensor([0x2B, 0x5C, 0x8A])).all(-1), visible)
+    assert torch.equal((image == torch.tensor([0x2B, 0x5C, 0x8A])).all(-1), visible)
 
 
 def test_masks_of_a_fixed_length_are_shown_at_it():
-    (found,) = pixels(rg.segments([[0, 0, 1]])._repr_html_())
-    assert found.shape == (9, 3)
+    (image,) = pixels(rg.segments([[0, 0, 1]])._repr_html_())
+    assert image.shape == (9, 3)
     assert rg.window2d(grid=(2, 3), radius=1).plot().axes[0].images[0].get_array().shape == (6, 6)
     assert (rg.causal & rg.dense(torch.ones(4, 4, dtype=torch.bool))).length == 4
     beyond = torch.ones(3, dtype=torch.bool)
@@ -164,8 +164,8 @@ def test_masks_of_a_fixed_length_are_shown_at_it():
 
 
 def test_weights_are_shown_from_white_to_dark_and_hidden_pairs_grey():
-    (found, *_) = pixels(traced().layers[0]._repr_html_())
-    first, second = found.view(3, -1, 3)[0, 0].tolist(), found.view(3, -1, 3)[0, 1].tolist()
+    (image, *_) = pixels(traced().layers[0]._repr_html_())
+    first, second = image.view(3, -1, 3)[0, 0].tolist(), image.view(3, -1, 3)[0, 1].tolist()
     assert first == [0x08, 0x30, 0x6B]  # the first token sees itself alone
     assert second == [0xDF, 0xE3, 0xE8]
 

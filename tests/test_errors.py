@@ -54,8 +54,8 @@ def value(*shape: int, **how: Any) -> Tensor:
 
 def attend(mechanism: Any = None, mask: Any = None, q: Any = None, k: Any = None, v: Any = None, **more: Any) -> Tensor:
     """A good call, but for what is passed."""
-    given = (new if one is None else one for one, new in ((q, query()), (k, key()), (v, value())))
-    return rg.attend(*given, rg.Softmax() if mechanism is None else mechanism, mask, **more)
+    tensors = (new if tensor is None else tensor for tensor, new in ((q, query()), (k, key()), (v, value())))
+    return rg.attend(*tensors, rg.Softmax() if mechanism is None else mechanism, mask, **more)
 
 
 def square(mechanism: Any, mask: Any = None, **more: Any) -> Tensor:
@@ -80,8 +80,8 @@ def extend(
     """A good step of a stream, but for what is passed."""
     mechanism = rg.Softmax() if mechanism is None else mechanism
     state = start(mechanism) if state is None else state
-    given = (query() if q is None else q, key(B, G, T, K) if k is None else k, value(B, G, T, V) if v is None else v)
-    return mechanism.extend(*given, state, mask=mask, **more)
+    tensors = (query() if q is None else q, key(B, G, T, K) if k is None else k, value(B, G, T, V) if v is None else v)
+    return mechanism.extend(*tensors, state, mask=mask, **more)
 
 
 def truth(*shape: int) -> Tensor:
@@ -126,7 +126,7 @@ KINDS: dict[str, Mistake] = {
     "bool v": (lambda: attend(v=value(dtype=torch.bool)), "v", "floating-point", "torch.bool"),
     "float8 q": (lambda: attend(q=query().to(torch.float8_e4m3fn)), "q", "bfloat16, float32 or", "float8_e4m3fn"),
     "float8 all": (
-        lambda: attend(**{n: one().to(torch.float8_e5m2) for n, one in (("q", query), ("k", key), ("v", value))}),
+        lambda: attend(**{n: make().to(torch.float8_e5m2) for n, make in (("q", query), ("k", key), ("v", value))}),
         "q",
         "float16",
         "e5m2",
@@ -330,22 +330,22 @@ MISTAKES = {
 
 @pytest.mark.parametrize(("call", "argument", "expected", "given"), MISTAKES.values(), ids=MISTAKES)
 def test_an_error_names_the_argument_the_expected_and_the_given(
-    call: Callable[[], object], argument: str, expected: str, given: str
+    call: Callable[[], object], argument: str, expected: str, got: str
 ) -> None:
     with pytest.raises(ValueError, match=rf"^{argument}: ") as caught:
         call()
-    said = str(caught.value)
-    assert "expected" in said
-    assert "got" in said
-    before, _, after = said.partition("got ")
+    message = str(caught.value)
+    assert "expected" in message
+    assert "got" in message
+    before, _, after = message.partition("got ")
     assert expected in before.partition("expected")[2]
-    assert given in after
+    assert got in after
 
 
-EARLY = {name: one for name, one in MISTAKES.items() if name not in COMPUTE_FIRST}
+EARLY = {name: mistake for name, mistake in MISTAKES.items() if name not in COMPUTE_FIRST}
 
 
-@pytest.mark.parametrize("call", [one[0] for one in EARLY.values()], ids=EARLY)
+@pytest.mark.parametrize("call", [mistake[0] for mistake in EARLY.values()], ids=EARLY)
 def test_an_error_comes_before_any_compute(call: Callable[[], object]) -> None:
     with Computes() as computes, pytest.raises(ValueError, match=": "):
         call()
@@ -446,7 +446,7 @@ def test_a_formula_that_writes_in_place_is_refused_before_anything_is_lost(name:
                 match=rf"^{name.split()[0]}: expected a formula that does not change its inputs, got \w+\(.*\), ",
             ):
                 run()
-    assert all(torch.equal(one, other) for one, other in zip(tensors, before, strict=True))
+    assert all(torch.equal(tensor, other) for tensor, other in zip(tensors, before, strict=True))
 
 
 @pytest.mark.parametrize("verb", ["attend", "weights", "extend"])
@@ -473,7 +473,7 @@ def test_a_formula_that_writes_at_some_sizes_changes_nothing_at_any(argument: st
                 run()
         else:
             run()
-        assert all(torch.equal(one, other) for one, other in zip((q, k, v), before, strict=True))
+        assert all(torch.equal(tensor, other) for tensor, other in zip((q, k, v), before, strict=True))
 
 
 def test_a_formula_that_writes_later_on_is_refused_when_it_does() -> None:
@@ -524,8 +524,8 @@ def verbs(mechanism: Any) -> dict[str, Callable[[], object]]:
 @pytest.mark.parametrize("verb", [verb for verb in verbs(None) if verb != "check"])
 @pytest.mark.parametrize("name", RETURNS)
 def test_what_a_formula_gives_is_checked_alike_everywhere(name: str, verb: str) -> None:
-    mechanism, method, said = RETURNS[name]
-    with pytest.raises(ValueError, match=rf"^{method}: expected .*{'got' if 'cost' in verb else said}.* from Mine"):
+    mechanism, method, message = RETURNS[name]
+    with pytest.raises(ValueError, match=rf"^{method}: expected .*{'got' if 'cost' in verb else message}.* from Mine"):
         verbs(mechanism)[verb]()
 
 

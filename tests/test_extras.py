@@ -149,4 +149,8 @@ def test_every_package_of_an_extra_has_its_error():
 
 def test_the_core_has_three_dependencies():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert [re.split(r"\W", one)[0] for one in project["dependencies"]] == ["torch", "einops", "jaxtyping"]
+    assert [re.split(r"\W", requirement)[0] for requirement in project["dependencies"]] == [
+        "torch",
+        "einops",
+        "jaxtyping",
+    ]

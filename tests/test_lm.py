@@ -61,8 +61,12 @@ def built(corpus: Path, folder: Path, **changes):
 
 def test_a_folder_is_its_files_by_name_without_hidden_and_empty_ones(tmp_path):
     folder = written(tmp_path / "a", b_txt="b", a_md="a", sub__c_txt="c", x_csv="1", e_txt="", _h_txt="hidden")
-    assert [(one.name, one.text) for one in documents(folder)] == [("a.md", "a"), ("b.txt", "b"), ("sub/c.txt", "c")]
-    assert [one.name for one in documents(folder, ("csv", ".md"))] == ["a.md", "x.csv"]
+    assert [(document.name, document.text) for document in documents(folder)] == [
+        ("a.md", "a"),
+        ("b.txt", "b"),
+        ("sub/c.txt", "c"),
+    ]
+    assert [document.name for document in documents(folder, ("csv", ".md"))] == ["a.md", "x.csv"]
 
 
 def test_one_file_is_cut_at_line_ends_and_nothing_is_lost(tmp_path):
@@ -70,25 +74,25 @@ def test_one_file_is_cut_at_line_ends_and_nothing_is_lost(tmp_path):
     folder = written(tmp_path, one_txt=text)
     parts = documents(folder / "one.txt")
     assert len(parts) > 15
-    assert "".join(one.text for one in parts) == text
-    assert all(one.text.endswith("\n") for one in parts[:-1])
+    assert "".join(part.text for part in parts) == text
+    assert all(part.text.endswith("\n") for part in parts[:-1])
     assert documents(folder) == parts  # a folder with one file is that file
 
 
 def test_the_standard_library_is_modules_without_tests_and_tables():
-    found = documents()
-    names = [one.name for one in found]
+    modules = documents()
+    names = [module.name for module in modules]
     assert names == sorted(names)
     assert {"json/decoder.py", "ast.py"} <= set(names)
     assert not {"test", "tests", "encodings", "pydoc_data"} & {part for name in names for part in name.split("/")}
-    assert sum(one.stop for one in found) > 5e6
+    assert sum(module.stop for module in modules) > 5e6
 
 
 def test_modules_that_are_not_utf8_are_left_out_and_named(tmp_path, monkeypatch):
     library = written(tmp_path / "lib", good_py="x = 1\n", fine_py="y = 2\n", latin_py=b"# \xe9\n")
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(library)})
     with pytest.warns(UserWarning, match="not UTF-8: 1 of 3 modules: latin.py"):
-        assert [one.name for one in documents()] == ["fine.py", "good.py"]
+        assert [document.name for document in documents()] == ["fine.py", "good.py"]
 
 
 @pytest.mark.parametrize(
@@ -114,7 +118,7 @@ def test_broken_utf8_is_named_by_file_and_line(tmp_path):
     assert not (tmp_path / "t").exists()
     alone = written(tmp_path / "b", one_txt=b"good\n" * 300 + b"b\xc3d\n" + b"good\n" * 300)
     with pytest.raises(ValueError, match=r"one\.txt, line 301: expected UTF-8 text, got the byte 0xc3"):
-        _ = [one.text for one in documents(alone)]
+        _ = [document.text for document in documents(alone)]
 
 
 def test_the_standard_librarys_split_is_of_whole_modules():
@@ -128,15 +132,15 @@ def test_the_standard_librarys_split_is_of_whole_modules():
 
 def test_tokens_are_the_documents_again(corpus, tmp_path):
     every = documents(corpus)
-    tokenizer = train_bpe([one.text for one in every], 320)
+    tokenizer = train_bpe([document.text for document in every], 320)
     tokens = write_tokens(tmp_path / "x.tokens", every, tokenizer)
     assert tokens.ids.dtype == np.uint16
     assert isinstance(tokens.ids, np.memmap)
     assert list(tmp_path.iterdir()) == [tmp_path / "x.tokens"]
-    for one, start, stop in zip(every, tokens.starts, tokens.starts[1:], strict=False):
+    for document, start, stop in zip(every, tokens.starts, tokens.starts[1:], strict=False):
         row = tokens.ids[start:stop].tolist()
         assert (row[0], row[-1]) == (tokenizer.bos, tokenizer.eos)
-        assert tokenizer.decode(row[1:-1]) == one.text
+        assert tokenizer.decode(row[1:-1]) == document.text
 
 
 def test_a_large_vocabulary_takes_four_bytes(tmp_path):
@@ -190,9 +194,9 @@ def test_cut_and_damaged_token_files_are_refused(corpus, tmp_path):
 def test_special_names_in_a_text_are_text():
     tokenizer = train_bpe(["some text"], 300)
     text = "a [END] b[[START][PAD]"
-    found = plain_ids(tokenizer, text)
-    assert min(found) > 3
-    assert tokenizer.decode(found) == text
+    ids = plain_ids(tokenizer, text)
+    assert min(ids) > 3
+    assert tokenizer.decode(ids) == text
 
 
 # Rows
@@ -231,10 +235,10 @@ def test_in_a_packed_row_no_document_sees_another(corpus, tmp_path, mechanism, p
         pieces += [row[a:b] for a, b in pairwise(cuts)]
         seen = max(seen, len(cuts) - 1)
     assert seen > 2
-    assert task.counts(batch)["loss"] == sum(len(one) - 1 for one in pieces)
+    assert task.counts(batch)["loss"] == sum(len(piece) - 1 for piece in pieces)
     exact = alone(model, pieces)
     assert float(task.totals(model, batch)["loss"]) == pytest.approx(exact, rel=within)
-    leaky = {name: one for name, one in batch.items() if name != "segments"}
+    leaky = {name: tensor for name, tensor in batch.items() if name != "segments"}
     assert abs(float(task.totals(model, leaky)["loss"]) / exact - 1) > 10 * within
 
 
@@ -291,9 +295,9 @@ def test_every_causal_mechanism_learns_from_both_kinds_of_rows(corpus, tmp_path,
     before = task.totals(task.model, batch)["loss"]
     before.backward()
     with torch.no_grad():
-        for one in task.model.parameters():
-            if one.grad is not None:  # a uniform average and a hard choice tell queries and keys nothing
-                one -= 0.01 * one.grad / task.counts(batch)["loss"]
+        for parameter in task.model.parameters():
+            if parameter.grad is not None:  # a uniform average and a hard choice tell queries and keys nothing
+                parameter -= 0.01 * parameter.grad / task.counts(batch)["loss"]
         assert float(task.totals(task.model, batch)["loss"]) < float(before.detach())
 
 
@@ -311,18 +315,18 @@ def test_forms_and_windows(corpus, tmp_path, changes):
 @torch.no_grad()
 def test_bits_per_byte_of_a_model_that_knows_nothing(corpus, tmp_path):
     task = built(corpus, tmp_path)
-    for one in task.model.parameters():
-        one.zero_()
-    texts = [one.text for one in task.held_out]
+    for parameter in task.model.parameters():
+        parameter.zero_()
+    texts = [document.text for document in task.held_out]
     count = sum(len(plain_ids(task.model.tokenizer, text)) for text in texts)
     size = sum(len(text.encode()) for text in texts)
     assert size > sum(map(len, texts))  # letters of two bytes count two
     every = math.log2(task.model.config.vocabulary_size)
     assert lm.bits_per_byte(task.model, iter(texts)) == pytest.approx(count * every / size, rel=1e-6)
-    found = task.evaluate(task.model)
-    assert found["bits_per_byte"] == pytest.approx(count * every / size, rel=1e-6)
-    assert found["perplexity"] == pytest.approx(task.model.config.vocabulary_size, rel=1e-6)
-    assert found["loss"] == pytest.approx(every * math.log(2), rel=1e-6)
+    results = task.evaluate(task.model)
+    assert results["bits_per_byte"] == pytest.approx(count * every / size, rel=1e-6)
+    assert results["perplexity"] == pytest.approx(task.model.config.vocabulary_size, rel=1e-6)
+    assert results["loss"] == pytest.approx(every * math.log(2), rel=1e-6)
 
 
 @torch.no_grad()
@@ -337,7 +341,7 @@ def test_bits_per_byte_slides_so_that_every_token_has_half_a_context_before_it(c
         last = len(ids) - 1 - 16
         starts = [*range(0, last, 8), last] if last > 0 else [0]
         for at in range(1, len(ids)):
-            start = next(one for one in starts if at <= one + 16)
+            start = next(candidate for candidate in starts if at <= candidate + 16)
             assert at - start >= 8 or start == 0
             nats -= float(model(torch.tensor([ids[start:at]]))[0, -1].log_softmax(-1)[ids[at]])
     size = sum(len(text.encode()) for text in texts)
@@ -356,7 +360,7 @@ def test_evaluations_look_at_a_part_of_a_large_held_out_text(tmp_path, monkeypat
     corpus = written(tmp_path / "c", **{f"{at:03}_txt": prose(at, 40) for at in range(200)})
     task = built(corpus, tmp_path / "run")
     assert len(task.held_out) > 3
-    assert [len(one) for one in task.excerpts] == [50, 50, 20]
+    assert [len(excerpt) for excerpt in task.excerpts] == [50, 50, 20]
 
 
 # Runs
@@ -368,8 +372,8 @@ def test_a_folder_gives_its_tokenizer_and_tokens_back(corpus, tmp_path):
     assert set(files) == {"tokenizer.json", "tokenizer_config.json", "train.tokens"}
     again = built(corpus, tmp_path)
     assert {path.name: path.stat().st_ino for path in tmp_path.iterdir()} == files
-    for one, other in zip(first.model.parameters(), again.model.parameters(), strict=True):
-        assert torch.equal(one, other)
+    for parameter, other in zip(first.model.parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(parameter, other)
     assert again.samples(again.model) == first.samples(first.model)
     (tmp_path / "tokenizer_config.json").unlink()  # as if stopped in the middle of writing it
     half = built(corpus, tmp_path)
@@ -393,7 +397,7 @@ def test_training_beats_what_it_must(tmp_path):
     run = tmp_path / "run"
     run.mkdir()
     task = lm.build(options, run, seed=0)
-    texts = [one.text for one in task.held_out]
+    texts = [document.text for document in task.held_out]
     report = train(task, Settings(steps=80, warmup=10, learning_rate=1e-2, batch_tokens=512), run)
     after = lm.bits_per_byte(task.model, texts)
     assert report.finished

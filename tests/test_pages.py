@@ -63,9 +63,9 @@ def test_an_index_gets_no_address_that_only_a_checkout_has(description):
 
 
 def test_an_index_gets_absolute_addresses_where_the_source_is_known(description):
-    found = description(PAGE, "https://x.org/r")
-    assert "![two lines](https://x.org/r/raw/main/docs/a.png)\n\n" in found
-    assert "[the design](https://x.org/r/blob/main/DESIGN.md), [us](https://x.org/y), [below](#below)" in found
+    page = description(PAGE, "https://x.org/r")
+    assert "![two lines](https://x.org/r/raw/main/docs/a.png)\n\n" in page
+    assert "[the design](https://x.org/r/blob/main/DESIGN.md), [us](https://x.org/y), [below](#below)" in page
 
 
 def test_the_readme_of_an_index_has_no_relative_address(description):

@@ -104,8 +104,8 @@ def test_decode_crossover_goes_by_bytes() -> None:
     length = mode_crossover(rg.Softmax(), rg.Quadratic(), work, "decode")
     assert length is not None
     before, at = (
-        [rg.cost(mechanism, mode_work(work, "decode", one)).bytes for mechanism in MECHANISMS.values()]
-        for one in (length - 1, length)
+        [rg.cost(mechanism, mode_work(work, "decode", tokens)).bytes for mechanism in MECHANISMS.values()]
+        for tokens in (length - 1, length)
     )
     assert before[1] >= before[0]
     assert at[1] < at[0]
@@ -138,8 +138,8 @@ def test_a_picture_shows_what_the_code_and_the_results_say_now(name: str) -> Non
     assert stored["words"] == now["words"], "older than the code: make pictures"
     for kind in ("lines", "maps"):
         assert len(stored[kind]) == len(now[kind])
-        for one, other in zip(stored[kind], now[kind], strict=True):
-            assert one == pytest.approx(other, rel=1e-5), "older than the code: make pictures"
+        for point, other in zip(stored[kind], now[kind], strict=True):
+            assert point == pytest.approx(other, rel=1e-5), "older than the code: make pictures"
 
 
 def test_a_picture_knows_the_numbers_that_stand_in_it() -> None:

@@ -59,30 +59,30 @@ def imports(source, module, is_package=False):
     }
     nodes = [node for node in ast.walk(tree) if node not in typing_only]
     package = {"regard"}  # what the package is called in this file
-    found = set()
+    modules = set()
     for node in nodes:
         if isinstance(node, ast.Import):
             for name in node.names:
                 if name.name == "regard" and name.asname:
                     package.add(name.asname)
                 elif name.name.startswith("regard."):
-                    found.add(name.name)
+                    modules.add(name.name)
         elif isinstance(node, ast.ImportFrom):
             above = module.split(".")[: len(module.split(".")) - node.level + is_package]
             origin = ".".join([*above, *filter(None, [node.module])] if node.level else [node.module])
             if origin == "regard":
-                found |= {rg._HOME.get(name.name, f"regard.{name.name}") for name in node.names}
+                modules |= {rg._HOME.get(name.name, f"regard.{name.name}") for name in node.names}
             elif origin.startswith("regard."):
-                found.add(origin)
+                modules.add(origin)
     for node in nodes:
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in package:
-            found.add(rg._HOME.get(node.attr, f"regard.{node.attr}"))
-    return found
+            modules.add(rg._HOME.get(node.attr, f"regard.{node.attr}"))
+    return modules
 
 
 def against_the_direction(source, module, is_package=False):
     """Imports of a file that its layer may not have."""
-    return {one for one in imports(source, module, is_package) if layer(one) > layer(module)}
+    return {other for other in imports(source, module, is_package) if layer(other) > layer(module)}
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -118,7 +118,7 @@ def test_imports_point_one_way(name):
 def test_an_import_against_the_direction_is_caught(line):
     source, module = Path(rg.__path__[0], "core/masks/structure.py").read_text(), "regard.core.masks.structure"
     assert not against_the_direction(source, module)
-    assert {one.split(".")[1] for one in against_the_direction(f"{source}\n{line}\n", module)} == {"checkpoints"}
+    assert {other.split(".")[1] for other in against_the_direction(f"{source}\n{line}\n", module)} == {"checkpoints"}
 
 
 def test_an_import_for_type_checkers_has_no_direction():
@@ -215,17 +215,17 @@ def test_a_users_own_mechanism_in_one_class_gets_everything_and_leaves_nothing(t
 def tree(page):
     """The paths of DESIGN.md's file tree, each with what it says of them."""
     block = page.split("## Layout")[1].split("```")[1]
-    folders, found = [], {}
+    folders, listed = [], {}
     for line in block.strip("\n").split("\n"):
         name, _, words = line.strip().partition(" ")
         depth = (len(line) - len(line.lstrip())) // 2
         if depth > len(folders):  # a second line of words
             continue
         folders[depth:] = [name]
-        found["".join(folders)] = words.strip()
+        listed["".join(folders)] = words.strip()
         if not name.endswith("/"):
             folders.pop()
-    return found
+    return listed
 
 
 def files_of(root):

@@ -54,7 +54,7 @@ def same(first, second):
 
 
 def empty(tensors):
-    return {name: torch.full(one.shape, 7).to(one.dtype) for name, one in tensors.items()}
+    return {name: torch.full(tensor.shape, 7).to(tensor.dtype) for name, tensor in tensors.items()}
 
 
 def names(folder):
@@ -70,10 +70,10 @@ def save(folder, *steps, keep=2, value=1.0):
 def test_what_is_saved_is_loaded_bitwise(tmp_path):
     tensors, note = examples(), {"step": 5, "best": float("-inf"), "words": "äöü", "none": None, "list": [1, 2.5]}
     path = store.save(tmp_path / "run" / "checkpoints", 5, tensors, note, keep=1)
-    found = empty(tensors)
-    assert store.load(path, found) == note
+    loaded = empty(tensors)
+    assert store.load(path, loaded) == note
     assert store.read_note(path) == note
-    assert [name for name in tensors if not same(tensors[name], found[name])] == []
+    assert [name for name in tensors if not same(tensors[name], loaded[name])] == []
 
 
 def test_loading_fills_in_place_what_is_asked_for_and_no_more(tmp_path):
@@ -115,8 +115,8 @@ before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 store.save(Path({str(tmp_path)!r}), 1, tensors, {{}}, keep=1)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
-    told = finished("-c", script).stdout
-    assert int(told) < 16 * 1024, f"{told} KiB more for 65,536 KiB of tensors"
+    extra = finished("-c", script).stdout
+    assert int(extra) < 16 * 1024, f"{extra} KiB more for 65,536 KiB of tensors"
 
 
 def test_the_newest_stay(tmp_path):
@@ -175,12 +175,12 @@ def test_a_kill_while_a_step_is_replaced_loses_nothing(tmp_path):
 def test_what_killed_saves_left_is_named_and_then_removed(tmp_path):
     save(tmp_path, 5)
     left = [tmp_path / ".step-00000010-0123abcd", tmp_path / ".step-00000003-0123abcd"]
-    for one in left:
-        one.mkdir()
-        (one / "part-00000-of-00001.safetensors").write_bytes(b"half")
+    for folder in left:
+        folder.mkdir()
+        (folder / "part-00000-of-00001.safetensors").write_bytes(b"half")
     (tmp_path / "notes.txt").write_text("somebody's")
-    found, skipped = store.newest(tmp_path)
-    assert found.name == "step-00000005"
+    newest, skipped = store.newest(tmp_path)
+    assert newest.name == "step-00000005"
     assert len(skipped) == 1
     assert str(left[0]) in skipped[0]
     save(tmp_path, 15)
@@ -191,8 +191,8 @@ def test_there_may_be_nothing(tmp_path):
     assert store.newest(tmp_path) == (None, [])
     assert store.newest(tmp_path / "nowhere") == (None, [])
     (tmp_path / "step-00000005").write_text("a file")
-    found, skipped = store.newest(tmp_path)
-    assert found is None
+    newest, skipped = store.newest(tmp_path)
+    assert newest is None
     assert skipped == [f"Skipped {tmp_path / 'step-00000005'}: expected a checkpoint's folder, got a file."]
     save(tmp_path, 5)
     assert names(tmp_path) == ["step-00000005"]
@@ -201,9 +201,9 @@ def test_there_may_be_nothing(tmp_path):
 @pytest.mark.parametrize("kind", ["flips", "truncations"])
 def test_damage_is_noticed(kind, tmp_path):
     path = chaos.make_two(tmp_path)
-    found = list(getattr(chaos, kind)(path, {"flips": 100, "truncations": 30}[kind], random.Random(1)))
-    assert len(found) >= 60
-    assert [where for where, seen in found if not seen] == []
+    damaged = list(getattr(chaos, kind)(path, {"flips": 100, "truncations": 30}[kind], random.Random(1)))
+    assert len(damaged) >= 60
+    assert [where for where, seen in damaged if not seen] == []
     assert store.newest(tmp_path) == (path, []), "undamaged, it is chosen"
 
 
@@ -248,7 +248,7 @@ DAMAGES = {
         "manifest.json: expected a checkpoint's manifest",
     ),
     "an empty folder": (
-        lambda path: [one.unlink() for one in path.iterdir()],
+        lambda path: [file.unlink() for file in path.iterdir()],
         "manifest.json: expected a checkpoint's manifest",
     ),
     "a folder": (folder_instead, "part-00000-of-00001.safetensors: expected a part of the checkpoint, got a folder"),
@@ -256,11 +256,17 @@ DAMAGES = {
         pipe_instead,
         "manifest.json: expected a checkpoint's manifest, got something that is not a regular file",
     ),
-    "another version": (resealed(lambda found: {**found, "version": 2}), "manifest.json: expected version 1, got 2"),
-    "no files": (resealed(lambda found: {**found, "files": []}), "manifest.json: expected files, tensors and a note"),
-    "files of no size": (resealed(lambda found: {**found, "files": {"a": {}}}), "a: expected a part"),
+    "another version": (
+        resealed(lambda manifest: {**manifest, "version": 2}),
+        "manifest.json: expected version 1, got 2",
+    ),
+    "no files": (
+        resealed(lambda manifest: {**manifest, "files": []}),
+        "manifest.json: expected files, tensors and a note",
+    ),
+    "files of no size": (resealed(lambda manifest: {**manifest, "files": {"a": {}}}), "a: expected a part"),
     "files elsewhere": (
-        resealed(lambda found: {**found, "files": {"../step-00000005/manifest.json": {"bytes": 1}}}),
+        resealed(lambda manifest: {**manifest, "files": {"../step-00000005/manifest.json": {"bytes": 1}}}),
         "manifest.json: expected 1 bytes",
     ),
 }
@@ -268,16 +274,16 @@ DAMAGES = {
 
 @pytest.mark.parametrize("name", DAMAGES)
 def test_what_is_not_whole_is_skipped_with_a_reason(name, tmp_path):
-    damage, told = DAMAGES[name]
+    damage, message = DAMAGES[name]
     path = chaos.make_two(tmp_path)
     damage(path)
-    found, skipped = store.newest(tmp_path)
-    assert found == tmp_path / "step-00000005"
+    newest, skipped = store.newest(tmp_path)
+    assert newest == tmp_path / "step-00000005"
     assert len(skipped) == 1
-    assert told in skipped[0]
+    assert message in skipped[0]
     with pytest.raises(CheckpointError) as error:
         store.load(path, {})
-    assert told in str(error.value)
+    assert message in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -300,10 +306,10 @@ def test_what_is_not_whole_is_skipped_with_a_reason(name, tmp_path):
         ),
     ],
 )
-def test_a_manifest_that_lies_is_refused(change, told, tmp_path):
+def test_a_manifest_that_lies_is_refused(change, message, tmp_path):
     path = chaos.make_two(tmp_path)
-    resealed(lambda found: {**found, "tensors": {"weight": {**found["tensors"]["weight"], **change}}})(path)
-    with pytest.raises(CheckpointError, match=told.replace("'", ".")):
+    resealed(lambda manifest: {**manifest, "tensors": {"weight": {**manifest["tensors"]["weight"], **change}}})(path)
+    with pytest.raises(CheckpointError, match=message.replace("'", ".")):
         store.load(path, {"weight": torch.zeros(7, 5)})
 
 
@@ -330,9 +336,9 @@ def test_tensors_of_another_run_are_listed(tmp_path):
         ({"tensors": {"a": torch.zeros(2, dtype=torch.complex64)}}, "got torch.complex64 as 'a'"),
     ],
 )
-def test_what_cannot_be_saved_is_refused(change, told, tmp_path):
+def test_what_cannot_be_saved_is_refused(change, message, tmp_path):
     save(tmp_path, 5)
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         store.save(tmp_path, **{"step": 10, "tensors": {}, "note": {}, "keep": 1, **change})
     assert names(tmp_path) == ["step-00000005"]
 
@@ -351,11 +357,11 @@ def files_of_at_most(size):
 def test_a_full_disk_is_one_error_and_leaves_what_was_there(tmp_path):
     tensors = {f"weight.{n}": torch.ones(2000) for n in range(4)}
     path = store.save(tmp_path, 5, tensors, {"step": 5}, keep=1)
-    whole = max(one.stat().st_size for one in path.iterdir())
+    whole = max(file.stat().st_size for file in path.iterdir())
     for size in (*range(0, whole, 1500), whole - 1):
         for step in (5, 10):  # replaced, or new
-            told = f"checkpoint of step {step}: File too large"
-            with pytest.raises(OSError, match=told) as error, files_of_at_most(size):
+            message = f"checkpoint of step {step}: File too large"
+            with pytest.raises(OSError, match=message) as error, files_of_at_most(size):
                 store.save(tmp_path, step, tensors, {}, keep=1)
             assert error.value.filename == str(tmp_path)
             assert names(tmp_path) == ["step-00000005"]
@@ -417,15 +423,17 @@ def trained(model, sharded):
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     model(torch.ones(2, 5)).sum().backward()
     optimizer.step()
-    found = dict(model.state_dict())
-    for name, one in model.named_parameters():
-        found |= {f"{name}.{part}": tensor for part, tensor in optimizer.state[one].items()}
-    assert sharded == any(hasattr(one, "full_tensor") for one in found.values())
-    return found
+    tensors = dict(model.state_dict())
+    for name, parameter in model.named_parameters():
+        tensors |= {f"{name}.{part}": tensor for part, tensor in optimizer.state[parameter].items()}
+    assert sharded == any(hasattr(tensor, "full_tensor") for tensor in tensors.values())
+    return tensors
 
 
 def full(tensors):
-    return {name: one.full_tensor() if hasattr(one, "full_tensor") else one for name, one in tensors.items()}
+    return {
+        name: tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor for name, tensor in tensors.items()
+    }
 
 
 def two_processes(folder):
@@ -434,7 +442,7 @@ def two_processes(folder):
     from torch.distributed.fsdp import fully_shard
 
     dist.init_process_group("gloo")
-    rank, found = dist.get_rank(), {}
+    rank, results = dist.get_rank(), {}
 
     def caught(work):
         try:
@@ -444,40 +452,40 @@ def two_processes(folder):
         return "nothing raised"
 
     plain = examples()
-    own = {f"random.{rank}": torch.full((9,), rank, dtype=torch.uint8)}
-    path = store.save(folder / "plain", 5, {**plain, **own}, {"rank": rank}, keep=1)
-    back = empty({**plain, **own})
-    found["plain note"] = store.load(path, back)
-    found["plain differs"] = [name for name, one in {**plain, **own}.items() if not same(one, back[name])]
-    found["plain parts"] = [len(load_file(part)) for part in sorted(path.glob("*.safetensors"))]
+    private = {f"random.{rank}": torch.full((9,), rank, dtype=torch.uint8)}
+    path = store.save(folder / "plain", 5, {**plain, **private}, {"rank": rank}, keep=1)
+    back = empty({**plain, **private})
+    results["plain note"] = store.load(path, back)
+    results["plain differs"] = [name for name, tensor in {**plain, **private}.items() if not same(tensor, back[name])]
+    results["plain parts"] = [len(load_file(part)) for part in sorted(path.glob("*.safetensors"))]
 
     mesh = init_device_mesh("cpu", (2,))
     sharded = trained(fully_shard(Small(0), mesh=mesh), sharded=True)
     path = store.save(folder / "sharded", 5, sharded, {}, keep=1)
     whole = full(sharded)
     if rank == 0:
-        save_file({name: one.contiguous() for name, one in whole.items()}, folder / "expected.safetensors")
+        save_file({name: tensor.contiguous() for name, tensor in whole.items()}, folder / "expected.safetensors")
     other = trained(fully_shard(Small(1), mesh=mesh), sharded=True)
-    assert not any(same(one, full(other)[name]) for name, one in whole.items() if one.ndim == 2)
+    assert not any(same(tensor, full(other)[name]) for name, tensor in whole.items() if tensor.ndim == 2)
     store.load(path, other)
-    found["sharded differs"] = [name for name, one in full(other).items() if not same(one, whole[name])]
-    found["sharded parts"] = [sorted(load_file(part)) for part in sorted(path.glob("*.safetensors"))]
+    results["sharded differs"] = [name for name, tensor in full(other).items() if not same(tensor, whole[name])]
+    results["sharded parts"] = [sorted(load_file(part)) for part in sorted(path.glob("*.safetensors"))]
 
     store.load(store.newest(folder / "single")[0], other)
     expected = load_file(folder / "single.safetensors")
-    found["from one differs"] = [name for name, one in full(other).items() if not same(one, expected[name])]
+    results["from one differs"] = [name for name, tensor in full(other).items() if not same(tensor, expected[name])]
 
     with files_of_at_most(100 if rank == 1 else 2**30):
-        found["full disk"] = caught(lambda: store.save(folder / "sharded", 10, sharded, {}, keep=1))
-    found["left"] = names(folder / "sharded")
+        results["full disk"] = caught(lambda: store.save(folder / "sharded", 10, sharded, {}, keep=1))
+    results["left"] = names(folder / "sharded")
     bad = {"bad": torch.zeros(2, dtype=torch.complex64)} if rank == 1 else {}
-    found["bad tensor"] = caught(lambda: store.save(folder / "sharded", 10, {**sharded, **bad}, {}, keep=1))
+    results["bad tensor"] = caught(lambda: store.save(folder / "sharded", 10, {**sharded, **bad}, {}, keep=1))
     lacking = {"lacking": torch.zeros(2)} if rank == 1 else {}
-    found["lacking"] = caught(lambda: store.load(path, {**other, **lacking}))
+    results["lacking"] = caught(lambda: store.load(path, {**other, **lacking}))
     apart = folder / ("plain" if rank else "sharded") / "step-00000005"
-    found["apart"] = caught(lambda: store.load(apart, {}))
+    results["apart"] = caught(lambda: store.load(apart, {}))
     dist.destroy_process_group()
-    return found
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -494,18 +502,18 @@ def two(tmp_path_factory):
 
 
 def test_two_processes_save_what_they_hold_alike_once(two):
-    _, found = two
-    for one in found:
-        assert one["plain note"] == {"rank": 0}
-        assert one["plain differs"] == []
-        assert sum(one["plain parts"]) == len(examples()) + 2
-        assert min(one["plain parts"]) > 1, "they share the work"
+    _, ranks = two
+    for result in ranks:
+        assert result["plain note"] == {"rank": 0}
+        assert result["plain differs"] == []
+        assert sum(result["plain parts"]) == len(examples()) + 2
+        assert min(result["plain parts"]) > 1, "they share the work"
 
 
 def test_two_processes_save_their_shards(two):
-    _, found = two
-    assert [one["sharded differs"] for one in found] == [[], []]
-    first, second = found[0]["sharded parts"]
+    _, ranks = two
+    assert [result["sharded differs"] for result in ranks] == [[], []]
+    first, second = ranks[0]["sharded parts"]
     assert "first.weight[0:4, 0:5]" in first
     assert "first.weight[4:7, 0:5]" in second
 
@@ -513,30 +521,30 @@ def test_two_processes_save_their_shards(two):
 def test_one_process_loads_what_two_saved(two):
     folder, _ = two
     expected = load_file(folder / "expected.safetensors")
-    found = empty(expected)
-    store.load(folder / "sharded" / "step-00000005", found)
-    assert [name for name in expected if not same(expected[name], found[name])] == []
-    found = empty({**examples(), "random.1": torch.zeros(9, dtype=torch.uint8)})
-    store.load(folder / "plain" / "step-00000005", found)
-    assert [name for name, one in examples().items() if not same(one, found[name])] == []
-    assert found["random.1"].tolist() == [1] * 9
+    loaded = empty(expected)
+    store.load(folder / "sharded" / "step-00000005", loaded)
+    assert [name for name in expected if not same(expected[name], loaded[name])] == []
+    loaded = empty({**examples(), "random.1": torch.zeros(9, dtype=torch.uint8)})
+    store.load(folder / "plain" / "step-00000005", loaded)
+    assert [name for name, tensor in examples().items() if not same(tensor, loaded[name])] == []
+    assert loaded["random.1"].tolist() == [1] * 9
 
 
 def test_two_processes_load_what_one_saved(two):
-    _, found = two
-    assert [one["from one differs"] for one in found] == [[], []]
+    _, ranks = two
+    assert [result["from one differs"] for result in ranks] == [[], []]
 
 
 def test_what_fails_on_one_process_raises_on_both(two):
-    folder, found = two
-    for one in found:
-        assert one["full disk"] == (
+    folder, ranks = two
+    for result in ranks:
+        assert result["full disk"] == (
             f"OSError: [Errno 27] checkpoint of step 10: File too large: {str(folder / 'sharded')!r}"
         )
-        assert one["left"] == ["step-00000005"]
-        assert "got torch.complex64 as 'bad'" in one["bad tensor"]
-        assert one["lacking"].endswith("expected the tensors of this run, got no 'lacking'")
-        assert "expected the same checkpoint on all processes, got different checkpoints" in one["apart"]
+        assert result["left"] == ["step-00000005"]
+        assert "got torch.complex64 as 'bad'" in result["bad tensor"]
+        assert result["lacking"].endswith("expected the tensors of this run, got no 'lacking'")
+        assert "expected the same checkpoint on all processes, got different checkpoints" in result["apart"]
 
 
 @pytest.mark.gpu
@@ -545,17 +553,17 @@ def test_tensors_and_shards_of_a_gpu(tmp_path):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    tensors = {name: one.cuda() for name, one in examples().items()}
-    found = {name: one.cuda() for name, one in empty(tensors).items()}
-    store.load(store.save(tmp_path / "plain", 5, tensors, {}, keep=1), found)
-    assert [name for name in tensors if not same(tensors[name], found[name])] == []
+    tensors = {name: tensor.cuda() for name, tensor in examples().items()}
+    loaded = {name: tensor.cuda() for name, tensor in empty(tensors).items()}
+    store.load(store.save(tmp_path / "plain", 5, tensors, {}, keep=1), loaded)
+    assert [name for name in tensors if not same(tensors[name], loaded[name])] == []
     torch.cuda.set_device(0)
     dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
     try:
         mesh = init_device_mesh("cuda", (1,))
         sharded, other = (fully_shard(Small(seed).cuda(), mesh=mesh).state_dict() for seed in range(2))
         store.load(store.save(tmp_path / "sharded", 5, sharded, {}, keep=1), other)
-        assert [name for name, one in full(sharded).items() if not same(one, full(other)[name])] == []
+        assert [name for name, tensor in full(sharded).items() if not same(tensor, full(other)[name])] == []
     finally:
         dist.destroy_process_group()
 

@@ -58,7 +58,7 @@ class Counting(Task):
         return {"next": total * math.nan if self.spoiled else total}
 
     def evaluate(self, model):
-        batch = {name: one.to(model.device) for name, one in self.batch(list(range(32)), 10**6).items()}
+        batch = {name: tensor.to(model.device) for name, tensor in self.batch(list(range(32)), 10**6).items()}
         return {"loss": float(self.totals(model, batch)["next"]) / self.counts(batch)["next"]}
 
 
@@ -67,15 +67,15 @@ def settings(**changes):
 
 
 def losses(folder):
-    return [one["loss"] for one in read_metrics(folder) if "loss" in one]
+    return [record["loss"] for record in read_metrics(folder) if "loss" in record]
 
 
 def weights(task):
     return {name: tensor.clone() for name, tensor in task.model.state_dict().items()}
 
 
-def same(one, other):
-    return all(torch.equal(one[name], other[name]) for name in one)
+def same(first, second):
+    return all(torch.equal(first[name], second[name]) for name in first)
 
 
 @pytest.mark.parametrize("options", [{"batch_size": 16}, {"batch_tokens": 300}])
@@ -112,12 +112,12 @@ def test_a_long_gradient_is_shortened_and_its_length_told(dtype, longest):
     torch.manual_seed(0)
     ours, theirs = (torch.nn.Linear(7, 5, dtype=dtype) for _ in range(2))
     theirs.load_state_dict(ours.state_dict())
-    optimizers = [torch.optim.AdamW(one.parameters(), lr=0.1, eps=0.1, fused=True) for one in (ours, theirs)]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1, eps=0.1, fused=True) for model in (ours, theirs)]
     for size, limit in ((100.0, longest), (1e-3, longest), (7.0, longest), (7.0, None)):
         x = size * torch.randn(3, 7, dtype=dtype)
-        for one, optimizer in zip((ours, theirs), optimizers, strict=True):
+        for model, optimizer in zip((ours, theirs), optimizers, strict=True):
             optimizer.zero_grad()
-            one(x).square().sum().backward()
+            model(x).square().sum().backward()
         expected = torch.nn.utils.clip_grad_norm_(theirs.parameters(), limit or torch.inf)
         torch.testing.assert_close(clip(optimizers[0], ours.parameters(), limit), expected)
         for optimizer in optimizers:
@@ -130,8 +130,8 @@ def test_only_matrices_decay():
     decaying, others = adamw(model, settings(weight_decay=0.3)).param_groups
     assert decaying["weight_decay"] == 0.3
     assert others["weight_decay"] == 0
-    assert {one.ndim for one in decaying["params"]} == {2}
-    assert {one.ndim for one in others["params"]} == {1}
+    assert {parameter.ndim for parameter in decaying["params"]} == {2}
+    assert {parameter.ndim for parameter in others["params"]} == {1}
     assert len(decaying["params"]) + len(others["params"]) == len(list(model.parameters()))
 
 
@@ -212,14 +212,16 @@ def test_recomputing_keeps_less_of_every_model(name):
             return tensor
 
         hooks = [
-            one.register_forward_hook(lambda *_, again=again: ran.__setitem__(again, ran[again] + 1))
-            for one in attentions
+            attention.register_forward_hook(lambda *_, again=again: ran.__setitem__(again, ran[again] + 1))
+            for attention in attentions
         ]
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             out = run(model, x)
         model.zero_grad()
         out.square().sum().backward()
-        gradients.append([None if one.grad is None else one.grad.clone() for one in model.parameters()])
+        gradients.append(
+            [None if parameter.grad is None else parameter.grad.clone() for parameter in model.parameters()]
+        )
         for hook in hooks:
             hook.remove()
     assert ran == [len(attentions), 2 * len(attentions)]
@@ -258,7 +260,7 @@ def test_an_interrupted_run_goes_on_bitwise(tmp_path, number):  # transformers#4
     assert losses(tmp_path / "run") == losses(tmp_path / "straight")
     assert same(weights(second), weights(straight))
     evaluations = [
-        [one for one in read_metrics(tmp_path / name) if "evaluation" in one] for name in ("run", "straight")
+        [record for record in read_metrics(tmp_path / name) if "evaluation" in record] for name in ("run", "straight")
     ]
     assert evaluations[0] == evaluations[1]
 
@@ -268,7 +270,7 @@ def test_steps_that_a_kill_took_back_are_taken_out_of_the_metrics(tmp_path):
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 11, "loss": 1.0}\n{"step": 12, "lo')
     train(Counting(), settings(steps=12), tmp_path)
-    assert [one["step"] for one in read_metrics(tmp_path) if "loss" in one] == list(range(1, 13))
+    assert [record["step"] for record in read_metrics(tmp_path) if "loss" in record] == list(range(1, 13))
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(tmp_path):
@@ -276,14 +278,14 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(tmp_path):
     train(straight, settings(), tmp_path / "straight")
     train(Counting(dropout=0.2), settings(), tmp_path / "run")
     newest = tmp_path / "run/checkpoints/step-00000012"
-    data = max(newest.iterdir(), key=lambda one: one.stat().st_size)
+    data = max(newest.iterdir(), key=lambda file: file.stat().st_size)
     spoiled = bytearray(data.read_bytes())
     spoiled[len(spoiled) // 2] ^= 16
     data.write_bytes(spoiled)
-    said = []
+    messages = []
     again = Counting(dropout=0.2)
-    train(again, settings(), tmp_path / "run", watch=lambda report: said.append(report.message))
-    assert any("step-00000012" in one and "resumed after step 8" in one for one in said), said
+    train(again, settings(), tmp_path / "run", watch=lambda report: messages.append(report.message))
+    assert any("step-00000012" in message and "resumed after step 8" in message for message in messages), messages
     assert same(weights(again), weights(straight))
     assert losses(tmp_path / "run") == losses(tmp_path / "straight")
 
@@ -314,7 +316,7 @@ def test_a_run_leaves_what_people_and_programs_look_at(tmp_path):
     assert "Softmax" in card
     assert "| loss |" in card
     model = rg.load(tmp_path / "model")
-    best = min(one["evaluation"]["loss"] for one in read_metrics(tmp_path) if "evaluation" in one)
+    best = min(record["evaluation"]["loss"] for record in read_metrics(tmp_path) if "evaluation" in record)
     with torch.no_grad():
         assert Counting().evaluate(model)["loss"] == pytest.approx(best, abs=1e-5)
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -413,6 +415,6 @@ def test_two_processes_are_one(tmp_path, strategy):
     done = finished(*command, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr[-3000:]
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), abs=1e-10)
-    found = rg.load(tmp_path / "two/model").state_dict()
+    loaded = rg.load(tmp_path / "two/model").state_dict()
     for name, tensor in rg.load(tmp_path / "one/model").state_dict().items():
-        assert (tensor - found[name]).abs().max() <= 1e-10, name
+        assert (tensor - loaded[name]).abs().max() <= 1e-10, name

@@ -33,7 +33,7 @@ TINY = {
     "num_layers": 1,
     "hidden_dim": 32,
 }
-CAUSAL = [name for name, one in REGISTRY.items() if weighs_tokens(one, 8) and not one.ordered]
+CAUSAL = [name for name, mechanism in REGISTRY.items() if weighs_tokens(mechanism, 8) and not mechanism.ordered]
 
 
 @pytest.fixture
@@ -73,9 +73,9 @@ class TestTask:
         batch = task.batch(indices, epoch=0)
         total, count = 0.0, 0
         for index in indices:
-            one = task.batch([index], epoch=0)
-            logits = model(one["source"], one["target"][:, :-1])[0].log_softmax(-1)
-            labels = one["target"][0, 1:]
+            batch = task.batch([index], epoch=0)
+            logits = model(batch["source"], batch["target"][:, :-1])[0].log_softmax(-1)
+            labels = batch["target"][0, 1:]
             right = -logits[torch.arange(len(labels)), labels]
             total += float((0.8 * right - 0.2 * logits.mean(-1)).sum())
             count += len(labels)
@@ -107,18 +107,18 @@ class TestTask:
         total, right, count = 0.0, 0, 0
         pairs = phrasebook("held_out", TINY["held_out"])
         with torch.no_grad():
-            found = task.evaluate(model)
+            results = task.evaluate(model)
             for source, target in pairs:
                 written = model.tokenizer.encode(target)
                 logits = model(torch.tensor([model.tokenizer.encode(source)]), torch.tensor([[START, *written[:-1]]]))
                 total += float(F.cross_entropy(logits[0], torch.tensor(written), reduction="sum"))
                 right += int((logits[0].argmax(-1) == torch.tensor(written)).sum())
                 count += len(written)
-        assert found["loss"] == pytest.approx(total / count, rel=1e-5)
-        assert found["accuracy"] == pytest.approx(right / count)
-        assert found["exact"] == 0
-        assert 0 <= found["bleu"] < 10
-        assert set(found) == {"loss", "accuracy", "exact", "bleu"}
+        assert results["loss"] == pytest.approx(total / count, rel=1e-5)
+        assert results["accuracy"] == pytest.approx(right / count)
+        assert results["exact"] == 0
+        assert 0 <= results["bleu"] < 10
+        assert set(results) == {"loss", "accuracy", "exact", "bleu"}
         assert [line.split(" → ")[0] for line in task.samples(model)] == [source for source, _ in pairs[:3]]
 
     def test_without_sacrebleu_there_is_no_bleu_and_the_card_says_so(
@@ -194,9 +194,9 @@ class TestTranslator:
         assert translate.quality(shipped, phrasebook("held_out", 400, seed=1))["exact"] >= 0.97
 
     def test_noun_and_adjective_look_across_their_swap(self, shipped: rg.Transformer) -> None:
-        found = translate.alignment(shipped, swaps("held_out", 100, seed=1))
-        assert found.share >= 0.95
-        assert found.weight > 0.5
+        aligned = translate.alignment(shipped, swaps("held_out", 100, seed=1))
+        assert aligned.share >= 0.95
+        assert aligned.weight > 0.5
 
     def test_a_translation_is_the_same_alone_and_among_others(self, shipped: rg.Transformer) -> None:
         texts = [source for source, _ in phrasebook("held_out", 80, seed=2)]
@@ -247,9 +247,9 @@ class TestCommand:
 
     def test_json(self, inside: Inside) -> None:
         [line] = inside("translate", RED_CAR, "--json").stdout.splitlines()
-        found = json.loads(line)
-        assert (found["text"], found["translation"], found["reason"]) == (RED_CAR, "The red car is fast.", "end")
-        assert -1 < found["score"] < 0
+        answer = json.loads(line)
+        assert (answer["text"], answer["translation"], answer["reason"]) == (RED_CAR, "The red car is fast.", "end")
+        assert -1 < answer["score"] < 0
 
     def test_the_picture(self, inside: Inside, tmp_path: Path) -> None:
         done = inside("translate", RED_CAR, "--show", str(tmp_path / "attention.png"))

@@ -312,7 +312,7 @@ def test_glyphs_depend_on_split_seed_and_index_alone(monkeypatch):
     assert torch.equal(again.images[:40], images)
     assert torch.equal(again.labels[:40], labels)
     for other in (glyphs("test", 40, seed=5), glyphs("train", 40, seed=6)):
-        assert all(not torch.equal(one, two) for one, two in zip(images, other.images, strict=True))
+        assert all(not torch.equal(image, other_image) for image, other_image in zip(images, other.images, strict=True))
     assert not torch.equal(images[0], again.images[36])
 
 
@@ -323,8 +323,8 @@ def test_glyphs_are_legible_and_their_typefaces_held_out():
     assert images.dtype == torch.uint8
     assert labels.bincount().tolist() == [20] * len(CHARACTERS)
     means = pixels(images).view(20, 36, -1).mean(0)
-    found = torch.cdist(pixels(glyphs("train", 360, size=32, seed=1).images).flatten(1), means).argmin(1)
-    assert (found == torch.arange(360) % 36).float().mean() > 0.4
+    nearest = torch.cdist(pixels(glyphs("train", 360, size=32, seed=1).images).flatten(1), means).argmin(1)
+    assert (nearest == torch.arange(360) % 36).float().mean() > 0.4
     for name in FACES:
         ink = glyphs_module._rendered(FACES[name])
         assert ink.sum((2, 3)).min() > 100
@@ -339,9 +339,9 @@ def test_glyphs_are_legible_and_their_typefaces_held_out():
         ({"split": "train", "count": 1, "size": 4}, "size: expected a whole number of at least 8, got 4"),
     ],
 )
-def test_bad_glyphs_say_so(given, message):
+def test_bad_glyphs_say_so(arguments, message):
     with pytest.raises(ValueError, match=message):
-        glyphs(**given)
+        glyphs(**arguments)
 
 
 def test_shifts_are_padded_crops_and_mirrors():
@@ -349,19 +349,19 @@ def test_shifts_are_padded_crops_and_mirrors():
     padded = F.pad(images, (3, 3, 3, 3))
     steps = torch.arange(7)
     many = torch.cartesian_prod(steps, steps)
-    given = torch.cat([(many + 0.5) / 7, torch.full((49, 1), 0.9)], 1)
-    moved = shifted(images, given, 3, flip=False)
+    numbers = torch.cat([(many + 0.5) / 7, torch.full((49, 1), 0.9)], 1)
+    moved = shifted(images, numbers, 3, flip=False)
     for at, (down, across) in enumerate(many.tolist()):
         assert torch.equal(moved[at], padded[at, :, down : down + 6, across : across + 7])
-    assert torch.equal(shifted(images, given * 0 + 0.5, 3, flip=True), images)
-    assert torch.equal(shifted(images, given * 0 + 0.5, 0, flip=False), images)
+    assert torch.equal(shifted(images, numbers * 0 + 0.5, 3, flip=True), images)
+    assert torch.equal(shifted(images, numbers * 0 + 0.5, 0, flip=False), images)
     mirrored = shifted(images, torch.tensor([[0.5, 0.5, 0.1]]).expand(49, 3), 3, flip=True)
     assert torch.equal(mirrored, images.flip(-1))
 
 
 def test_erased_rectangles_have_every_place_and_size():
-    given = draws(0, 0, range(3000), 4)
-    gone = erased(torch.ones(3000, 2, 10, 20), given, 0.5) == 0
+    numbers = draws(0, 0, range(3000), 4)
+    gone = erased(torch.ones(3000, 2, 10, 20), numbers, 0.5) == 0
     assert torch.equal(gone[:, 0], gone[:, 1])
     rows, columns = gone[:, 0].any(2), gone[:, 0].any(1)
     assert torch.equal(gone[:, 0], rows[:, :, None] & columns[:, None])
@@ -370,7 +370,7 @@ def test_erased_rectangles_have_every_place_and_size():
     assert rows.any(0).all()
     assert columns.any(0).all()
     assert ((rows.int().diff(dim=1).abs().sum(1)) <= 2).all()
-    assert not (erased(torch.ones(9, 1, 8, 8), given[:9] * 0, 1.0) == 0).any()
+    assert not (erased(torch.ones(9, 1, 8, 8), numbers[:9] * 0, 1.0) == 0).any()
 
 
 def tiny(count: int = 24, mirrored: bool = False) -> Images:
@@ -386,12 +386,10 @@ def tiny(count: int = 24, mirrored: bool = False) -> Images:
 
 
 def make(images: Images | None = None, seed: int = 1, **options) -> Vision:
-    given, found = (
-        Options(**{"patch_size": 4, "embedding_dim": 16, "num_heads": 2, "num_layers": (1,), **options}),
-        images or tiny(),
-    )
+    small = Options(**{"patch_size": 4, "embedding_dim": 16, "num_heads": 2, "num_layers": (1,), **options})
+    data = images or tiny()
     torch.manual_seed(seed)
-    return Vision(vision._model(given, found), found, given, seed)
+    return Vision(vision._model(small, data), data, small, seed)
 
 
 @pytest.mark.parametrize("options", [{}, {"mixup": 0.4, "erase": 0.5}])
@@ -447,27 +445,27 @@ def test_evaluation_is_over_all_test_images(monkeypatch):
         logits = model(pixels(task.images.test.images))
     labels = task.images.test.labels
     monkeypatch.setattr(vision, "TESTED", 4)
-    found = task.evaluate(model)
-    assert found["accuracy"] == pytest.approx((logits.argmax(-1) == labels).float().mean().item())
-    assert found["loss"] == pytest.approx(F.cross_entropy(logits, labels).item(), rel=1e-6)
+    results = task.evaluate(model)
+    assert results["accuracy"] == pytest.approx((logits.argmax(-1) == labels).float().mean().item())
+    assert results["loss"] == pytest.approx(F.cross_entropy(logits, labels).item(), rel=1e-6)
     assert len(task.samples(model)) == 6
     assert task.samples(model)[0].startswith("a: classified as ")
     assert "24 training images of 8×8 pixels, 10 test images" in task.card().data
-    assert task.watched[0] in found
+    assert task.watched[0] in results
 
 
 @pytest.mark.parametrize("model", ["vit", "davit"])
 def test_a_task_is_the_same_again(model, monkeypatch):
     monkeypatch.setattr(vision, "TRAIN_GLYPHS", 300)
     shape = {"patch_size": 7, "embedding_dim": 8, "num_heads": 1, "num_layers": (1,), "model": model}
-    one, two = (build(Options(**shape), Path("unused"), seed=4) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(one.model.parameters(), two.model.parameters(), strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(one.images.train, two.images.train, strict=True))
+    first, second = (build(Options(**shape), Path("unused"), seed=4) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first.model.parameters(), second.model.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(first.images.train, second.images.train, strict=True))
     other = build(Options(**shape), Path("unused"), seed=5)
-    assert not torch.equal(one.images.train.images, other.images.train.images)
-    assert one.model.config.class_names == tuple(CHARACTERS)
-    assert len(one.sizes()) == len(one.images.train.labels) == 300
-    assert one.sizes()[0] == {"vit": 17, "davit": 16}[model]
+    assert not torch.equal(first.images.train.images, other.images.train.images)
+    assert first.model.config.class_names == tuple(CHARACTERS)
+    assert len(first.sizes()) == len(first.images.train.labels) == 300
+    assert first.sizes()[0] == {"vit": 17, "davit": 16}[model]
 
 
 @pytest.mark.parametrize("model", ["vit", "davit"])
@@ -496,14 +494,14 @@ def test_both_models_learn(model, tmp_path):
         (task.totals(task.model, batch)["classes"] / 60).backward()
         optimizer.step()
         optimizer.zero_grad()
-    found = task.evaluate(task.model.eval())
-    assert found["accuracy"] == 1
-    assert found["loss"] < before / 2
+    results = task.evaluate(task.model.eval())
+    assert results["accuracy"] == 1
+    assert results["loss"] < before / 2
 
 
 def test_options_become_the_models_config():
     images = replace(tiny(), train=Split(torch.zeros(4, 3, 28, 28, dtype=torch.uint8), torch.arange(4) % 3))
-    given = Options(
+    options = Options(
         patch_size=7,
         embedding_dim=24,
         num_heads=4,
@@ -513,7 +511,7 @@ def test_options_become_the_models_config():
         mechanism="quadratic",
         head="mlp",
     )
-    config = given.config(images)
+    config = options.config(images)
     assert config == rg.VisionConfig(
         image_size=(28, 28), patch_size=7, num_channels=3, embedding_dim=24, num_layers=3, num_heads=4, num_kv_heads=2,
         window_radius=1, mechanism="quadratic", head="mlp", num_classes=3, class_names=("a", "b", "c"),
@@ -524,7 +522,7 @@ def test_options_become_the_models_config():
     ).config(images)
     assert (config.embedding_dim, config.num_heads, config.num_layers) == ((8, 16, 32), (2, 4, 8), (1, 2, 1))
     assert (config.window_size, config.dropout) == (5, 0.1)
-    assert [one.shape[-1] for one in rg.DaViT(config).features(torch.zeros(1, 3, 28, 28))] == [14, 7, 4]
+    assert [features.shape[-1] for features in rg.DaViT(config).features(torch.zeros(1, 3, 28, 28))] == [14, 7, 4]
 
 
 BAD = {
@@ -554,13 +552,13 @@ BAD = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_options_say_so(name):
-    given, message = BAD[name]
+    options, message = BAD[name]
     with pytest.raises(ValueError, match=message):
-        Options(**given)
+        Options(**options)
 
 
 def test_every_option_has_a_sentence():
-    assert all(one.metadata["help"].endswith(".") for one in fields(Options))
+    assert all(field.metadata["help"].endswith(".") for field in fields(Options))
 
 
 def test_options_that_do_not_fit_the_images_say_so(tmp_path):

@@ -94,19 +94,19 @@ def try_on(python: str, wheel: Path) -> bool:
         return False
     begun = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        own = Path(folder, "venv", "bin", "python")
-        install = (str(own), "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
+        python = Path(folder, "venv", "bin", "python")
+        install = (str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
         done(python, "-m", "venv", str(Path(folder, "venv")))
         done(*install, *torch_of_the_lock())
         done(*install, str(wheel))
         first, *_ = python_blocks(ROOT / "README.md")
         without_checks = "\n".join(line for line in first.split("\n") if "rg.check(" not in line)
         for code in (without_checks, CORE.format(absent=ABSENT)):
-            done(str(own), "-W", "error", "-W", NO_NUMPY, "-c", code, cwd=folder)
+            done(str(python), "-W", "error", "-W", NO_NUMPY, "-c", code, cwd=folder)
         core = time.monotonic() - begun
         done(*install, f"regard[all] @ {wheel.as_uri()}")
         for words in COMMANDS:
-            done(str(own.with_name("regard")), *words, cwd=folder)
+            done(str(python.with_name("regard")), *words, cwd=folder)
     extras = time.monotonic() - begun - core
     print(f"{version.stdout.strip()}: right; {core:.0f} s without extras, {extras:.0f} s with all", flush=True)
     return True
@@ -122,8 +122,8 @@ def done(*command: str, cwd: str | Path | None = None) -> None:
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
     result = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
     if result.returncode:
-        said = f"{result.stdout}{result.stderr}"
-        sys.exit(f"{' '.join(command)[:500]}\n{said}\nwheel: expected exit 0, got {result.returncode}")
+        output = f"{result.stdout}{result.stderr}"
+        sys.exit(f"{' '.join(command)[:500]}\n{output}\nwheel: expected exit 0, got {result.returncode}")
 
 
 if __name__ == "__main__":
