@@ -301,7 +301,7 @@ def test_a_run_deletes_nothing_that_it_did_not_write(tmp_path, names):
     folders = [target, target / "out"] if names == ("out",) else [target]
     for folder in folders:
         with pytest.raises(
-            ValueError, match=r"out: expected a new folder or an empty one, got .*, which (holds|is a file)"
+            ValueError, match=r"out: expected a new folder or an empty one, got .*, which (has|is a file)"
         ):
             begin("translate", options, settings, folder, place)
     assert {str(path.relative_to(target)) for path in target.rglob("*") if path.is_file()} == set(names)

@@ -93,7 +93,7 @@ def forms():
         forms_of[adjective.forms[0]] = {*adjective.forms, adjective.before_vowel}
     tables = (lexicon.VERBS, *lexicon.INDIRECT.values(), lexicon.GIVING, lexicon.ACTING, lexicon.GOING)
     tables += (lexicon.STAYING, lexicon.STATING, "coûter = cost")
-    for verb in (verb for forms_of in tables for verb in lexicon.verbs(forms_of)):
+    for verb in (verb for table in tables for verb in lexicon.verbs(table)):
         participles = {verb.participle + end for end in ("", "e", "s", "es")}
         forms_of[verb.french] = {verb.french, *verb.present, *participles}
     return forms_of

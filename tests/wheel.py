@@ -94,19 +94,19 @@ def try_on(python: str, wheel: Path) -> bool:
         return False
     begun = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        python = Path(folder, "venv", "bin", "python")
-        install = (str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
+        inner = Path(folder, "venv", "bin", "python")
+        install = (str(inner), "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
         done(python, "-m", "venv", str(Path(folder, "venv")))
         done(*install, *torch_of_the_lock())
         done(*install, str(wheel))
         first, *_ = python_blocks(ROOT / "README.md")
         without_checks = "\n".join(line for line in first.split("\n") if "rg.check(" not in line)
         for code in (without_checks, CORE.format(absent=ABSENT)):
-            done(str(python), "-W", "error", "-W", NO_NUMPY, "-c", code, cwd=folder)
+            done(str(inner), "-W", "error", "-W", NO_NUMPY, "-c", code, cwd=folder)
         core = time.monotonic() - begun
         done(*install, f"regard[all] @ {wheel.as_uri()}")
         for words in COMMANDS:
-            done(str(python.with_name("regard")), *words, cwd=folder)
+            done(str(inner.with_name("regard")), *words, cwd=folder)
     extras = time.monotonic() - begun - core
     print(f"{version.stdout.strip()}: right; {core:.0f} s without extras, {extras:.0f} s with all", flush=True)
     return True
