@@ -399,7 +399,7 @@ def test_bench_times_a_mechanism_by_name(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (
             ["--mechanism", "mine.py:projected", "--qk-length", "4"],

@@ -223,7 +223,9 @@ def test_a_failure_is_one_line_and_leaves_nothing(wrong, recipe, failure):
     assert message in wrong(recipe, *data, *words, "--out", "deep/er/run")
 
 
-@pytest.mark.parametrize(("words", "said"), SPECIAL, ids=lambda part: " ".join(part) if isinstance(part, list) else "")
+@pytest.mark.parametrize(
+    ("words", "message"), SPECIAL, ids=lambda part: " ".join(part) if isinstance(part, list) else ""
+)
 def test_what_a_user_gets_wrong_is_one_line(wrong, words, message):
     assert message in wrong(*words)
 

@@ -328,7 +328,7 @@ MISTAKES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("call", "argument", "expected", "given"), MISTAKES.values(), ids=MISTAKES)
+@pytest.mark.parametrize(("call", "argument", "expected", "got"), MISTAKES.values(), ids=MISTAKES)
 def test_an_error_names_the_argument_the_expected_and_the_given(
     call: Callable[[], object], argument: str, expected: str, got: str
 ) -> None:

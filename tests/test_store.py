@@ -287,7 +287,7 @@ def test_what_is_not_whole_is_skipped_with_a_reason(name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"dtype": "F99"}, "expected every tensor's type, shape and place"),
         ({"chunks": [{"file": "../x", "name": "w", "offsets": [0, 0], "sizes": [7, 5]}]}, "in the checkpoint's files"),
@@ -326,7 +326,7 @@ def test_tensors_of_another_run_are_listed(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"step": -1}, "step: expected a whole number of at least 0, got -1"),
         ({"step": 1.5}, "step: expected a whole number of at least 0, got 1.5"),
