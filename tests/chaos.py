@@ -1,26 +1,17 @@
-"""Kills of running trainings, and damage to their checkpoints.
+"""Kills of training runs, and damage to their checkpoints.
 
-A run is killed with SIGKILL, at named points of what it does with files, at the n-th import of its start and at the
-n-th call of a function after some step, goes on from its newest checkpoint, is killed again, and so on until it is
-complete. Then it must be bitwise the run that nobody disturbed: its metrics, its weights, the optimizer's memory, the
-random states. And no kill may ever leave a checkpoint under its name that is not whole.
+A run is killed with SIGKILL at named points: where it writes files, at the n-th import of its start, at the n-th call
+of a function after some step. It resumes from its newest checkpoint, is killed again, and so on until it is complete.
+Then it must be bitwise equal to a run that was not disturbed: metrics, weights, optimizer state, random states. And no
+kill may leave an incomplete checkpoint under the name of a checkpoint. traps.py kills the process.
 `python tests/chaos.py --kills 200 --flips 1000` runs more of it than the tests do.
-
-What is run knows nothing of this: a child process first puts its own functions in the place of open, os.fsync,
-os.rename, os.replace and shutil.rmtree, which kill it at the n-th call, and then becomes the ordinary command line. No
-clock decides when a kill comes, so the load of the machine changes nothing; a point that a life does not come to any
-more is its end, and the process is killed there.
 """
 
 import argparse
-import builtins
-import io
 import json
 import os
 import random
-import runpy
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -28,20 +19,21 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import traps
+from damaged import flips, make_two, truncations
+from traps import SAVE_EVERY, STEPS, kill, relatives
+
 FILES = ("open", "mid-write", "before flush", "after flush", "before rename", "after rename", "prune")
-STEPS = 30
-SAVE_EVERY = 5
 KILLS_OF_A_RUN = 8
 CALLS_OF_A_STEP = 3000
-"""Of Python functions, about."""
+"""Calls of Python functions in a step, about."""
 PATIENCE = 180
 """Seconds after which a process that neither ends nor is killed counts as hanging."""
 VOLATILE = {"seconds", "tokens_per_second"}
-"""What differs between two runs that are alike."""
+"""Fields that differ between two equal runs."""
 
 TRAIN = [
     *("--steps", str(STEPS), "--save-every", str(SAVE_EVERY), "--evaluate-every", "10", "--keep", "2"),
@@ -52,19 +44,19 @@ TRAIN = [
 
 @dataclass(frozen=True)
 class Kill:
-    """How a process is to end: at the n-th time that it comes to a point, and so many calls of functions after."""
+    """When a process is killed: at the n-th time that it reaches a point, and `calls` function calls after that."""
 
     point: str
     number: int
     calls: int
     rank: int
     group: bool
-    """Whether all processes of the run are killed, torchrun with them, or this rank alone."""
+    """Whether all processes of the run are killed, torchrun with them, or only this rank."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """What is run, and on how many processes; with shards, each of them holds a part of the model."""
+    """The job, the number of processes, and whether the model is sharded over them."""
 
     job: str
     ranks: int
@@ -75,222 +67,8 @@ class Variant:
         return f"{self.job}-{self.ranks}{'-shards' if self.shards else ''}"
 
 
-# The child
-
-
-class Trap:
-    """Counts how often each point is reached, in the run's folder and its checkpoints, and kills at the one asked for.
-
-    The points are files that are written, imports, and steps: lines of metrics.
-    """
-
-    def __init__(self, asked):
-        self.asked = asked
-        self.folder = os.path.abspath(asked["folder"]) + os.sep
-        self.mine = int(os.environ.get("RANK", 0)) == asked.get("rank")
-        self.seen = Counter()
-
-    def reached(self, point, path):
-        place = os.path.abspath(path) if isinstance(path, str | os.PathLike) else ""
-        if not place.startswith(self.folder):
-            return False
-        if point == "mid-write" and place == self.folder + "metrics.jsonl" and self.counted("step"):
-            self.spring_later()
-        point += ", checkpoint" if place.startswith(self.folder + "checkpoints") else ", elsewhere"
-        return self.counted(point)
-
-    def counted(self, point):
-        self.seen[point] += 1
-        return self.mine and point == self.asked.get("point") and self.seen[point] == self.asked["number"]
-
-    def spring_later(self):
-        left = self.asked["calls"]
-
-        def count(frame, event, argument):
-            nonlocal left
-            left -= event == "call"
-            if left < 0:
-                self.spring()
-
-        sys.setprofile(count)
-
-    def spring(self):
-        Path(self.asked["marker"]).touch()
-        if self.asked["group"]:
-            for process in reversed(relatives(os.getppid())):  # torchrun last: its end is waited for
-                if process != os.getpid():
-                    kill(process)
-        kill(os.getpid())
-
-    def at(self, point, path):
-        if self.reached(point, path):
-            self.spring()
-
-    def set(self):
-        opened, fsync, rmtree = io.open, os.fsync, shutil.rmtree
-
-        def watched_open(file, mode="r", *args, **kwargs):
-            file_object = opened(file, mode, *args, **kwargs)
-            if not set(mode) & set("wxa+"):
-                return file_object
-            self.at("open", file)
-            return Watched(file_object, file, self)
-
-        def watched_fsync(descriptor):
-            path = os.readlink(f"/proc/self/fd/{descriptor}")
-            self.at("before flush", path)
-            fsync(descriptor)
-            self.at("after flush", path)
-
-        def watched_rename(rename):
-            def run(source, target, *args, **kwargs):
-                self.at("before rename", target)
-                rename(source, target, *args, **kwargs)
-                self.at("after rename", target)
-
-            return run
-
-        def watched_rmtree(path, *args, **kwargs):
-            if self.reached("prune", path):
-                for file in [entry for entry in sorted(Path(path).rglob("*")) if entry.is_file()][:1]:
-                    os.unlink(file)
-                self.spring()
-            rmtree(path, *args, **kwargs)
-
-        def watched_import(event, _):
-            if event == "import" and self.counted("import"):
-                self.spring()
-
-        sys.addaudithook(watched_import)
-        builtins.open = io.open = watched_open
-        os.fsync, shutil.rmtree = watched_fsync, watched_rmtree
-        os.rename, os.replace = watched_rename(os.rename), watched_rename(os.replace)
-
-
-class Watched:
-    """A file that is killed in the midst of a write."""
-
-    def __init__(self, file, path, trap):
-        self._file, self._path, self._trap = file, path, trap
-
-    def write(self, data):
-        if self._trap.reached("mid-write", self._path):
-            self._file.write(data[: len(data) // 2])
-            self._file.flush()
-            self._trap.spring()
-        return self._file.write(data)
-
-    def __getattr__(self, name):
-        return getattr(self._file, name)
-
-    def __enter__(self):
-        self._file.__enter__()
-        return self
-
-    def __exit__(self, *error):
-        return self._file.__exit__(*error)
-
-
-def child(command):
-    """Set the trap, then be the command."""
-    asked = json.loads(os.environ["CHAOS"])
-    trap = Trap(asked)
-    trap.set()
-    try:
-        if asked["job"] == "store":
-            small_training(Path(asked["folder"]))
-        else:
-            sys.argv = ["regard", *command]
-            runpy.run_module("regard", run_name="__main__", alter_sys=True)
-    except SystemExit as ended:
-        if ended.code:
-            raise
-    if "counts" in asked:
-        counts = Path(f"{asked['counts']}-{os.environ.get('RANK', 0)}")
-        counts.write_text(json.dumps(trap.seen))
-    if trap.mine:
-        trap.spring()
-
-
-def small_training(folder):
-    """A training of a few numbers: it asks of the store what the real one asks, shards and dropout among it."""
-    import torch
-    import torch.distributed as dist
-    from torch import nn
-
-    from regard.training import store
-
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(7, 33), nn.GELU(), nn.Dropout(0.2), nn.Linear(33, 7))
-    if world > 1:
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
-
-        dist.init_process_group("gloo")
-        fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    for parameter in model.parameters():
-        optimizer.state[parameter] = {
-            "step": torch.zeros(()),
-            **{n: torch.zeros_like(parameter) for n in ("exp_avg", "exp_avg_sq")},
-        }
-    torch.manual_seed(rank + 1)
-    state = torch.get_rng_state()
-    tensors = {
-        **model.state_dict(),
-        **{
-            f"{n}.{part}": t
-            for n, parameter in model.named_parameters()
-            for part, t in optimizer.state[parameter].items()
-        },
-        f"random.{rank}": state,
-    }
-    path, _ = store.newest(folder / "checkpoints")
-    first, metrics = 0, folder / "metrics.jsonl"
-    if path is not None:
-        first = store.load(path, tensors)["step"]
-        torch.set_rng_state(state)
-    if rank == 0:
-        lines = metrics.read_text().splitlines()[:first] if metrics.exists() else []
-        metrics.write_text("".join(f"{line}\n" for line in lines))
-    for step in range(first + 1, STEPS + 1):
-        data = torch.randn(5, 7)
-        loss = (model(data) - data).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if rank == 0:
-            with metrics.open("a") as file:
-                file.write(json.dumps({"step": step, "loss": loss.item()}) + "\n")
-                file.flush()
-        if step % SAVE_EVERY == 0:
-            state.copy_(torch.get_rng_state())
-            store.save(folder / "checkpoints", step, tensors, {"step": step}, keep=2)
-    if world > 1:
-        dist.destroy_process_group()
-
-
-# Processes
-
-
-def kill(process):
-    with suppress(ProcessLookupError):
-        os.kill(process, signal.SIGKILL)
-
-
-def relatives(parent):
-    """The process and its children."""
-    processes = [parent]
-    for entry in Path("/proc").iterdir():
-        with suppress(OSError, ValueError, IndexError):
-            if int((entry / "stat").read_text().rpartition(")")[2].split()[1]) == parent:
-                processes.append(int(entry.name))
-    return processes
-
-
 def launch(variant, folder, asked, log):
-    """Start a run, or go on with it."""
+    """Start a run, or resume it."""
     command = []
     if variant.job == "train":
         begun = (folder / "run.json").exists()
@@ -308,7 +86,7 @@ def launch(variant, folder, asked, log):
         "CHAOS": json.dumps({"job": variant.job, "folder": str(folder), **asked}),
     }
     return subprocess.Popen(
-        [sys.executable, *(many if variant.ranks > 1 else []), __file__, "--child", "--", *command],
+        [sys.executable, *(many if variant.ranks > 1 else []), traps.__file__, *command],
         env=environment,
         stdout=log,
         stderr=log,
@@ -316,7 +94,7 @@ def launch(variant, folder, asked, log):
 
 
 def finish(process):
-    """Wait for the end; a process that hangs is killed and reported."""
+    """Wait for the end of a process; a process that hangs is killed."""
     try:
         return process.wait(PATIENCE)
     except subprocess.TimeoutExpired:
@@ -326,12 +104,9 @@ def finish(process):
         return "hangs"
 
 
-# The harness
-
-
 @dataclass
 class Tally:
-    """What has happened so far, written to by several threads."""
+    """Counts of kills, runs and failures, written by several threads."""
 
     kills: Counter = field(default_factory=Counter)
     runs: int = 0
@@ -341,7 +116,7 @@ class Tally:
 
 @dataclass
 class Undisturbed:
-    """The run that nobody disturbed: what it left, and how often each process came to each point."""
+    """A run without kills: its folder, and how often each process reached each point."""
 
     folder: Path
     counts: list
@@ -353,35 +128,35 @@ def undisturbed(variant, folder):
     with open(log, "wb") as output:
         ended = finish(launch(variant, folder, {"counts": str(counts)}, output))
     if ended != 0:
-        raise RuntimeError(f"the run that nobody disturbed ends with {ended}:\n{log.read_text()[-3000:]}")
+        raise RuntimeError(f"the undisturbed run ends with {ended}:\n{log.read_text()[-3000:]}")
     return Undisturbed(folder, [json.loads(Path(f"{counts}-{rank}").read_text()) for rank in range(variant.ranks)])
 
 
 def planned(kills, whole, rng):
-    """So many kills: half of them in steps and in the start, half where files are written, each point alike."""
+    """Plans of `kills` kills: half of them in steps and at the start, half where files are written."""
     plans, points = [], rng.sample(FILES, len(FILES))
     for number in range(kills):
         rank = rng.randrange(len(whole.counts))
         group = len(whole.counts) > 1 and rng.random() < 0.5
         if number % 2:
             point = points[number // 2 % len(points)]
-            # Some things only the first process does.
+            # Some points only rank 0 reaches.
             rank = rank if any(name.startswith(point) for name in whole.counts[rank]) else 0
             counts = whole.counts[rank]
             places = [name for name in counts if name.startswith(point)]
             chosen = rng.choice([name for name in places if "checkpoint" in name] * 3 + places)
-            # Within the first third of its calls, so that a resumed run still comes to it.
+            # Within the first third of its calls, so that a resumed run still reaches it.
             plans.append(Kill(chosen, rng.randint(1, max(1, counts[chosen] // 3)), 0, rank, group))
         elif rng.random() < 0.1:
             plans.append(Kill("import", rng.randint(1, whole.counts[rank]["import"]), 0, rank, group))
-        else:  # the first process writes the metrics
+        else:  # rank 0 writes the metrics
             plans.append(Kill("step", rng.randint(1, 12), rng.randrange(CALLS_OF_A_STEP), 0, group))
     rng.shuffle(plans)
     return plans
 
 
 def attempt(variant, plan, folder, log):
-    """One life of a run. 'killed', 'complete', or what went wrong."""
+    """Start or resume a run once. Returns "killed", "complete", or what went wrong."""
     marker = folder.with_name(f"{folder.name}-killed")
     marker.unlink(missing_ok=True)
     ended = finish(launch(variant, folder, {"marker": str(marker), **(asdict(plan) if plan else {})}, log))
@@ -391,7 +166,7 @@ def attempt(variant, plan, folder, log):
 
 
 def difference(whole, other):
-    """What two folders of runs differ in, or nothing."""
+    """A difference between two run folders, or None."""
     from regard.training import store
 
     def metrics(folder):
@@ -414,7 +189,7 @@ def difference(whole, other):
 
 
 def half_there(folder):
-    """What is wrong with checkpoints that bear their name without being whole."""
+    """The errors of incomplete checkpoints under a checkpoint's name."""
     from regard.training import store
 
     errors = []
@@ -427,7 +202,7 @@ def half_there(folder):
 
 
 def disturbed(variant, plans, whole, folder, tally, advance):
-    """Run after run until all the plans are carried out."""
+    """Run after run until all plans are carried out."""
     plans, number = list(plans), 0
     while plans:
         number += 1
@@ -459,12 +234,12 @@ def disturbed(variant, plans, whole, folder, tally, advance):
 
 
 def chaos(job, kills, ranks, seed, out, at_once=2, advance=lambda: None):
-    """Disturb runs of a job; gives the tally."""
+    """Disturb runs of a job; returns the tally."""
     tally = Tally()
     variants = []
     for place, count in enumerate(ranks):
         share = kills // len(ranks) + (place < kills % len(ranks))
-        # The small training of several processes always has shards.
+        # The small training on several processes is always sharded.
         kinds = [True] if job == "store" else [False, True]
         for at, shards in enumerate(kinds if count > 1 else [False]):
             part = share // len(kinds) + (at < share % len(kinds)) if count > 1 else share
@@ -480,59 +255,6 @@ def chaos(job, kills, ranks, seed, out, at_once=2, advance=lambda: None):
         for job in jobs:
             job.result()
     return tally
-
-
-# Damage
-
-
-def make_two(folder):
-    """Two checkpoints of a few tensors; gives the newer one."""
-    import torch
-
-    from regard.training import store
-
-    generator = torch.Generator().manual_seed(0)
-    tensors = {
-        "weight": torch.randn(7, 5, generator=generator),
-        "half": torch.randn(9, generator=generator).bfloat16(),
-        "step": torch.tensor(12.0),
-        "random": torch.randint(256, (99,), generator=generator, dtype=torch.uint8),
-    }
-    for step in (5, 10):
-        path = store.save(folder, step, tensors, {"step": step, "best": {"loss": 0.25}}, keep=2)
-    return path
-
-
-def noticed(path):
-    """Whether the older checkpoint is chosen and the sentence names the damaged one."""
-    from regard.training import store
-
-    newest, skipped = store.newest(path.parent)
-    return newest is not None and newest.name == "step-00000005" and len(skipped) == 1 and str(path) in skipped[0]
-
-
-def flips(path, count, rng):
-    """Flip one bit of a file, somewhere; gives, for each, where it was and whether it was noticed."""
-    files = sorted(path.iterdir())
-    for number in range(count):
-        file = files[number % len(files)]
-        good = file.read_bytes()
-        bit = rng.randrange(8 * len(good))
-        bad = bytearray(good)
-        bad[bit // 8] ^= 1 << bit % 8
-        file.write_bytes(bad)
-        yield f"{file.name}, bit {bit}", noticed(path)
-        file.write_bytes(good)
-
-
-def truncations(path, count, rng):
-    """Cut files short, at both ends of what is possible and at random between."""
-    for file in sorted(path.iterdir()):
-        good = file.read_bytes()
-        for size in {0, 1, 7, 8, 9, len(good) - 1, *(rng.randrange(len(good)) for _ in range(count))}:
-            file.write_bytes(good[:size])
-            yield f"{file.name}, {size} bytes of {len(good)}", noticed(path)
-            file.write_bytes(good)
 
 
 def main():
@@ -569,7 +291,7 @@ def main():
         tally = chaos(
             options.job, options.kills, ranks, options.seed, out, options.at_once, lambda: bar.advance(killed)
         )
-    missed = [where for results_of in damage.values() for where, seen in results_of if not seen]
+    missed = [where for outcomes in damage.values() for where, seen in outcomes if not seen]
     results = {
         "job": options.job,
         "ranks": ranks,
@@ -578,7 +300,7 @@ def main():
         "kills by point": dict(tally.kills),
         "runs": tally.runs,
         "runs that are bitwise the undisturbed one": tally.runs - len(tally.failures),
-        **{kind: len(results_of) for kind, results_of in damage.items()},
+        **{kind: len(outcomes) for kind, outcomes in damage.items()},
         "damage unnoticed": missed,
         "failures": tally.failures,
         "seconds": round(time.monotonic() - began),
@@ -606,7 +328,4 @@ def main():
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--child"]:
-        child(sys.argv[3:])
-    else:
-        sys.exit(main())
+    sys.exit(main())

@@ -15,8 +15,8 @@ import pytest
 import torch
 import transformers
 
-import chaos
 import regard as rg
+import traps
 from processes import finished
 from regard.checkpoints import NAMES, names
 from test_cli import Inside, entry_point, regard
@@ -261,7 +261,7 @@ def test_a_killed_convert_leaves_a_whole_checkpoint_or_none(
     asked = {"job": "regard", "folder": str(tmp_path), "marker": str(tmp_path / "killed"), "rank": 0, "group": False}
     asked |= {"point": f"{point}, elsewhere", "number": number}
     environment = {**os.environ, "CHAOS": json.dumps(asked)}
-    done = finished(chaos.__file__, "--child", "--", "convert", "rxnmapper", "out", cwd=tmp_path, env=environment)
+    done = finished(traps.__file__, "convert", "rxnmapper", "out", cwd=tmp_path, env=environment)
     assert done.returncode == -9, done.stderr
     assert not (tmp_path / "out").exists()
     assert [type(rg.load(path)) for path in tmp_path.glob(".*-former")] == [rg.Decoder] * earlier

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import chaos
+import damaged
 from processes import finished
 from regard.checkpoints.errors import CheckpointError
 from regard.checkpoints.sources import DTYPES
@@ -136,7 +137,7 @@ def test_what_does_not_look_whole_is_not_counted_among_those_that_stay(tmp_path)
 
 def test_a_run_that_goes_back_keeps_what_it_saves(tmp_path):
     save(tmp_path, 5, 10)
-    next(chaos.flips(tmp_path / "step-00000010", 1, random.Random(0)))
+    next(damaged.flips(tmp_path / "step-00000010", 1, random.Random(0)))
     save(tmp_path, 6, keep=1)
     assert names(tmp_path) == ["step-00000006", "step-00000010"]
     assert store.newest(tmp_path)[0] == tmp_path / "step-00000006"
@@ -200,10 +201,10 @@ def test_there_may_be_nothing(tmp_path):
 
 @pytest.mark.parametrize("kind", ["flips", "truncations"])
 def test_damage_is_noticed(kind, tmp_path):
-    path = chaos.make_two(tmp_path)
-    damaged = list(getattr(chaos, kind)(path, {"flips": 100, "truncations": 30}[kind], random.Random(1)))
-    assert len(damaged) >= 60
-    assert [where for where, seen in damaged if not seen] == []
+    path = damaged.make_two(tmp_path)
+    outcomes = list(getattr(damaged, kind)(path, {"flips": 100, "truncations": 30}[kind], random.Random(1)))
+    assert len(outcomes) >= 60
+    assert [where for where, seen in outcomes if not seen] == []
     assert store.newest(tmp_path) == (path, []), "undamaged, it is chosen"
 
 
@@ -275,7 +276,7 @@ DAMAGES = {
 @pytest.mark.parametrize("name", DAMAGES)
 def test_what_is_not_whole_is_skipped_with_a_reason(name, tmp_path):
     damage, message = DAMAGES[name]
-    path = chaos.make_two(tmp_path)
+    path = damaged.make_two(tmp_path)
     damage(path)
     newest, skipped = store.newest(tmp_path)
     assert newest == tmp_path / "step-00000005"
@@ -307,7 +308,7 @@ def test_what_is_not_whole_is_skipped_with_a_reason(name, tmp_path):
     ],
 )
 def test_a_manifest_that_lies_is_refused(change, message, tmp_path):
-    path = chaos.make_two(tmp_path)
+    path = damaged.make_two(tmp_path)
     resealed(lambda manifest: {**manifest, "tensors": {"weight": {**manifest["tensors"]["weight"], **change}}})(path)
     with pytest.raises(CheckpointError, match=message.replace("'", ".")):
         store.load(path, {"weight": torch.zeros(7, 5)})
