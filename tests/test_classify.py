@@ -293,8 +293,8 @@ def test_a_model_without_names_gives_numbers(inside, trained, tmp_path):
 def test_errors_are_one_line(inside, trained, tmp_path, arguments, words):
     (tmp_path / "gap.txt").write_text("a\n\nb\n")
     (tmp_path / "bytes.txt").write_bytes(b"\xff")
-    words = [str(trained) if word == "TRAINED" else word for word in arguments]
-    done = inside("classify", *words, cwd=tmp_path)
+    typed = [str(trained) if argument == "TRAINED" else argument for argument in arguments]
+    done = inside("classify", *typed, cwd=tmp_path)
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.startswith("regard: error: ")
