@@ -252,8 +252,8 @@ def chaos(job, kills, ranks, seed, out, at_once=2, advance=lambda: None):
             for part in range(at_once):
                 folder = out / f"{variant.name}-{'abcdefgh'[part]}"
                 jobs.append(pool.submit(disturbed, variant, plans[part::at_once], whole, folder, tally, advance))
-        for job in jobs:
-            job.result()
+        for running in jobs:
+            running.result()
     return tally
 
 

@@ -34,7 +34,7 @@ def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
     for item in items:
         names = list(vars(item.module).values())
         elsewhere = item.module.__name__ in TRACED + ABOVE
-        if torch in names and not elsewhere and not any(_home(one).startswith(WITHOUT_NUMBERS) for one in names):
+        if torch in names and not elsewhere and not any(_home(name).startswith(WITHOUT_NUMBERS) for name in names):
             item.add_marker("numeric")
 
 
@@ -62,14 +62,16 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> None:
         step_attention,
     )
 
-    known: dict = {}
+    launched: dict = {}
     plain = launch.launch
 
-    def checked(launches, place, kernel, grid, tensors, told, fresh=()):
+    def checked(launches, place, kernel, grid, tensors, describe, fresh=()):
         key = id(launches), place, *[None if x is None else x.data_ptr() % 16 for x in tensors]
-        _, before = known.setdefault(key, (launches, (kernel, told())))  # held, so that no other has its id
-        assert before == (kernel, told()), f"{place} does not tell launches of {kernel.__name__} apart"
-        plain(launches, place, kernel, grid, tensors, told, fresh)
+        _, before = launched.setdefault(
+            key, (launches, (kernel, describe()))
+        )  # kept alive, so that no other object has its id
+        assert before == (kernel, describe()), f"{place} does not tell launches of {kernel.__name__} apart"
+        plain(launches, place, kernel, grid, tensors, describe, fresh)
 
     for module in (band_attention, decode_attention, feature_attention, square_attention, step_attention):
         monkeypatch.setattr(module, "launch", checked)
