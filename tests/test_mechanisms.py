@@ -297,7 +297,7 @@ def test_a_stream_under_autocast_is_the_stream():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
-def test_a_learned_feature_map_computes_in_its_own_dtype(dtype):
+def test_a_learned_feature_map_serves_inputs_of_any_dtype(dtype):
     mechanism = rg.Kernel(feature_map=torch.nn.Sequential(torch.nn.Linear(8, 6), torch.nn.Softplus()).to(dtype))
     q, k, v = make(300, dtype=torch.float32)
     out = rg.attend(q, k, v, mechanism, rg.causal)

@@ -39,7 +39,8 @@ def attend(
     call = Call(_mechanism(mechanism), q, k, v, as_mask(mask), bias)
     call.check()
     chosen = choose(call, path)
-    repeats.keep(key, call, chosen)
+    if call.mechanism is mechanism:  # a cast tensor would keep today's numbers
+        repeats.keep(key, call, chosen)
     with in_own_dtype(q):
         return compute(call, chosen)
 

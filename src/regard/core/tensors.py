@@ -1,9 +1,8 @@
 """The tensors of a mechanism: what it lists, what its functions capture, and where and in what dtype it computes."""
 
-import copy
 import inspect
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import partial, reduce
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -28,8 +27,8 @@ def replaced(mechanism: M, tensors: dict[str, Any]) -> M:
 
     `dataclasses.replace` would run the checks again, and refuses fields that were computed from others.
     """
-    other = copy.copy(mechanism)
-    for name, value in tensors.items():
+    other = object.__new__(type(mechanism))  # torch.compile cannot trace copy.copy
+    for name, value in {**vars(mechanism), **tensors}.items():
         object.__setattr__(other, name, value)
     return other
 
@@ -65,24 +64,61 @@ def brief(value: object) -> str:
 
 
 def own_dtype(mechanism: "Mechanism") -> torch.dtype | None:
-    """The dtype of a mechanism's tensors, which its formula computes in; None if it has none."""
-    like = _floating(mechanism)
-    return None if like is None else like.dtype
+    """The widest dtype among a mechanism's floating-point tensors; None if it has none."""
+    return _widest(_floating(mechanism))
 
 
-def _floating(mechanism: "Mechanism") -> Tensor | None:
-    return next((tensor for tensor in flat(mechanism) if tensor.is_floating_point()), None)
+def _floating(mechanism: "Mechanism") -> list[Tensor]:
+    return [tensor for tensor in flat(mechanism) if tensor.is_floating_point()]
+
+
+def _widest(tensors: list[Tensor]) -> torch.dtype | None:
+    return reduce(torch.promote_types, [tensor.dtype for tensor in tensors]) if tensors else None
+
+
+def fitted(mechanism: M, dtype: torch.dtype) -> M:
+    """The mechanism for inputs of this dtype: with its floating-point tensors cast up to the widest dtype among them
+    and the inputs, in which its formula then computes; the mechanism itself if nothing is narrower. Autograd records
+    the casts.
+
+    >>> import regard as rg, torch
+    >>> from regard.core.tensors import fitted
+    >>> kernel = rg.Kernel(feature_map=torch.nn.Linear(4, 6))
+    >>> fitted(kernel, torch.float32) is kernel, fitted(kernel, torch.float64).feature_map.weight.dtype
+    (True, torch.float64)
+    """
+    tensors = _floating(mechanism)
+    widest = _widest(tensors)
+    if widest is None or not dtype.is_floating_point:
+        return mechanism
+    widest = torch.promote_types(widest, dtype)
+    if all(tensor.dtype == widest for tensor in tensors):
+        return mechanism
+    return replaced(mechanism, {name: _cast(value, widest) for name, value in mechanism.tensors().items()})
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """A tensor or module in another dtype. A module becomes a shallow copy, so that gradients reach its parameters."""
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if not isinstance(value, nn.Module):  # a place that a module leaves empty
+        return value
+    other = object.__new__(type(value))  # torch.compile cannot trace copy.copy
+    other.__dict__.update(value.__dict__)
+    for members in ("_parameters", "_buffers", "_modules"):
+        other.__dict__[members] = {name: _cast(member, dtype) for name, member in value.__dict__[members].items()}
+    return other
 
 
 def probe(mechanism: "Mechanism", shape: tuple[int, ...]) -> Tensor:
     """Zeros with the dtype and device of a mechanism's tensors, including those that functions among its fields
     capture."""
-    like = _floating(mechanism)
-    if like is None:
+    tensors = _floating(mechanism)
+    if not tensors:
         functions = [value for value in vars(mechanism).values() if callable(value)]
         captured = [tensor for function in functions for tensor in named_tensors(function).values()]
-        like = next((tensor for tensor in captured if tensor.is_floating_point()), None)
-    return torch.zeros(shape, device="cpu") if like is None else like.new_zeros(shape)
+        tensors = [tensor for tensor in captured if tensor.is_floating_point()]
+    return tensors[0].new_zeros(shape, dtype=_widest(tensors)) if tensors else torch.zeros(shape, device="cpu")
 
 
 def weighs_tokens(mechanism: "Mechanism", qk_length: int) -> bool:
@@ -96,7 +132,7 @@ def weighs_tokens(mechanism: "Mechanism", qk_length: int) -> bool:
     tokens = 3 if qk_length == 2 else 2
     x = probe(mechanism, (1, 1, tokens, qk_length))
     with torch.no_grad(), made_on(x.device):
-        return mechanism.compare(x, x).shape[-1] == tokens
+        return fitted(mechanism, x.dtype).compare(x, x).shape[-1] == tokens
 
 
 def named_tensors(value: Any, name: str = "", depth: int = 3) -> dict[str, Tensor]:

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from regard.core.masks import Mask, causal
 from regard.core.masks.structure import Structure, structure_of
+from regard.core.tensors import fitted
+from regard.core.user_code import runs_user_code
 
 if TYPE_CHECKING:
     from regard.core.families.mechanism import Mechanism
@@ -43,6 +45,7 @@ class Call:
             if tensor.ndim != 4:
                 raise ValueError(f"{name}: expected 4 dimensions (B, H, T, K), got shape {tuple(tensor.shape)}")
         mask = ordered(mechanism, mask)
+        mechanism = fitted(mechanism, q.dtype) if runs_user_code(mechanism) else mechanism
         self.mechanism, self.q, self.k, self.v, self.mask, self.bias = mechanism, q, k, v, mask, bias
         self.batch, self.heads, self.queries, self.qk_length = q.shape
         _, self.groups, self.keys, _ = k.shape

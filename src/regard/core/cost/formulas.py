@@ -8,6 +8,7 @@ import torch
 from regard.core.calls.call import ordered
 from regard.core.cost.counting import takes_numbers
 from regard.core.cost.work import Cost, LayerCost, Work, accumulator
+from regard.core.tensors import fitted, own_dtype
 
 if TYPE_CHECKING:
     from regard.core.families.mechanism import Mechanism
@@ -24,6 +25,8 @@ def cost(mechanism: "Mechanism", work: Work) -> Cost:
     if isinstance(mechanism, type) or not hasattr(mechanism, "cost"):
         raise ValueError(f"mechanism: expected a mechanism like rg.Softmax(), got {mechanism!r}")
     parameters = sum(tensor.numel() for tensor in mechanism.parameters())
+    if (dtype := own_dtype(mechanism)) is not None:
+        mechanism = fitted(mechanism, dtype)
     try:
         result = mechanism.cost(replace(check_work(work), mask=ordered(mechanism, work.rule)))
     except (RuntimeError, IndexError, TypeError) as error:  # raised by a user's formula, which runs here to be counted

@@ -37,7 +37,7 @@ from regard.core.paths.runs import over_runs, usable_state, with_space
 from regard.core.paths.slots import CacheSlot, Clock, Slot
 from regard.core.states.key_values import KeyValueState
 from regard.core.states.state import Sizes, State
-from regard.core.tensors import brief, flat, leaves, made_on, own_dtype, probe, same
+from regard.core.tensors import brief, fitted, flat, leaves, made_on, own_dtype, probe, same
 from regard.core.user_code import check_class, is_user_code, read_only, runs_user_code, undefined, weigh
 
 
@@ -129,7 +129,7 @@ class Mechanism:
         listed = {id(tensor) for tensor in self.parameters()}
         x = probe(self, (1, 1, 1, qk_length))
         with torch.enable_grad(), made_on(x.device):
-            compared = self.compare(x, x)
+            compared = fitted(self, x.dtype).compare(x, x)
         # A result that is not a tensor has no graph; it is refused where it is used.
         graph = leaves(compared) if isinstance(compared, Tensor) else []
         return [leaf for leaf in graph if id(leaf) not in listed]
@@ -242,7 +242,8 @@ class Mechanism:
         return accumulator(dtype)
 
     def formula_dtype(self, precision: torch.dtype) -> torch.dtype:
-        """The dtype of the queries and keys that `similarity` gets: that of the mechanism's tensors, if it has any."""
+        """The dtype of the queries and keys that `similarity` gets: that of the mechanism's tensors, if it has any (a
+        `Call` and `extend` cast narrower tensors up to their inputs' dtype first)."""
         return own_dtype(self) or precision
 
     def refuses(self, call: Call) -> str | None:
@@ -337,8 +338,9 @@ class Mechanism:
             raise ValueError(f"state: expected one from {self!r}.start(…), got {actual}")
         check_extend(self, q, k, v, state, rule, bias)
         with in_own_dtype(q):
-            out, longer = self.advance(q, k, v, state.recordable(), rule, bias)
-        if key is not None and step is None:
+            computing = fitted(self, q.dtype) if runs_user_code(self) else self
+            out, longer = computing.advance(q, k, v, state.recordable(), rule, bias)
+        if key is not None and step is None and computing is self:  # a cast tensor would keep today's numbers
             repeats.keep_step(key, self.step(q, k, v, longer, rule))
         return out, longer
 

@@ -149,6 +149,7 @@ def plain_output(mechanism: Mechanism, q: Tensor, k: Tensor, v: Tensor, rule: Ma
     if call.empty:
         return q.new_zeros(*q.shape[:3], v.shape[3]) + q[..., :0].sum() + k[..., :0].sum() + v[..., :0].sum()
     visible = None if rule is None else rule.visible(call.batch, call.heads, call.queries, call.keys).to(q.device)
+    mechanism = call.mechanism  # with its tensors in the dtype that it computes in
     return mechanism.mix(mechanism.weigh(q, k, visible).to(q.dtype), v, visible)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from regard.core.eager import kept
 from regard.core.families.features import FeatureMechanism
-from regard.core.tensors import made_on, own_dtype, probe
+from regard.core.tensors import fitted, made_on, own_dtype, probe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class Kernel(FeatureMechanism):
     def feature_length(self, qk_length: int) -> int:
         x = probe(self, (0, 1, qk_length))  # no tokens, so that nothing is computed or counted
         with torch.no_grad(), made_on(x.device):
-            return self.features(x).shape[-1]
+            return fitted(self, x.dtype).features(x).shape[-1]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from regard.core.masks.padded import join_padding
 from regard.core.masks.structure import padding_between, structure_of
 from regard.core.paths.exact import choose_scores
 from regard.core.states.state import State
-from regard.core.tensors import weighs_tokens
+from regard.core.tensors import fitted, weighs_tokens
 from regard.core.user_code import runs_user_code
 from regard.inference.tracing.gather import Met, Recorder
 from regard.inference.tracing.record import Kind
@@ -117,7 +117,7 @@ def met(
         wanted = choose_scores(q, rows, computed)
         shared = k if computed is None else k[:, [head // (heads // k.shape[1]) for head in computed]]
         extra = None if added is None else choose_scores(added, rows, computed)
-        scores, seen = mechanism.trace_scores(wanted, shared, extra), see(rows, chosen)
+        scores, seen = fitted(mechanism, q.dtype).trace_scores(wanted, shared, extra), see(rows, chosen)
         if scores is None:
             return None
         scores = scores if computed is chosen else choose_scores(scores, None, chosen)
