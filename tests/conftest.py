@@ -51,8 +51,8 @@ def seeded() -> None:
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU a kernel is told its numbers once and launched again with them. The interpreter is told every time, so
-    here each launch is compared with what the first one under the same key was told."""
+    """On a GPU a kernel gets its numbers once and is launched again with them. The interpreter gets them every time, so
+    here the numbers of each launch are compared with those of the first launch under the same key."""
     from regard.core.kernels import (
         band_attention,
         decode_attention,

@@ -26,11 +26,11 @@ def exact(q: Tensor, k: Tensor, v: Tensor, mask: rg.Mask | None = None, mechanis
     return rg.attend(q.double(), k.double(), v.double(), mechanism, mask, path="reference")
 
 
-def near(found: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: rg.Mask | None, mechanism: rg.Mechanism) -> None:
+def near(out: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: rg.Mask | None, mechanism: rg.Mechanism) -> None:
     """Twice the plain formula's own error at most."""
-    assert found.dtype == q.dtype
+    assert out.dtype == q.dtype
     wanted, plain = (compute(mechanism, q, k, v, mask) for compute in (exact_output, plain_output))
-    assert (found - wanted).abs().max() <= 2 * (plain - wanted).abs().max() + 1e-6
+    assert (out - wanted).abs().max() <= 2 * (plain - wanted).abs().max() + 1e-6
 
 
 def agree(q: Tensor, k: Tensor, v: Tensor, mask: rg.Mask | None = None, mechanism: rg.Mechanism = SOFTMAX) -> None:

@@ -18,7 +18,11 @@ DECODERS = {
     "alibi": rg.DecoderConfig(**SIZES, positions="alibi"),
     "window": rg.DecoderConfig(**SIZES, window=rg.Window(6), window_layers=(0, 2), num_kv_heads=2),
     "window-alibi": rg.DecoderConfig(**SIZES, window=rg.Window(4), positions="alibi"),
-    **{name: rg.DecoderConfig(**SIZES, mechanism=name) for name, one in REGISTRY.items() if weighs_tokens(one, 8)},
+    **{
+        name: rg.DecoderConfig(**SIZES, mechanism=name)
+        for name, mechanism in REGISTRY.items()
+        if weighs_tokens(mechanism, 8)
+    },
 }
 SEQUENCES = {
     "transformer": rg.TransformerConfig(**SIZES, num_decoder_layers=2, start_token=1),

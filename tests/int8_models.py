@@ -4,7 +4,7 @@ import regard as rg
 
 
 def nbytes(module):
-    return sum(one.numel() * one.element_size() for one in (*module.parameters(), *module.buffers()))
+    return sum(tensor.numel() * tensor.element_size() for tensor in (*module.parameters(), *module.buffers()))
 
 
 def decoder(**changes):

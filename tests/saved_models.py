@@ -29,5 +29,5 @@ MODELS = {
 
 
 def change_tensors(folder, drop=(), **tensors):
-    held = {name: one for name, one in load_file(folder / "model.safetensors").items() if name not in drop}
-    save_file(held | tensors, folder / "model.safetensors")
+    kept = {name: tensor for name, tensor in load_file(folder / "model.safetensors").items() if name not in drop}
+    save_file(kept | tensors, folder / "model.safetensors")

@@ -28,13 +28,13 @@ def test_beam_search_with_beams_enough_is_exhaustive(name, length_penalty):
             if 4 not in tokens[:-1] and (length == most or tokens[-1] == 4)
         ]
         logits = model(torch.tensor([[*prompt, *tokens] for tokens in ended])).log_softmax(-1)
-        for tokens, one in zip(ended, logits[:, len(prompt) - 1 : -1], strict=True):
-            total = float(one[range(length), tokens].sum())
+        for tokens, log_probabilities in zip(ended, logits[:, len(prompt) - 1 : -1], strict=True):
+            total = float(log_probabilities[range(length), tokens].sum())
             every.append((total / length**length_penalty, list(tokens)))
-    every.sort(key=lambda one: -one[0])
-    found = rg.generate(model, [prompt], max_new_tokens=most, beams=5**most, n=3, length_penalty=length_penalty)
-    assert [one.tokens for one in found] == [tokens for _, tokens in every[:3]]
-    assert [one.score for one in found] == pytest.approx([score for score, _ in every[:3]], abs=1e-10)
+    every.sort(key=lambda entry: -entry[0])
+    best = rg.generate(model, [prompt], max_new_tokens=most, beams=5**most, n=3, length_penalty=length_penalty)
+    assert [text.tokens for text in best] == [tokens for _, tokens in every[:3]]
+    assert [text.score for text in best] == pytest.approx([score for score, _ in every[:3]], abs=1e-10)
 
 
 @pytest.mark.parametrize("name", ["gqa", "elu", "window", "t5"])
@@ -42,12 +42,12 @@ def test_beam_search_with_beams_enough_is_exhaustive(name, length_penalty):
 def test_beams_of_a_batch_are_those_of_one_alone_and_score_as_they_say(name):  # transformers#46612
     model = made(name)
     together = rg.generate(model, PROMPTS, max_new_tokens=12, beams=4)
-    for prompt, found in zip(PROMPTS, together, strict=True):
-        assert rg.generate(model, [prompt], max_new_tokens=12, beams=4)[0].tokens == found.tokens
+    for prompt, text in zip(PROMPTS, together, strict=True):
+        assert rg.generate(model, [prompt], max_new_tokens=12, beams=4)[0].tokens == text.tokens
         if isinstance(model, rg.Decoder):
-            tokens = torch.tensor([[*prompt, *found.tokens]])
+            tokens = torch.tensor([[*prompt, *text.tokens]])
             scores = model(tokens).log_softmax(-1)[0, len(prompt) - 1 : -1].gather(1, tokens[0, len(prompt) :, None])
-            assert found.score == pytest.approx(float(scores.mean()), abs=1e-9)
+            assert text.score == pytest.approx(float(scores.mean()), abs=1e-9)
 
 
 @torch.no_grad()
@@ -66,13 +66,13 @@ def test_a_stop_string_may_have_the_token_that_ends_a_beam():
     end = rg.generate(model, [PROMPTS[0]], **options)[0].tokens[2]
     model.tokenizer, model.config = lettered([end]), replace(model.config, end_tokens=(end,))
     plain = rg.generate(model, [PROMPTS[0]], **options)
-    ended = [one for one in plain if one.reason == "end" and len(one.tokens) > 2]
+    ended = [text for text in plain if text.reason == "end" and len(text.tokens) > 2]
     letter = model.tokenizer.tokens(ended[0].tokens)[-2]
-    found = rg.generate(model, [PROMPTS[0]], stop=f"{letter}<|unk|>", **options)
-    assert [one.tokens for one in found] == [one.tokens for one in plain]
-    for one, other in zip(found, plain, strict=True):
+    stopped_texts = rg.generate(model, [PROMPTS[0]], stop=f"{letter}<|unk|>", **options)
+    assert [text.tokens for text in stopped_texts] == [text.tokens for text in plain]
+    for text, other in zip(stopped_texts, plain, strict=True):
         stopped = other.reason == "end" and other.endswith(letter)
-        assert (one, one.reason) == ((other[:-1], "stop") if stopped else (other, other.reason))
+        assert (text, text.reason) == ((other[:-1], "stop") if stopped else (other, other.reason))
 
 
 @torch.no_grad()
@@ -87,7 +87,7 @@ def test_beams_look_for_stop_strings_in_what_is_new():
             return inner.decode(ids, special)
 
     plain, model.tokenizer = rg.generate(model, [[5]], max_new_tokens=30, beams=2)[0].tokens, Counting()
-    found = rg.generate(model, [[5]], max_new_tokens=30, beams=2, stop="no such letters")[0]
-    assert (found.tokens, found) == (plain, inner.decode(plain))
+    text = rg.generate(model, [[5]], max_new_tokens=30, beams=2, stop="no such letters")[0]
+    assert (text.tokens, text) == (plain, inner.decode(plain))
     candidates = 4  # two for each beam
     assert sum(decoded) <= 6 * candidates * len(plain)

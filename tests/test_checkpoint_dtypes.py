@@ -35,7 +35,7 @@ def forward(model):
 
 def mixed(folder, draw):
     """Give every tensor of a folder a dtype that `draw` picks; what they are then."""
-    tensors = {name: one.to(draw()) for name, one in load_file(folder / "model.safetensors").items()}
+    tensors = {name: tensor.to(draw()) for name, tensor in load_file(folder / "model.safetensors").items()}
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     return tensors
 
@@ -78,14 +78,14 @@ def test_files_of_several_dtypes_give_models_of_one(theirs, few, seed):
         folder = peers.saved(theirs, Path(root) / "model")
         tensors = mixed(folder, functools.partial(random.Random(seed).choice, few))
         model = rg.load(folder)
-        assert {one.dtype for one in model.state_dict().values()} == {model.dtype}
-        assert model.dtype in {one.dtype for one in tensors.values()} | {torch.float32, torch.bfloat16}
+        assert {tensor.dtype for tensor in model.state_dict().values()} == {model.dtype}
+        assert model.dtype in {tensor.dtype for tensor in tensors.values()} | {torch.float32, torch.bfloat16}
         assert forward(model).dtype == model.dtype
-        expected = {name: one.to(model.dtype) for name, one in tensors.items()}
+        expected = {name: tensor.to(model.dtype) for name, tensor in tensors.items()}
         written = export(model)[1]
-        assert all(torch.equal(one, expected[name]) for name, one in written.items() if name in expected)
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in written.items() if name in expected)
         again = rg.load(rg.save(model, Path(root) / "again"))
-        assert all(torch.equal(one, again.state_dict()[name]) for name, one in model.state_dict().items())
+        assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in model.state_dict().items())
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -95,7 +95,7 @@ def test_our_own_files_of_several_dtypes_too(name, tmp_path):
     few = itertools.cycle([torch.float32, torch.bfloat16, torch.float64])
     mixed(folder, lambda: next(few))
     model = rg.load(folder)
-    assert {one.dtype for one in model.state_dict().values()} == {model.dtype}
+    assert {tensor.dtype for tensor in model.state_dict().values()} == {model.dtype}
     assert forward(model).isfinite().all()
     assert rg.load(folder, dtype=torch.float64).dtype == torch.float64
 
@@ -106,8 +106,11 @@ def test_t5_in_float16_with_float32_parts_computes_what_transformers_does(tmp_pa
     peers.build("T5ForConditionalGeneration", "T5Config", values).half().save_pretrained(tmp_path / "half")
     theirs = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path / "half", dtype=torch.float16)
     folder = peers.saved(theirs, tmp_path / "mixed")
-    held = load_file(folder / "model.safetensors")
-    assert {one.dtype for one in held.values()} == {torch.float16, torch.float32}  # transformers keeps `wo` in float32
+    tensors = load_file(folder / "model.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {
+        torch.float16,
+        torch.float32,
+    }  # transformers keeps `wo` in float32
     tokens, target = peers.sequences(2, 20), peers.sequences(2, 9)
     model = rg.load(folder)
     assert model.dtype == torch.float32  # `wo` is kept wider because float16 would overflow

@@ -28,7 +28,7 @@ def test_what_is_saved_is_loaded(name, dtype, tmp_path):
     ours, theirs = model.state_dict(), back.state_dict()
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[key], theirs[key]) and theirs[key].dtype == dtype for key in ours)
-    assert all(one.requires_grad for one in back.parameters())
+    assert all(parameter.requires_grad for parameter in back.parameters())
 
 
 def test_every_model_is_saved_above():
@@ -39,7 +39,7 @@ def test_every_model_is_saved_above():
 
 def test_a_checkpoint_is_for_whoever_may_read_its_folder(tmp_path):
     folder = rg.save(MODELS["gpt2"](), tmp_path / "model")
-    assert len({one.stat().st_mode for one in folder.iterdir()}) == 1
+    assert len({file.stat().st_mode for file in folder.iterdir()}) == 1
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when it loads its compiler
@@ -66,7 +66,7 @@ def test_saving_over_a_link_replaces_what_it_leads_to(tmp_path):
     (tmp_path / "latest").symlink_to("first")
     assert rg.save(MODELS["llama"](), tmp_path / "latest") == tmp_path / "latest"
     assert rg.load(tmp_path / "first").config == MODELS["llama"]().config
-    assert sorted(one.name for one in tmp_path.iterdir()) == ["first", "latest"]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["first", "latest"]
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_saving_replaces_a_checkpoint_and_nothing_else(tmp_path):
     rg.save(MODELS["gpt2"](), target)
     rg.save(MODELS["llama"](), target)
     assert rg.load(target).config == MODELS["llama"]().config
-    assert [one.name for one in tmp_path.iterdir()] == ["model"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
     (target / "notes.txt").write_text("mine")
     with pytest.raises(ValueError, match=r"folder: expected an earlier checkpoint.*which contains notes\.txt"):
         rg.save(MODELS["gpt2"](), target)
@@ -161,7 +161,7 @@ def test_kill_9_while_saving_leaves_a_whole_checkpoint(tmp_path):  # torchtitan#
             time.sleep(wait)
             os.kill(work.pid, signal.SIGKILL)
         # Killed between two renames, the former one stands beside: it is never half of one.
-        whole = [one for one in (target, *tmp_path.glob(".*-former")) if (one / "config.json").exists()]
+        whole = [folder for folder in (target, *tmp_path.glob(".*-former")) if (folder / "config.json").exists()]
         assert whole
         assert rg.load(whole[0]).config.vocabulary_size == 20000
 
@@ -219,11 +219,11 @@ def test_whole_numbers_are_no_weights(folder):
     ],
 )
 def test_a_config_that_is_none_is_one_error(folder, values, message):
-    held = json.loads((folder / "config.json").read_text())
+    stored = json.loads((folder / "config.json").read_text())
     for name, value in values.items():
         inside, _, field = name.rpartition(".")
-        (held[inside] if inside else held)[field] = value
-    (folder / "config.json").write_text(json.dumps(held))
+        (stored[inside] if inside else stored)[field] = value
+    (folder / "config.json").write_text(json.dumps(stored))
     with pytest.raises(rg.CheckpointError, match=message):
         rg.load(folder)
 

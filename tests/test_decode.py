@@ -69,12 +69,12 @@ def test_it_agrees_under_any_band_and_padding_and_nothing_hidden_leaks(
         spoiled[place[0], place[1], token] = bad
         heads = slice(place[1] * repeats, (place[1] + 1) * repeats)
         sees = mask.visible(batch, 1, queries, keys)[place[0], 0, :, token]
-    found = rg.attend(q, k, v, mechanism, mask, path="decode")
+    out = rg.attend(q, k, v, mechanism, mask, path="decode")
     if bad is not None:
-        rows = found[place[0], heads, sees]
+        rows = out[place[0], heads, sees]
         assert rows.isfinite().sum() == 0 or (spoiled is k and bad == math.inf)
-        found[place[0], heads, sees] = wanted[place[0], heads, sees].float()
-    assert (found - wanted).abs().max() <= 2 * (plain - wanted).abs().max() + 1e-6
+        out[place[0], heads, sees] = wanted[place[0], heads, sees].float()
+    assert (out - wanted).abs().max() <= 2 * (plain - wanted).abs().max() + 1e-6
 
 
 @pytest.mark.parametrize("lanes", [4, 8, 16])
@@ -86,10 +86,10 @@ def test_int8_keys_and_values_give_what_wide_ones_would(monkeypatch, lanes, rows
     for keys in (rows, BLOCK, BLOCK + 41):
         q, *wide = tensors(kind, repeats=1, keys=keys, queries=min(rows, keys))
         k, v, *scales = int8(*wide)
-        found = torch.ops.regard.decode(q, k, v, 0.3, None, None, 0, *scales)
-        assert found.dtype == kind
+        out = torch.ops.regard.decode(q, k, v, 0.3, None, None, 0, *scales)
+        assert out.dtype == kind
         wanted = exact(q, k * scales[0], v * scales[1], rg.causal, rg.Softmax(beta=0.3))
-        assert (found - wanted).abs().max() <= 2e-6 + torch.finfo(kind).eps / 2 * wanted.abs().max()
+        assert (out - wanted).abs().max() <= 2e-6 + torch.finfo(kind).eps / 2 * wanted.abs().max()
 
 
 @settings(max_examples=30, deadline=None)
@@ -114,10 +114,10 @@ def test_int8_agrees_under_any_band_and_padding_and_nothing_hidden_leaks(
             data.draw(st.integers(0, keys - 1)),
         )
         data.draw(st.sampled_from(scales if bad is math.nan else scales[1:]))[place] = bad
-    found = torch.ops.regard.decode(q, k, v, 0.3, spans, before, after, *scales)
+    out = torch.ops.regard.decode(q, k, v, 0.3, spans, before, after, *scales)
     wanted = torch.ops.regard.decode(q, k * scales[0], v * scales[1], 0.3, spans, before, after)
-    assert found.isfinite().equal(wanted.isfinite())
-    assert torch.where(wanted.isfinite(), found - wanted, 0).abs().max() < 2e-6
+    assert out.isfinite().equal(wanted.isfinite())
+    assert torch.where(wanted.isfinite(), out - wanted, 0).abs().max() < 2e-6
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
@@ -128,9 +128,9 @@ def test_int8_of_any_strides_and_threads(threads):
     torch.set_num_threads(threads)
     try:
         for case in (whole, [k, v, *scales], [t.transpose(0, 1).contiguous().transpose(0, 1) for t in whole]):
-            found = torch.ops.regard.decode(q, *case[:2], 0.3, None, None, None, *case[2:])
+            out = torch.ops.regard.decode(q, *case[:2], 0.3, None, None, None, *case[2:])
             wanted = exact(q, case[0] * case[2], case[1] * case[3], None, rg.Softmax(beta=0.3))
-            assert (found - wanted).abs().max() < 2e-6
+            assert (out - wanted).abs().max() < 2e-6
     finally:
         torch.set_num_threads(before)
 
@@ -173,8 +173,8 @@ def test_pytorchs_threads_stay_when_there_are_fewer_tasks(compute):
 def test_many_python_threads_at_once():
     cases = [tensors(keys=keys, repeats=repeats) for keys in (40, 300) for repeats in (1, 3, 5, 8)] * 4
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda case: rg.attend(*case, path="decode"), cases))
-    assert all((out - exact(*case)).abs().max() < 2e-6 for out, case in zip(found, cases, strict=True))
+        outs = list(pool.map(lambda case: rg.attend(*case, path="decode"), cases))
+    assert all((out - exact(*case)).abs().max() < 2e-6 for out, case in zip(outs, cases, strict=True))
 
 
 def _in_a_fork(case: tuple[Tensor, ...]) -> bool:
@@ -222,9 +222,9 @@ def test_padding_and_windows_are_never_read():
         assert rg.explain(q, k, v, mask=mask).path == "decode"
         agree(q, k, v, mask)
     k[1, :, 7:] = v[1, :, 7:] = k[2] = math.nan
-    found = rg.attend(q, k, v, mask=lengths, path="decode")
-    assert found.isfinite().all()
-    assert (found[2] == 0).all()
+    out = rg.attend(q, k, v, mask=lengths, path="decode")
+    assert out.isfinite().all()
+    assert (out[2] == 0).all()
     # … by the code itself, without the guard that cleans NaN away
     spans = torch.tensor([[0, 300], [0, 7], [0, 0]])
     assert torch.ops.regard.decode(q, k, v, 1.0, spans, None, None).isfinite().all()
@@ -234,20 +234,20 @@ def test_padding_and_windows_are_never_read():
 def test_spans_end_where_the_cache_does():
     q, k, v = tensors(keys=40)
     spans = torch.tensor([[-5, 1000], [3, 41]])
-    found = torch.ops.regard.decode(q, k, v, 32**-0.5, spans, 1000, None)
+    out = torch.ops.regard.decode(q, k, v, 32**-0.5, spans, 1000, None)
     wanted = exact(q, k, v, rg.padding(valid=torch.arange(40) >= torch.tensor([[0], [3]])))
-    assert (found - wanted).abs().max() < 2e-6
+    assert (out - wanted).abs().max() < 2e-6
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("place", [0, 1])
 def test_a_bad_number_that_is_seen_shows(bad, place):
-    given = tensors(keys=200)
-    given[1 + place][1, 0, 150, 3] = bad
-    found = rg.attend(*given, path="decode")
-    assert found[0].isfinite().all()
-    assert found[1, 3:].isfinite().all()
-    assert not (found[1, :3].isfinite().all(-1)).any()
+    call = tensors(keys=200)
+    call[1 + place][1, 0, 150, 3] = bad
+    out = rg.attend(*call, path="decode")
+    assert out[0].isfinite().all()
+    assert out[1, 3:].isfinite().all()
+    assert not (out[1, :3].isfinite().all(-1)).any()
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
@@ -255,8 +255,8 @@ def test_large_scores(kind):
     q, k, v = tensors(kind, keys=200)
     agree(100 * q, 100 * k, v)
     k[:, :, 0] = -math.inf  # a score of -inf weighs nothing
-    found = rg.attend(q.abs(), k, v, path="decode")
-    near(found, q.abs(), k[:, :, 1:], v[:, :, 1:], None, SOFTMAX)
+    out = rg.attend(q.abs(), k, v, path="decode")
+    near(out, q.abs(), k[:, :, 1:], v[:, :, 1:], None, SOFTMAX)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -265,7 +265,7 @@ def test_the_laws_hold_on_it(monkeypatch, name, dtype):
     """Those that record no gradients, under which another path serves."""
     law = LAWS[name]
     served, real = [], decode._attention
-    monkeypatch.setattr(decode, "_attention", lambda *given: served.append(given) or real(*given))
+    monkeypatch.setattr(decode, "_attention", lambda *arguments: served.append(arguments) or real(*arguments))
     for mask, heads, keys in product(MASKS, HEADS, (1, 5, BLOCK + 2)):
         case = Case(mask, heads, dtype, 2, keys if law.square else 1, keys, 16, 32, seed=keys)
         if law.excuse(SOFTMAX, case) is None:
@@ -302,8 +302,8 @@ def test_half_results_are_rounded_once(kind, bad):
     if bad is not None:
         v[0] = bad
     wanted, _ = torch.ops.regard.decode_part(q, k, v, 0.3, None)
-    found = torch.ops.regard.decode(q, k, v, 0.3, None, None, None)
-    torch.testing.assert_close(found, wanted.to(kind), rtol=0, atol=0, equal_nan=True)
+    out = torch.ops.regard.decode(q, k, v, 0.3, None, None, None)
+    torch.testing.assert_close(out, wanted.to(kind), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("queries", [1, 5, 70])
@@ -313,8 +313,8 @@ def test_parts_of_a_history_merge_to_the_whole(queries):
     torch.library.opcheck(torch.ops.regard.decode_part.default, (q, k, v, 0.2, 0))
     history = torch.ops.regard.decode_part(q, k[:, :, :150], v[:, :, :150], 0.2, None)
     tail = torch.ops.regard.decode_part(q, k[:, :, 150:], v[:, :, 150:], 0.2, 0)
-    found, _ = parts.merge(*history, *tail)
-    assert (found - exact(q, k, v, rg.causal, rg.Softmax(beta=0.2))).abs().max() < 2e-6
+    out, _ = parts.merge(*history, *tail)
+    assert (out - exact(q, k, v, rg.causal, rg.Softmax(beta=0.2))).abs().max() < 2e-6
 
 
 @pytest.mark.parametrize("default", [torch.float64, torch.bfloat16], ids=str)
@@ -331,7 +331,7 @@ def test_the_default_device_changes_nothing():
     case = tensors()
     try:
         torch.set_default_device("meta")
-        found = rg.attend(*case, mask=rg.padding([50, 7]), path="decode")
+        out = rg.attend(*case, mask=rg.padding([50, 7]), path="decode")
     finally:
         torch.set_default_device(None)
-    near(found, *case, rg.padding([50, 7]), SOFTMAX)
+    near(out, *case, rg.padding([50, 7]), SOFTMAX)

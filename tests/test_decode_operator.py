@@ -59,9 +59,9 @@ def test_gradients_go_another_way_and_are_right():
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when it loads its jvp
 def test_transforms_go_another_way():
     q, k, v = tensors(repeats=1)
-    mapped = torch.func.vmap(lambda one: rg.attend(one, k, v))(torch.stack([q, 2 * q]))
+    mapped = torch.func.vmap(lambda query: rg.attend(query, k, v))(torch.stack([q, 2 * q]))
     assert (mapped[1] - exact(2 * q, k, v)).abs().max() < 1e-5
-    _, slope = torch.func.jvp(lambda one: rg.attend(one, k, v), (q,), (torch.ones_like(q),))
+    _, slope = torch.func.jvp(lambda query: rg.attend(query, k, v), (q,), (torch.ones_like(q),))
     near = (exact(q + 1e-3, k, v) - exact(q - 1e-3, k, v)) / 2e-3
     assert (slope - near).abs().max() < 1e-3
 
@@ -98,10 +98,10 @@ class Seen(torch.Tensor):
         return tensor
 
     @classmethod
-    def __torch_dispatch__(cls, operator, types, given=(), named=None):
-        (seen,) = {id(x.seen): x.seen for x in given if isinstance(x, cls)}.values()
+    def __torch_dispatch__(cls, operator, types, args=(), named=None):
+        (seen,) = {id(x.seen): x.seen for x in args if isinstance(x, cls)}.values()
         seen.append(operator.name())
-        return operator(*(x.inner if isinstance(x, cls) else x for x in given), **(named or {}))
+        return operator(*(x.inner if isinstance(x, cls) else x for x in args), **(named or {}))
 
 
 class Functions(TorchFunctionMode):
@@ -178,10 +178,10 @@ def test_the_operation_refuses_scales_that_are_not_those_of_its_tokens():
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when it loads its jvp
 def test_compiled_derivatives_go_another_way(backend):
     q, k, v = tensors(repeats=1)
-    slope = torch.func.grad(lambda one: rg.attend(one, k, v).square().sum())
+    slope = torch.func.grad(lambda query: rg.attend(query, k, v).square().sum())
     wanted = torch.autograd.grad(exact(q.requires_grad_(), k, v).square().sum(), q)[0]
-    found = torch.compile(slope, backend=backend)(q.detach())
-    assert (found - wanted).abs().max() < 1e-5
+    gradient = torch.compile(slope, backend=backend)(q.detach())
+    assert (gradient - wanted).abs().max() < 1e-5
 
 
 def test_an_exported_program_takes_any_batch_and_length():
@@ -225,8 +225,8 @@ def test_it_can_be_traced_by_jit():
 @pytest.mark.parametrize("mask", [rg.padding([50, 7]), rg.causal & rg.window(before=20)], ids=repr)
 def test_a_masked_call_is_one_graph(mask):
     case = tensors()
-    found = torch.compile(lambda: rg.attend(*case, mask=mask), backend="aot_eager", fullgraph=True)()
-    assert (found - exact(*case, mask)).abs().max() < 2e-6
+    out = torch.compile(lambda: rg.attend(*case, mask=mask), backend="aot_eager", fullgraph=True)()
+    assert (out - exact(*case, mask)).abs().max() < 2e-6
 
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="torch 2.11 calls every trace an export")
@@ -239,6 +239,6 @@ def test_a_compiled_call_holds_it():
         return graph.forward
 
     with torch.no_grad():
-        found = torch.compile(lambda: rg.attend(q, k, v), backend=seen, fullgraph=True)()
+        out = torch.compile(lambda: rg.attend(q, k, v), backend=seen, fullgraph=True)()
     assert "ops.regard.decode" in graphs[0]
-    assert (found - exact(q, k, v)).abs().max() < 2e-6
+    assert (out - exact(q, k, v)).abs().max() < 2e-6

@@ -30,14 +30,14 @@ def test_whole_is_streamed_is_chunked_is_batched_is_forked(name):
     model = made(name)
     expected = [rg.generate(model, [prompt], max_new_tokens=12)[0].tokens for prompt in PROMPTS]
     assert expected == [whole(model, prompt, tokens) for prompt, tokens in zip(PROMPTS, expected, strict=True)]
-    assert len({tuple(one) for one in expected}) > 1
+    assert len({tuple(tokens) for tokens in expected}) > 1
     for chunk in (1, 5, 64):
-        assert [one.tokens for one in rg.generate(model, PROMPTS, max_new_tokens=12, chunk=chunk)] == expected
+        assert [text.tokens for text in rg.generate(model, PROMPTS, max_new_tokens=12, chunk=chunk)] == expected
     state = rg.prefill(model, PROMPTS)
     for _ in range(2):
-        assert [one.tokens for one in rg.generate(model, state=state, max_new_tokens=12)] == expected
+        assert [text.tokens for text in rg.generate(model, state=state, max_new_tokens=12)] == expected
     forked = rg.generate(model, PROMPTS, max_new_tokens=12, n=2)
-    assert [one.tokens for one in forked] == [one for one in expected for _ in range(2)]
+    assert [text.tokens for text in forked] == [tokens for tokens in expected for _ in range(2)]
     pieces = rg.stream(model, PROMPTS[2], max_new_tokens=12)
     assert "".join(pieces) == " ".join(map(str, expected[2])) == pieces.text
 
@@ -48,12 +48,12 @@ def test_seeded_draws_of_a_batch_are_those_of_one_alone(name):
     model = made(name)
     options = {"max_new_tokens": 20, "temperature": 1.3, "top_p": 0.95, "top_k": 40, "repetition_penalty": 1.1}
     together = rg.generate(model, PROMPTS, seed=[3, 1, 4, 1, 5], **options)
-    for prompt, seed, found in zip(PROMPTS, [3, 1, 4, 1, 5], together, strict=True):
-        assert rg.generate(model, [prompt], seed=seed, **options)[0].tokens == found.tokens
+    for prompt, seed, text in zip(PROMPTS, [3, 1, 4, 1, 5], together, strict=True):
+        assert rg.generate(model, [prompt], seed=seed, **options)[0].tokens == text.tokens
     three = rg.generate(model, PROMPTS[:2], seed=9, n=3, **options)
-    assert len({tuple(one.tokens) for one in three[:3]}) == 3
-    assert [one.tokens for one in rg.generate(model, PROMPTS[1:2], seed=9, n=3, **options)] == [
-        one.tokens for one in three[3:]
+    assert len({tuple(text.tokens) for text in three[:3]}) == 3
+    assert [text.tokens for text in rg.generate(model, PROMPTS[1:2], seed=9, n=3, **options)] == [
+        text.tokens for text in three[3:]
     ]
     assert rg.generate(model, PROMPTS[0], **options)[0] != rg.generate(model, PROMPTS[0], **options)[0]
 
@@ -63,11 +63,11 @@ def test_rows_that_finish_leave_the_batchs_work():
     model, seen = made("gqa"), []
     model.stack.register_forward_pre_hook(lambda module, args: seen.append(args[0].shape[:2]))
     longest = rg.generate(model, PROMPTS, max_new_tokens=30)
-    ends = sorted({one.tokens[4] for one in longest[:3]})
+    ends = sorted({text.tokens[4] for text in longest[:3]})
     seen.clear()
-    found = rg.generate(model, PROMPTS, max_new_tokens=30, stop=ends)
-    assert [one.tokens for one in found] == [
-        one.tokens[: next((at + 1 for at, token in enumerate(one.tokens) if token in ends), 30)] for one in longest
+    stopped = rg.generate(model, PROMPTS, max_new_tokens=30, stop=ends)
+    assert [text.tokens for text in stopped] == [
+        text.tokens[: next((at + 1 for at, token in enumerate(text.tokens) if token in ends), 30)] for text in longest
     ]
     rows = [shape[0] for shape in seen[1:]]
     assert rows == sorted(rows, reverse=True)
@@ -86,7 +86,7 @@ def test_rows_without_room_leave_a_batch_that_goes_on(early):
     options = {"max_new_tokens": 20, "stop": first.tokens if early else None}
     together = rg.generate(model.double(), prompts, **options)
     assert [row.reason for row in together] == ["stop" if early else "context", *["context"] * 4]
-    assert [row.tokens for row in together] == [rg.generate(model, [one], **options)[0].tokens for one in prompts]
+    assert [row.tokens for row in together] == [rg.generate(model, [prompt], **options)[0].tokens for prompt in prompts]
 
 
 @settings(max_examples=8, deadline=None, derandomize=True, database=None)
@@ -112,9 +112,9 @@ def test_any_options_give_a_row_of_a_batch_what_it_gets_alone(data):
     together = rg.generate(model, prompts, seed=seeds, **options)
     for at, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
         alone = rg.generate(model, [prompt], seed=seed, **options)
-        for one, other in zip(alone, together[at * len(alone) :], strict=False):
-            assert (one, one.tokens, one.reason) == (other, other.tokens, other.reason)
-            assert one.log_probabilities == pytest.approx(other.log_probabilities, abs=1e-9)
+        for text, other in zip(alone, together[at * len(alone) :], strict=False):
+            assert (text, text.tokens, text.reason) == (other, other.tokens, other.reason)
+            assert text.log_probabilities == pytest.approx(other.log_probabilities, abs=1e-9)
     if options["n"] == 1:
         pieces = rg.stream(
             model,
@@ -198,7 +198,7 @@ def test_a_model_that_is_not_finite_generates_nothing(name, value):
         ({"chunk": 0}, "chunk: expected a whole number of at least 1"),
         ({"prompts": 5}, "prompts: expected a text, a list of texts, or lists of tokens, got int"),
         ({"prompts": {"a": 1}}, "prompts: expected a text, a list of texts, or lists of tokens, got dict"),
-        ({"prompts": (one for one in [[1]])}, "prompts: expected a text, .*, got generator"),
+        ({"prompts": (prompt for prompt in [[1]])}, "prompts: expected a text, .*, got generator"),
         ({"prompts": {1, 2}}, "prompts: expected a text, .*, got set"),
         ({"prompts": torch.tensor(5)}, "prompts: expected a text, .*, got int"),
         ({"prompts": [5.0]}, "prompts: expected a text or a list of tokens at index 0, got float"),
@@ -259,6 +259,8 @@ def test_smollm2_gives_ragged_prompts_what_it_gives_each_alone():
     prompts = [tokens[17 * at : 17 * at + length] for at, length in enumerate((1, 2, 17, 40, 64, 65, 90, 130))]
     together = rg.generate(model, prompts, max_new_tokens=6)
     alone = [rg.generate(model, [prompt], max_new_tokens=6)[0] for prompt in prompts]
-    assert [one.tokens for one in together] == [one.tokens for one in alone]
+    assert [text.tokens for text in together] == [text.tokens for text in alone]
     state = rg.prefill(model, prompts[4:], chunk=64)
-    assert [one.tokens for one in rg.generate(model, state=state, max_new_tokens=6)] == [o.tokens for o in alone[4:]]
+    assert [text.tokens for text in rg.generate(model, state=state, max_new_tokens=6)] == [
+        row.tokens for row in alone[4:]
+    ]

@@ -30,7 +30,7 @@ def test_smollm2_from_gguf_agrees_with_transformers_and_says_paris():
     assert ours.tokenizer.decode([int(together[0, -1].argmax())]) == " Paris"
     assert ours.config.end_tokens == (ours.tokenizer.eos,)
     together = ours.double()(padded, mask=mask)
-    assert all((together[row, -len(one) :] - one).abs().max() <= 1e-10 for row, one in enumerate(exact))
+    assert all((together[row, -len(logits) :] - logits).abs().max() <= 1e-10 for row, logits in enumerate(exact))
 
 
 def write_gguf(path, theirs):

@@ -52,8 +52,8 @@ def test_the_same_for_hugging_face_and_gguf(tmp_path):
 )
 def test_a_hugging_face_config_that_is_none_is_one_error(tmp_path, values, message):
     theirs = peers.saved(peers.decoder("llama"), tmp_path / "llama")
-    held = json.loads((theirs / "config.json").read_text()) | values
-    (theirs / "config.json").write_text(json.dumps(held))
+    config = json.loads((theirs / "config.json").read_text()) | values
+    (theirs / "config.json").write_text(json.dumps(config))
     with pytest.raises(rg.CheckpointError, match=message):
         rg.load(theirs)
 
@@ -67,8 +67,8 @@ def test_sharded_folders_and_bin_files_load_alike(tmp_path):
     shutil.copy(tmp_path / "whole" / "config.json", tmp_path / "bin")
     torch.save(theirs.state_dict(), tmp_path / "bin" / "pytorch_model.bin")
     for kind in ("shards", "bin"):
-        found = rg.load(tmp_path / kind).state_dict()
-        assert all(torch.equal(found[name], whole[name]) for name in whole)
+        state = rg.load(tmp_path / kind).state_dict()
+        assert all(torch.equal(state[name], whole[name]) for name in whole)
 
 
 TIED = {"llama-mqa": "lm_head.weight", "gpt2": "lm_head.weight", "bert": "cls.predictions.decoder.bias"}
@@ -81,7 +81,7 @@ def test_a_second_copy_of_a_tied_weight_is_left_out_and_another_tensor_is_not(na
     expected, state = rg.load(folder).state_dict(), theirs.state_dict()
     (folder / "model.safetensors").unlink()
     torch.save(state, folder / "pytorch_model.bin")  # which holds both names, as .bin files do
-    assert all(torch.equal(one, expected[key]) for key, one in rg.load(folder).state_dict().items())
+    assert all(torch.equal(tensor, expected[key]) for key, tensor in rg.load(folder).state_dict().items())
     torch.save(state | {TIED[name]: state[TIED[name]] + 1}, folder / "pytorch_model.bin")
     with pytest.raises(rg.CheckpointError, match=f"1 unexpected: {TIED[name]}"):
         rg.load(folder)
@@ -104,14 +104,14 @@ def test_a_model_without_layers_loads(tmp_path):
 
 def test_windows_that_a_file_does_not_state_are_those_of_transformers(tmp_path):
     theirs = peers.saved(peers.decoder("mistral-window"), tmp_path / "mistral")
-    held = json.loads((theirs / "config.json").read_text())
-    del held["sliding_window"]
-    (theirs / "config.json").write_text(json.dumps(held))
+    config = json.loads((theirs / "config.json").read_text())
+    del config["sliding_window"]
+    (theirs / "config.json").write_text(json.dumps(config))
     expected = transformers.AutoConfig.from_pretrained(theirs).sliding_window
     assert rg.load(theirs).config.window.width == expected == 4096
     theirs = peers.saved(peers.decoder("qwen2-window"), tmp_path / "qwen2")
-    held = json.loads((theirs / "config.json").read_text()) | {"layer_types": ["chunked_attention"] * 3}
-    (theirs / "config.json").write_text(json.dumps(held))
+    config = json.loads((theirs / "config.json").read_text()) | {"layer_types": ["chunked_attention"] * 3}
+    (theirs / "config.json").write_text(json.dumps(config))
     with pytest.raises(rg.CheckpointError, match="expected full_attention or sliding_attention"):
         rg.load(theirs)
 
@@ -156,8 +156,8 @@ def test_end_tokens_are_those_of_either_file_and_outlive_saving(name, named, tmp
     ours = rg.load(folder)
     expected = whole if named == "none" else whole[: whole.index(end) + 1]
     assert ours.config.end_tokens == {"none": (), "list": (95, end)}.get(named, (end,))
-    found = rg.generate(ours, prompt, max_new_tokens=12)[0]
-    assert (found.tokens, found.reason) == (expected, "length" if named == "none" else "end")
+    text = rg.generate(ours, prompt, max_new_tokens=12)[0]
+    assert (text.tokens, text.reason) == (expected, "length" if named == "none" else "end")
     for layout in ("regard", "huggingface"):
         again = rg.load(rg.save(ours, tmp_path / layout, layout=layout))
         assert again.config == ours.config

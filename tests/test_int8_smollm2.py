@@ -20,8 +20,8 @@ def smollm2():
         return model, tokens, model(tokens)
 
 
-def agreement(one, two):
-    return (one.argmax(-1) == two.argmax(-1)).float().mean().item(), (one - two).abs().mean().item()
+def agreement(logits, expected):
+    return (logits.argmax(-1) == expected.argmax(-1)).float().mean().item(), (logits - expected).abs().mean().item()
 
 
 @pytest.mark.slow

@@ -23,12 +23,12 @@ def begin(capacity=32, dtype=torch.float32, **more):
 
 
 def stored(state):
-    return [one[:, :, : state.length] for one in state.buffer.tensors]
+    return [tensor[:, :, : state.length] for tensor in state.buffer.tensors]
 
 
-def same(one, two):
-    assert one.length == two.length
-    assert all(torch.equal(a, b) for a, b in zip(stored(one), stored(two), strict=True))
+def same(left, right):
+    assert left.length == right.length
+    assert all(torch.equal(a, b) for a, b in zip(stored(left), stored(right), strict=True))
     return True
 
 
@@ -46,10 +46,10 @@ def test_each_key_is_rounded_to_half_a_step_of_its_own_largest(dtype):
     state = begin(dtype=dtype).append(k, v)
     assert state.buffer.keys.dtype == state.buffer.values.dtype == torch.int8
     assert state.keys.dtype == state.values.dtype == dtype
-    for found, exact in ((state.keys, k), (state.values, v)):
+    for rounded, exact in ((state.keys, k), (state.values, v)):
         step = exact.double().abs().amax(-1, keepdim=True) / 127
         exact_to = torch.finfo(dtype).eps * exact.double().abs().amax(-1, keepdim=True)
-        assert ((found.double() - exact.double()).abs() <= step / 2 + exact_to).all()
+        assert ((rounded.double() - exact.double()).abs() <= step / 2 + exact_to).all()
 
 
 @pytest.mark.parametrize("sizes", [[20], [1] * 20, [13, 7], [1, 5, 14]])
@@ -62,7 +62,7 @@ def test_extending_attends_to_the_rounded_history():
     q, k, v = tokens_of(20)
     mechanism, state = rg.Softmax(), begin()
     parts = []
-    for a, b, c in zip(*(one.split([11, 1, 8], 2) for one in (q, k, v)), strict=True):
+    for a, b, c in zip(*(tensor.split([11, 1, 8], 2) for tensor in (q, k, v)), strict=True):
         out, state = mechanism.extend(a, b, c, state, rg.causal)
         parts.append(out)
     expected = rg.attend(q, state.keys, state.values, mechanism, rg.causal)
@@ -72,13 +72,13 @@ def test_extending_attends_to_the_rounded_history():
 def test_a_fork_leaves_the_other_as_it_was():
     _, k, v = tokens_of(12)
     base = begin().append(k[:, :, :8], v[:, :, :8])
-    one = base.append(k[:, :, 8:], v[:, :, 8:])
-    two = base.append(v.new_ones(2, 2, 4, 16), v.new_ones(2, 2, 4, 8))
-    assert one.buffer is base.buffer
-    assert two.buffer is not base.buffer
-    assert same(one, begin().append(k, v))
+    fork = base.append(k[:, :, 8:], v[:, :, 8:])
+    other = base.append(v.new_ones(2, 2, 4, 16), v.new_ones(2, 2, 4, 8))
+    assert fork.buffer is base.buffer
+    assert other.buffer is not base.buffer
+    assert same(fork, begin().append(k, v))
     assert same(base, begin().append(k[:, :, :8], v[:, :, :8]))
-    assert same(two.crop(8), base)
+    assert same(other.crop(8), base)
 
 
 def test_reorder_and_crop_equal_a_state_made_anew():
@@ -107,7 +107,7 @@ def test_an_int8_state_takes_a_quarter_and_its_scales():
     small, full = rg.Softmax().start(**sizes, storage=torch.int8), rg.Softmax().start(**sizes)
     assert full.nbytes == 3 * 100 * 128 * 4
     assert small.nbytes == 3 * 100 * (128 + 2 * 4)
-    assert small.nbytes == sum(one.untyped_storage().nbytes() for one in small.buffer.tensors)
+    assert small.nbytes == sum(tensor.untyped_storage().nbytes() for tensor in small.buffer.tensors)
 
 
 def test_a_key_with_nan_spoils_what_sees_it_alone():
@@ -147,10 +147,10 @@ def test_a_model_streams_on_an_int8_state(window):
             logits, state = model.extend(piece, state)
             parts.append(logits)
         results.append(torch.cat(parts, 1))
-        assert all(one.buffer.keys.dtype == torch.int8 for one in state.layers)
-    for found in results:
-        assert 0 < (found - whole).abs().max() < 0.05 * whole.std()
-        torch.testing.assert_close(found, results[0], atol=0.02 * whole.std().item(), rtol=0)
+        assert all(layer.buffer.keys.dtype == torch.int8 for layer in state.layers)
+    for logits in results:
+        assert 0 < (logits - whole).abs().max() < 0.05 * whole.std()
+        torch.testing.assert_close(logits, results[0], atol=0.02 * whole.std().item(), rtol=0)
 
 
 def test_a_left_padded_batch_streams_on_an_int8_state_as_its_rows_do():
@@ -161,21 +161,21 @@ def test_a_left_padded_batch_streams_on_an_int8_state_as_its_rows_do():
     _, both = model.extend(
         tokens[:, :10], model.start(batch=2, capacity=12, storage=torch.int8), rg.padding(valid=valid)
     )
-    found, both = model.extend(tokens[:, 10:], both)
+    logits, both = model.extend(tokens[:, 10:], both)
     for row, start in ((0, 4), (1, 0)):
         _, alone = model.extend(tokens[row : row + 1, start:10], model.start(batch=1, storage=torch.int8))
         expected, alone = model.extend(tokens[row : row + 1, 10:], alone)
-        torch.testing.assert_close(found[row], expected[0], atol=0.02 * expected.std().item(), rtol=0)
+        torch.testing.assert_close(logits[row], expected[0], atol=0.02 * expected.std().item(), rtol=0)
         back, _ = model.extend(tokens[row : row + 1, 10:], both.crop(10).reorder(torch.tensor([row])))
-        torch.testing.assert_close(back[0], found[row], atol=0.02 * expected.std().item(), rtol=0)
+        torch.testing.assert_close(back[0], logits[row], atol=0.02 * expected.std().item(), rtol=0)
 
 
 def test_attention_over_an_int8_state_is_off_by_about_a_hundredth():
     q, k, v = torch.randn(1, 9, 256, 64), torch.randn(1, 3, 256, 64), torch.randn(1, 3, 256, 64)
     sizes = {"batch": 1, "num_kv_heads": 3, "qk_length": 64, "value_length": 64, "capacity": 256}
     exact = rg.attend(q, k, v, rg.Softmax(), rg.causal)
-    found, _ = rg.Softmax().extend(q, k, v, rg.Softmax().start(**sizes, storage=torch.int8), rg.causal)
-    assert 0.004 < (found - exact).norm() / exact.norm() < 0.012
+    out, _ = rg.Softmax().extend(q, k, v, rg.Softmax().start(**sizes, storage=torch.int8), rg.causal)
+    assert 0.004 < (out - exact).norm() / exact.norm() < 0.012
 
 
 WIDE = {"num_kv_heads": 2, "qk_length": 32, "value_length": 16}
@@ -215,13 +215,13 @@ def test_new_tokens_over_an_int8_state_give_what_its_wide_tokens_do(mechanism, n
     if bad is not None:
         state.buffer.scales[0][0, 1, 100], state.buffer.scales[1][1, 0, 5] = bad, bad
         k[1, 1, -1] = bad
-    found, longer = mechanism.extend(q, k, v, state, mask)
+    out, longer = mechanism.extend(q, k, v, state, mask)
     wide = q, longer.keys, longer.values
     plain, wanted = (
         rg.attend(*tokens, mechanism, mask, path="reference") for tokens in (wide, [t.double() for t in wide])
     )
-    assert found.isnan().equal(wanted.isnan())
-    assert (found - wanted).nan_to_num().abs().max() <= 2 * (plain - wanted).nan_to_num().abs().max() + 1e-6
+    assert out.isnan().equal(wanted.isnan())
+    assert (out - wanted).nan_to_num().abs().max() <= 2 * (plain - wanted).nan_to_num().abs().max() + 1e-6
 
 
 @by_machine_code
@@ -230,11 +230,11 @@ def test_new_tokens_over_an_int8_state_give_what_its_wide_tokens_do(mechanism, n
 def test_an_int8_state_of_any_dtype_serves_any_mechanism(dtype, mechanism):
     """Where machine code cannot read it, wide tokens are made of it."""
     q, k, v, state = history(60, 3, dtype=dtype, mechanism=mechanism)
-    found, longer = mechanism.extend(q, k, v, state, rg.causal, bias=None)
+    out, longer = mechanism.extend(q, k, v, state, rg.causal, bias=None)
     wanted = rg.attend(q.double(), longer.keys.double(), longer.values.double(), mechanism, rg.causal)
-    assert found.dtype == dtype
+    assert out.dtype == dtype
     if mechanism != rg.Argmax():  # which rounding may change, and the law of streams looks at
-        assert (found - wanted).abs().max() <= 2e-6 + 4 * torch.finfo(dtype).eps
+        assert (out - wanted).abs().max() <= 2e-6 + 4 * torch.finfo(dtype).eps
 
 
 @by_machine_code
@@ -272,9 +272,9 @@ def test_a_step_over_an_int8_state_makes_no_wide_copy(new, shared):
     assert (
         allocated(lambda: mechanism.extend(q, k, v, state, rg.causal)) < state.nbytes
     )  # a wide copy takes three times as much
-    found, longer = mechanism.extend(q, k, v, state, rg.causal)
+    out, longer = mechanism.extend(q, k, v, state, rg.causal)
     wanted = rg.attend(q, longer.keys, longer.values, mechanism, rg.causal)
-    assert (found - wanted).abs().max() < 2e-6
+    assert (out - wanted).abs().max() < 2e-6
 
 
 @torch.no_grad()
@@ -282,6 +282,6 @@ def test_a_step_over_an_int8_state_makes_no_wide_copy(new, shared):
 def test_a_compiled_step_reads_an_int8_state():
     q, k, v, state = history(60, 1)
     step = torch.compile(lambda *tokens: rg.Softmax().extend(*tokens, state, rg.causal)[0], backend="aot_eager")
-    found = step(q, k, v)
+    out = step(q, k, v)
     wanted, _ = rg.Softmax().extend(q, k, v, state.crop(60), rg.causal)
-    assert (found - wanted).abs().max() < 2e-6
+    assert (out - wanted).abs().max() < 2e-6

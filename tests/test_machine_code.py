@@ -84,8 +84,8 @@ def test_code_takes_the_widest_registers_there_are(capsys):
 
 
 def test_code_keeps_to_the_instructions_that_torch_was_told():
-    told = {**os.environ, "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
-    done = subprocess.run([sys.executable, "-c", PROGRAMS], capture_output=True, text=True, check=True, env=told)
+    environment = {**os.environ, "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    done = subprocess.run([sys.executable, "-c", PROGRAMS], capture_output=True, text=True, check=True, env=environment)
     assert done.stdout == 3 * "8 True False False\n"
 
 

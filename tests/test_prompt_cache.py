@@ -31,7 +31,7 @@ def test_a_window_keeps_a_window_sized_state():
     model = made("window-alibi")
     short, long = rg.prefill(model, [[1] * 20]), rg.prefill(model, [[1] * 200], chunk=16)
     assert long.state.length == 200
-    assert all(one.capacity <= 2 * 5 + 16 for one in long.state.layers)
+    assert all(layer.capacity <= 2 * 5 + 16 for layer in long.state.layers)
     assert long.nbytes <= 2 * short.nbytes
     with pytest.raises(ValueError, match=r"length: expected at least .* the window is past, got 3"):
         long.state.crop(3)
@@ -68,12 +68,12 @@ def test_a_prompt_in_int8_goes_on_in_int8(name, tmp_path):
     assert all(layer.buffer.keys.dtype == torch.int8 for layer in small.state.layers)
     assert 0 < (small.logits - plain.logits).abs().max() < 0.5
     expected = [rg.generate(model, [prompt], max_new_tokens=12, storage=torch.int8)[0].tokens for prompt in PROMPTS]
-    assert [one.tokens for one in rg.generate(model, PROMPTS, max_new_tokens=12, storage=torch.int8)] == expected
-    assert [one.tokens for one in rg.generate(model, state=small, max_new_tokens=12)] == expected
+    assert [text.tokens for text in rg.generate(model, PROMPTS, max_new_tokens=12, storage=torch.int8)] == expected
+    assert [text.tokens for text in rg.generate(model, state=small, max_new_tokens=12)] == expected
     back = rg.Prompt.load(small.save(tmp_path / "prompt.safetensors"), model)
     assert back.nbytes <= small.nbytes
-    given = torch.tensor([[3]] * len(PROMPTS))
-    steps = [model.extend(given, with_room(one.state, 1, 9))[0] for one in (small, back)]
+    newest = torch.tensor([[3]] * len(PROMPTS))
+    steps = [model.extend(newest, with_room(prompt.state, 1, 9))[0] for prompt in (small, back)]
     assert torch.equal(*steps)
 
 
@@ -211,11 +211,11 @@ def test_no_number_in_a_prompts_file_takes_memory_that_is_not_there(name, tmp_pa
         target.write_bytes(len(text).to_bytes(8, "little") + text + body)
         with Allocations() as seen:
             try:
-                found = rg.Prompt.load(target, model)
+                prompt = rg.Prompt.load(target, model)
             except rg.CheckpointError:
-                found = None
-            if found is not None:  # what was changed says the same, or nothing
-                rg.generate(model, state=found, max_new_tokens=2)
+                prompt = None
+            if prompt is not None:  # what was changed says the same, or nothing
+                rg.generate(model, state=prompt, max_new_tokens=2)
                 read += 1
         assert seen.peak < 8 * usual + 2**20
     assert read < 40
@@ -245,8 +245,8 @@ def test_room_is_made_for_tokens_as_they_come(name):
     expected = rg.generate(plain, PROMPTS[2:4], max_new_tokens=40)
     end = expected[0].tokens[5]
     with Allocations() as seen:
-        found = rg.generate(model, PROMPTS[2:4], max_new_tokens=99999999, stop=[end, expected[1].tokens[5]])
-        assert found[0].tokens == expected[0].tokens[: expected[0].tokens.index(end) + 1]
+        texts = rg.generate(model, PROMPTS[2:4], max_new_tokens=99999999, stop=[end, expected[1].tokens[5]])
+        assert texts[0].tokens == expected[0].tokens[: expected[0].tokens.index(end) + 1]
         pieces = rg.stream(model, PROMPTS[2], max_new_tokens=99999999)
         assert [next(pieces) for _ in range(3)]
         rg.generate(model, PROMPTS[2], max_new_tokens=99999999, beams=2, length_penalty=0.0, stop=list(range(60)))
@@ -265,5 +265,5 @@ def test_states_grow_beyond_their_first_room():
         assert rg.generate(model, [[1, 2]], max_new_tokens=20)[0].tokens == expected
         assert rg.generate(model, state=rg.prefill(model, [[1, 2]]), max_new_tokens=20)[0].tokens == expected
         beams = rg.generate(model, [[1, 2], [5]], max_new_tokens=20, beams=3)
-        assert [one.reason for one in rg.generate(model, [[1, 2], [7]], max_new_tokens=10**8)] == ["context"] * 2
+        assert [text.reason for text in rg.generate(model, [[1, 2], [7]], max_new_tokens=10**8)] == ["context"] * 2
     assert beams == rg.generate(model, [[1, 2], [5]], max_new_tokens=20, beams=3)

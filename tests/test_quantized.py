@@ -112,9 +112,9 @@ def test_a_token_with_nan_stays_one_and_spoils_no_other(rows, bad):
     x = torch.randn(rows, 64)
     expected = small(x)
     x[0, 3] = bad
-    found = small(x)
-    assert not found[0].isfinite().any()
-    assert torch.equal(found[1:], expected[1:])
+    out = small(x)
+    assert not out[0].isfinite().any()
+    assert torch.equal(out[1:], expected[1:])
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -137,7 +137,7 @@ def test_a_tied_head_is_a_product_with_its_table(length):
 
 def test_the_model_it_was_made_of_stays_as_it_was():
     model = decoder().train()
-    before = {name: one.clone() for name, one in model.state_dict().items()}
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     model.tokenizer = object()
     small = rg.quantized(model, least=0)
     assert type(small) is type(model)
@@ -145,10 +145,12 @@ def test_the_model_it_was_made_of_stays_as_it_was():
     assert small.tokenizer is model.tokenizer
     assert model.training
     assert not small.training
-    assert not any(one.requires_grad for one in small.parameters())
+    assert not any(parameter.requires_grad for parameter in small.parameters())
     assert not model.quantized
-    assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
-    assert {one.data_ptr() for one in small.parameters()}.isdisjoint(one.data_ptr() for one in model.parameters())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert {parameter.data_ptr() for parameter in small.parameters()}.isdisjoint(
+        parameter.data_ptr() for parameter in model.parameters()
+    )
 
 
 def test_layers_that_share_a_block_share_its_int8_weights():
@@ -157,8 +159,8 @@ def test_layers_that_share_a_block_share_its_int8_weights():
     )
     model = rg.Encoder(config).eval()
     small = rg.quantized(model, least=0)
-    assert sum(isinstance(one, Int8Linear) for one in small.modules()) == sum(
-        isinstance(one, nn.Linear) for one in model.modules()
+    assert sum(isinstance(module, Int8Linear) for module in small.modules()) == sum(
+        isinstance(module, nn.Linear) for module in model.modules()
     )
     tokens = torch.randint(50, (2, 9))
     with torch.no_grad():
@@ -173,8 +175,8 @@ def test_an_encoder_decoder_streams_with_int8_weights():
     with torch.no_grad():
         whole = small(source, target)
         torch.testing.assert_close(whole, same(source, target), atol=1e-3, rtol=1e-3)
-        found, _ = small.extend(target, small.start(source))
-    torch.testing.assert_close(found, whole, atol=1e-3, rtol=1e-3)
+        logits, _ = small.extend(target, small.start(source))
+    torch.testing.assert_close(logits, whole, atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -205,7 +207,9 @@ def test_the_weights_take_a_quarter_of_the_memory():
     model = decoder(embedding_dim=256, hidden_dim=1024, vocabulary_size=2000)
     small = rg.quantized(model, least=0)
     assert nbytes(model) / nbytes(small) > 3.9
-    assert sum(one.numel() for one in small.parameters()) == sum(one.numel() for one in model.parameters())
+    assert sum(parameter.numel() for parameter in small.parameters()) == sum(
+        parameter.numel() for parameter in model.parameters()
+    )
 
 
 def test_small_projections_stay_as_they_are():
@@ -227,9 +231,9 @@ def test_a_summary_and_a_trace_work_as_before():
     assert ours.dtype == "float32"
     with torch.no_grad(), rg.trace(model) as expected:
         model(tokens)
-    with torch.no_grad(), rg.trace(small) as found:
+    with torch.no_grad(), rg.trace(small) as traced:
         small(tokens)
-    torch.testing.assert_close(found.layers[1].weights, expected.layers[1].weights, atol=0.02, rtol=0)
+    torch.testing.assert_close(traced.layers[1].weights, expected.layers[1].weights, atol=0.02, rtol=0)
 
 
 def test_what_int8_weights_cannot_do_is_refused(tmp_path):

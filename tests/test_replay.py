@@ -31,9 +31,9 @@ def both(monkeypatch, generate):
     eager, made = generate(), []
 
     class Counted(replay.Replay):
-        def __init__(self, *given):
-            made.append(given)
-            super().__init__(*given)
+        def __init__(self, *arguments):
+            made.append(arguments)
+            super().__init__(*arguments)
 
     monkeypatch.setattr(replay, "Replay", Counted)
     monkeypatch.setattr(replay, "unfit", replay.uncapturable)
@@ -50,8 +50,8 @@ def test_steps_over_slots_are_the_eager_ones_also_when_rows_leave(name, monkeypa
     )
     assert made
     assert [text.tokens for text in slots] == [text.tokens for text in eager]
-    for one, other in zip(slots, eager, strict=True):
-        torch.testing.assert_close(one.log_probabilities, other.log_probabilities, rtol=1e-9, atol=1e-9)
+    for replayed, launched in zip(slots, eager, strict=True):
+        torch.testing.assert_close(replayed.log_probabilities, launched.log_probabilities, rtol=1e-9, atol=1e-9)
 
 
 def test_int8_states_and_an_encoder_decoder(monkeypatch):
@@ -110,5 +110,5 @@ def test_what_is_not_captured_says_why():
     sizes = {"vocabulary_size": 31, "embedding_dim": 16, "num_layers": 1, "num_heads": 2}
     kernels = rg.Transformer(rg.TransformerConfig(**sizes, mechanism="elu", start_token=1, end_tokens=())).eval()
     assert "cross-attention" in replay.uncapturable(kernels, rg.prefill(kernels, [[1, 2]]).state, 100)
-    own = decoder(mechanism=rg.Kernel(feature_map=torch.relu))
-    assert "may read values" in replay.uncapturable(own, rg.prefill(own, [[1, 2]]).state, 100)
+    users = decoder(mechanism=rg.Kernel(feature_map=torch.relu))
+    assert "may read values" in replay.uncapturable(users, rg.prefill(users, [[1, 2]]).state, 100)

@@ -16,13 +16,13 @@ def test_draws_follow_the_models_distribution():
     model.initialise(0.4)
     with torch.no_grad():
         wanted = (model(torch.tensor([[3, 1]]))[0, -1] / 0.9).softmax(-1)
-    found = rg.generate(model, [[3, 1]], max_new_tokens=2, temperature=0.9, n=20000, seed=1)
-    first = torch.bincount(torch.tensor([one.tokens[0] for one in found]), minlength=12)
+    texts = rg.generate(model, [[3, 1]], max_new_tokens=2, temperature=0.9, n=20000, seed=1)
+    first = torch.bincount(torch.tensor([text.tokens[0] for text in texts]), minlength=12)
     assert _chi_square(first, wanted) < 38  # 11 degrees of freedom: exceeded once in 10,000
     favourite = int(first.argmax())
     with torch.no_grad():
         after = (model(torch.tensor([[3, 1, favourite]]))[0, -1] / 0.9).softmax(-1)
-    second = [one.tokens[1] for one in found if one.tokens[0] == favourite]
+    second = [text.tokens[1] for text in texts if text.tokens[0] == favourite]
     assert _chi_square(torch.bincount(torch.tensor(second), minlength=12), after) < 38
     assert _chi_square(first, after.roll(1)) > 38
 
@@ -64,10 +64,10 @@ def test_the_repetition_penalty_is_that_of_transformers():
 @torch.no_grad()
 def test_log_probabilities_are_the_models():
     model = made("gqa")
-    found = rg.generate(model, [PROMPTS[0]], max_new_tokens=6, temperature=2.0, top_k=5, seed=0, log_probabilities=True)
-    tokens = torch.tensor([[*PROMPTS[0], *found[0].tokens]])
+    texts = rg.generate(model, [PROMPTS[0]], max_new_tokens=6, temperature=2.0, top_k=5, seed=0, log_probabilities=True)
+    tokens = torch.tensor([[*PROMPTS[0], *texts[0].tokens]])
     scores = model(tokens).log_softmax(-1)[0, 2:-1].gather(1, tokens[0, 3:, None])[:, 0]
-    assert found[0].log_probabilities == pytest.approx(scores.tolist(), abs=1e-10)
+    assert texts[0].log_probabilities == pytest.approx(scores.tolist(), abs=1e-10)
     assert rg.generate(model, [PROMPTS[0]], max_new_tokens=2)[0].log_probabilities is None
 
 

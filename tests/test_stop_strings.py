@@ -35,12 +35,12 @@ def test_stop_strings_may_name_special_tokens():
         for options in ({}, {"beams": 2}):
             if options and count == 8:
                 continue
-            found = rg.generate(model, [PROMPTS[0]], max_new_tokens=8, stop=stop, **options)
+            results = rg.generate(model, [PROMPTS[0]], max_new_tokens=8, stop=stop, **options)
             if not options:
-                assert (found[0], found[0].tokens) == ("".join(text), tokens[:count])
-                assert found[0].reason == ("length" if count == 8 else "stop")
+                assert (results[0], results[0].tokens) == ("".join(text), tokens[:count])
+                assert results[0].reason == ("length" if count == 8 else "stop")
             else:
-                assert all(stop not in model.tokenizer.decode(one.tokens[:-1], special=True) for one in found)
+                assert all(stop not in model.tokenizer.decode(result.tokens[:-1], special=True) for result in results)
         pieces = rg.stream(model, PROMPTS[0], max_new_tokens=8, stop=stop)
         assert "".join(pieces) == "".join(text) == pieces.text
 
@@ -65,9 +65,9 @@ def test_a_stop_string_may_have_the_token_that_ends_the_text(ends):
         (name + "x", first + second + third, "end"),
     ):
         options = {"max_new_tokens": 8, "stop": [stop] if ends == "the model" else [stop, end]}
-        found = rg.generate(model, [PROMPTS[0]], **options)[0]
-        assert (found, found.tokens) == (text, tokens[:4])
-        assert found.reason == (reason if ends == "the model" else "stop")
+        result = rg.generate(model, [PROMPTS[0]], **options)[0]
+        assert (result, result.tokens) == (text, tokens[:4])
+        assert result.reason == (reason if ends == "the model" else "stop")
         pieces = rg.stream(model, PROMPTS[0], **options)
         assert "".join(pieces) == text == pieces.text
 
@@ -89,10 +89,10 @@ def test_a_writer_gives_the_text_before_the_first_stop_string_whatever_is_specia
         written = [tokenizer.decode([token], special=True) for token in tokens[:count]]
         text = [name if token > 1 else "" for name, token in zip(written, tokens, strict=False)]
         places = []  # in characters of the text
-        for one in stop:
-            if (at := "".join(text).find(one)) >= 0:
+        for stop_string in stop:
+            if (at := "".join(text).find(stop_string)) >= 0:
                 places.append(at)
-            if (at := "".join(written).find(one)) >= 0:
+            if (at := "".join(written).find(stop_string)) >= 0:
                 before = "".join(written)[:at]
                 places.append(len(before.replace("<|unk|>", "").replace("<|pad|>", "").split("<|")[0]))
         if places:

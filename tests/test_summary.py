@@ -27,38 +27,38 @@ def test_a_decoders_token(name):
     model = rg.Decoder(DECODERS[name]).eval()
     tokens = torch.zeros(1, 24, dtype=torch.long)
     _, state = model.extend(tokens[:, :23], model.start(batch=1, capacity=24))
-    found = model.summary(length=24)
+    summary = model.summary(length=24)
     _, longer = model.extend(tokens[:, 23:], state)
-    assert counted(lambda: model.extend(tokens[:, 23:], state)) == found.flops
-    assert longer.nbytes == found.state_fixed + 24 * found.state_per_token
-    assert found.parameters == sum(one.numel() for one in model.parameters())
-    assert sum(one.parameters for one in found.parts) == found.parameters
+    assert counted(lambda: model.extend(tokens[:, 23:], state)) == summary.flops
+    assert longer.nbytes == summary.state_fixed + 24 * summary.state_per_token
+    assert summary.parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert sum(part.parameters for part in summary.parts) == summary.parameters
 
 
 @pytest.mark.parametrize("form", ["bert", "albert"])
 def test_an_encoders_text(form):
     config = getattr(rg.EncoderConfig, form)(**SIZES, **({"factor_dim": 6} if form == "albert" else {}))
     model = rg.Encoder(config).eval()
-    tokens, found = torch.zeros(1, 30, dtype=torch.long), model.summary(length=30)
+    tokens, summary = torch.zeros(1, 30, dtype=torch.long), model.summary(length=30)
 
     def run():
         hidden = model(tokens)
         if config.masked_words:
             model.masked_words(hidden)
 
-    assert counted(run) == found.flops * 30
-    assert sum(one.parameters for one in found.parts) == found.parameters
+    assert counted(run) == summary.flops * 30
+    assert sum(part.parameters for part in summary.parts) == summary.parameters
 
 
 @torch.no_grad()
 def test_a_transformers_token():
     model = rg.Transformer(rg.TransformerConfig(**SIZES)).eval()
     source, target = torch.zeros(1, 20, dtype=torch.long), torch.zeros(1, 20, dtype=torch.long)
-    found = model.summary(length=20)
+    summary = model.summary(length=20)
     _, state = model.extend(target[:, :19], model.start(source, capacity=20))
-    assert counted(lambda: model.encode(source)) == 20 * found.parts[1].flops
-    assert counted(lambda: model.extend(target[:, 19:], state)) == found.flops - found.parts[1].flops
-    assert state.nbytes == found.state_fixed + 20 * found.state_per_token
+    assert counted(lambda: model.encode(source)) == 20 * summary.parts[1].flops
+    assert counted(lambda: model.extend(target[:, 19:], state)) == summary.flops - summary.parts[1].flops
+    assert state.nbytes == summary.state_fixed + 20 * summary.state_per_token
 
 
 def test_an_image():
@@ -83,7 +83,7 @@ def test_an_image():
     with pytest.raises(ValueError, match="images: expected sides large enough"):
         davit.summary(1)
     for model in (vision, davit):
-        assert sum(one.parameters for one in model.summary().parts) == model.summary().parameters
+        assert sum(part.parameters for part in model.summary().parts) == model.summary().parameters
 
 
 def test_published_models_have_their_published_sizes():
@@ -96,11 +96,11 @@ def test_published_models_have_their_published_sizes():
 
 
 def test_it_reads_as_a_table_and_as_json():
-    found = rg.Decoder(DECODERS["llama"]).summary(length=100)
-    text = str(found)
+    summary = rg.Decoder(DECODERS["llama"]).summary(length=100)
+    text = str(summary)
     for word in ("stack", "4 on 2 kv", "Softmax()", "state 192 B per token: 19.2 kB at 100 tokens", "FLOPs / token"):
         assert word in text
-    assert found.to_json()["parts"][1]["layers"] == 3
+    assert summary.to_json()["parts"][1]["layers"] == 3
     assert "at any length" in str(rg.Decoder(DECODERS["quadratic"]).summary())
     with pytest.raises(ValueError, match="length: expected a whole number"):
         rg.Decoder(DECODERS["llama"]).summary(length=0)

@@ -59,10 +59,10 @@ def test_streams_are_joined_for_every_mechanism(name):
         for low, high in pairwise(cuts):
             real = rg.padding([high, min(high, 140)])
             _, state = model(x[:, low:high], real, state=state)
-    for step, one in zip(traced.layers, whole.layers, strict=True):
+    for step, layer in zip(traced.layers, whole.layers, strict=True):
         assert step.rows == tuple(range(150))
         for part in EVERYTHING:
-            mine, theirs = getattr(step, part), getattr(one, part)
+            mine, theirs = getattr(step, part), getattr(layer, part)
             if part == "scores" and mechanism.ordered:  # it states weights alone
                 assert mine is theirs is None
                 continue
@@ -72,10 +72,10 @@ def test_streams_are_joined_for_every_mechanism(name):
             # A choice between near ties may fall differently on differently rounded inputs.
             wrong = ((mine - theirs).abs() > 1e-3 * (1 + theirs.abs()))[real]
             assert wrong.float().mean() < (0.02 if name == "argmax" else 1e-9), part
-        assert torch.equal(step.visible.expand(2, 1, 150, 150)[0], one.visible.expand(2, 1, 150, 150)[0])
-        assert torch.equal(step.real, one.real)
+        assert torch.equal(step.visible.expand(2, 1, 150, 150)[0], layer.visible.expand(2, 1, 150, 150)[0])
+        assert torch.equal(step.real, layer.real)
         assert step.causal
-        assert one.causal
+        assert layer.causal
 
 
 def test_sums_whose_keys_came_before_the_trace_are_refused():
@@ -131,12 +131,12 @@ OURS = {
 
 @pytest.mark.parametrize("name", OURS)
 def test_our_models_compute_the_same_under_a_trace(name):
-    make, given, count = OURS[name]
+    make, arguments, count = OURS[name]
     model = make().eval()
     with torch.no_grad():
-        plain = model(*given)
+        plain = model(*arguments)
         with trace(model, keep=EVERYTHING) as traced:
-            out = model(*given)
+            out = model(*arguments)
     assert torch.equal(out, plain) if isinstance(out, torch.Tensor) else torch.equal(out[0], plain[0])
     assert [layer.index for layer in traced.layers] == list(range(count))
     sums = traced.layers[0].weights[0].sum(-1)
@@ -153,10 +153,10 @@ def test_our_encoder_decoder_step_by_step_is_one_trace():
         state = model.start(source, rg.padding([6, 4]))
         for step in range(4):
             _, state = model.extend(target[:, step : step + 1], state)
-    for step, one in zip(traced.layers, whole.layers, strict=True):
-        assert (step.kind, step.rows, step.causal) == (one.kind, one.rows, one.causal)
+    for step, layer in zip(traced.layers, whole.layers, strict=True):
+        assert (step.kind, step.rows, step.causal) == (layer.kind, layer.rows, layer.causal)
         for part in EVERYTHING:
-            assert torch.allclose(getattr(step, part), getattr(one, part), atol=1e-5), part
+            assert torch.allclose(getattr(step, part), getattr(layer, part), atol=1e-5), part
     assert [layer.kind for layer in whole.layers] == ["self", "self", "self", "cross", "self", "cross"]
     traced.label([list("abcd")] * 2, [list("uvwxyz")] * 2)
     names = [tuple(len(sides[0]) for sides in traced.labels(layer)) for layer in traced.layers]
@@ -227,10 +227,10 @@ def test_a_bias_is_in_the_scores_and_what_it_forbids_is_hidden():
     bias[..., 0] = -math.inf
     with trace(layer, keep=EVERYTHING, heads=[1]) as traced:
         layer(x, bias=bias)
-    found = traced.layers[0]
-    assert torch.allclose(found.scores.softmax(-1), found.weights, atol=1e-6)
-    assert not found.visible[..., 0].any()
-    assert found.visible[..., 1:].all()
+    recorded = traced.layers[0]
+    assert torch.allclose(recorded.scores.softmax(-1), recorded.weights, atol=1e-6)
+    assert not recorded.visible[..., 0].any()
+    assert recorded.visible[..., 1:].all()
 
 
 def test_dropout_of_ours_changes_neither_the_random_numbers_nor_the_weights():

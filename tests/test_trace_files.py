@@ -17,9 +17,9 @@ from traced_models import (
 )
 
 
-def same(one, two):
-    assert (one.tokens, one.source_tokens, one.model) == (two.tokens, two.source_tokens, two.model)
-    for mine, theirs in zip(one.layers, two.layers, strict=True):
+def same(left, right):
+    assert (left.tokens, left.source_tokens, left.model) == (right.tokens, right.source_tokens, right.model)
+    for mine, theirs in zip(left.layers, right.layers, strict=True):
         for name in TracedLayer.__dataclass_fields__:
             a, b = getattr(mine, name), getattr(theirs, name)
             assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b, name

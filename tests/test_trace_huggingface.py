@@ -24,14 +24,14 @@ from traced_models import (
 
 @pytest.mark.parametrize("name", MODELS)
 def test_hugging_face_models_compute_as_eager_does_and_their_weights_are_eagers(name):
-    model, given = MODELS[name]().eval(), inputs(name)
+    model, arguments = MODELS[name]().eval(), inputs(name)
     before = model.config._attn_implementation
     with torch.no_grad(), trace(model, keep=EVERYTHING) as traced:
-        out = model(**given)
+        out = model(**arguments)
     assert model.config._attn_implementation == before
     assert "eager" not in transformers.AttentionInterface()
     with torch.no_grad():
-        expected = eager(model, **given)
+        expected = eager(model, **arguments)
     assert torch.equal(out[0], expected[0])
     for layer, weights in zip(traced.layers, attentions(expected), strict=True):
         assert torch.equal(layer.weights, weights)
@@ -70,9 +70,9 @@ def test_a_shared_module_counts_once_for_each_run():
 
 
 def test_grouped_heads_keep_their_own_number_of_keys():
-    model, given = MODELS["llama"]().eval(), inputs("llama")
+    model, arguments = MODELS["llama"]().eval(), inputs("llama")
     with trace(model, keep=EVERYTHING) as traced:
-        model(**given)
+        model(**arguments)
     layer = traced.layers[1]
     assert layer.queries.shape == (2, 4, 9, 4)
     assert layer.keys.shape == layer.values.shape == (2, 2, 9, 4)
@@ -82,9 +82,9 @@ def test_grouped_heads_keep_their_own_number_of_keys():
 
 
 def test_t5_scores_have_the_position_bias_in_them():
-    model, given = t5().eval(), inputs("t5")
+    model, arguments = t5().eval(), inputs("t5")
     with torch.no_grad(), trace(model, keep=EVERYTHING) as traced:
-        model(**given)
+        model(**arguments)
     layer = traced.layers[1]
     bias = model.encoder.block[0].layer[0].SelfAttention.compute_bias(9, 9)
     plain = layer.queries @ layer.keys.transpose(-1, -2) + bias
@@ -111,27 +111,27 @@ def test_generation_gives_the_same_layers_as_one_pass_over_its_result(name):
         made = model.generate(prompt, max_new_tokens=6, min_new_tokens=6, do_sample=False)
     with torch.no_grad(), trace(model, keep=EVERYTHING) as whole:
         model(made[:, :-1])
-    for step, one in zip(traced.layers, whole.layers, strict=True):
-        assert step.rows == one.rows == tuple(range(10))
+    for step, layer in zip(traced.layers, whole.layers, strict=True):
+        assert step.rows == layer.rows == tuple(range(10))
         for part in EVERYTHING:
-            assert torch.allclose(getattr(step, part), getattr(one, part), atol=1e-5), part
-        assert torch.equal(step.visible.expand(2, 1, 10, 10), one.visible.expand(2, 1, 10, 10))
+            assert torch.allclose(getattr(step, part), getattr(layer, part), atol=1e-5), part
+        assert torch.equal(step.visible.expand(2, 1, 10, 10), layer.visible.expand(2, 1, 10, 10))
         assert step.causal
 
 
 @pytest.mark.parametrize("name", ["t5", "bart"])
 def test_generation_with_an_encoder(name):
-    model, given = MODELS[name]().eval(), inputs(name)
-    given.pop("decoder_input_ids")
+    model, arguments = MODELS[name]().eval(), inputs(name)
+    arguments.pop("decoder_input_ids")
     with torch.no_grad(), trace(model) as traced:
-        made = model.generate(**given, max_new_tokens=4, min_new_tokens=4, num_beams=1, do_sample=False)
+        made = model.generate(**arguments, max_new_tokens=4, min_new_tokens=4, num_beams=1, do_sample=False)
     with torch.no_grad(), trace(model) as whole:
-        model(**given, decoder_input_ids=made[:, :-1])
+        model(**arguments, decoder_input_ids=made[:, :-1])
     assert [layer.index for layer in traced.layers] == list(range(6))
-    for step, one in zip(traced.layers, whole.layers, strict=True):
-        assert step.rows == one.rows
-        assert torch.allclose(step.weights, one.weights, atol=1e-5)
-        assert torch.allclose(step.keys, one.keys, atol=1e-5)
+    for step, layer in zip(traced.layers, whole.layers, strict=True):
+        assert step.rows == layer.rows
+        assert torch.allclose(step.weights, layer.weights, atol=1e-5)
+        assert torch.allclose(step.keys, layer.keys, atol=1e-5)
 
 
 def test_newest_rows_of_a_generation():
@@ -150,11 +150,11 @@ def test_newest_rows_of_a_generation():
 def test_one_row_of_a_generation_has_all_its_keys():
     model = MODELS["llama"]().eval()
     prompt = torch.randint(3, 40, (1, 5))
-    with torch.no_grad(), trace(model, rows=[2], keep=EVERYTHING) as one:
+    with torch.no_grad(), trace(model, rows=[2], keep=EVERYTHING) as chosen:
         made = model.generate(prompt, max_new_tokens=3, min_new_tokens=3, do_sample=False)
     with torch.no_grad(), trace(model, rows=[2], keep=EVERYTHING) as whole:
         model(made[:, :-1])
-    for step, expected in zip(one.layers, whole.layers, strict=True):
+    for step, expected in zip(chosen.layers, whole.layers, strict=True):
         assert step.rows == (2,)
         assert torch.equal(step.visible, expected.visible)
         for part in EVERYTHING:
@@ -197,28 +197,28 @@ def test_everything_is_restored_after_an_exception():
 
 
 def test_traces_within_traces_and_other_models_are_left_alone():
-    one, two = MODELS["gpt2"]().eval(), MODELS["gpt2"]().eval()
+    model, other = MODELS["gpt2"]().eval(), MODELS["gpt2"]().eval()
     tokens = torch.randint(3, 40, (1, 6))
-    two.set_attn_implementation("eager")
+    other.set_attn_implementation("eager")
     with torch.no_grad():
-        plain = two(tokens).logits
-        with trace(one) as first:
-            with trace(one, layers=[0]) as inner:
-                one(tokens)
-            assert torch.equal(two(tokens).logits, plain)
-            one(tokens[:, :4])
+        plain = other(tokens).logits
+        with trace(model) as first:
+            with trace(model, layers=[0]) as inner:
+                model(tokens)
+            assert torch.equal(other(tokens).logits, plain)
+            model(tokens[:, :4])
     assert inner.layers[0].weights.shape == (1, 4, 6, 6)
     assert len(inner.layers) == 1
     assert first.layers[2].weights.shape == (1, 4, 4, 4)
 
 
 def test_training_records_weights_before_dropout_and_computes_the_same():
-    model, given = MODELS["bert"]().train(), inputs("bert")
+    model, arguments = MODELS["bert"]().train(), inputs("bert")
     torch.manual_seed(1)
     with trace(model) as traced:
-        out = model(**given)
+        out = model(**arguments)
     torch.manual_seed(1)
-    expected = eager(model, **given)
+    expected = eager(model, **arguments)
     assert torch.equal(out[0], expected[0])
     sums = traced.layers[0].weights.sum(-1)
     assert torch.allclose(sums, torch.ones_like(sums), atol=1e-5)

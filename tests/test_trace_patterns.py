@@ -50,8 +50,8 @@ def test_a_head_of_one_pattern_scores_1_on_it(name, causal):
     weights = torch.stack([looking(targets), looking([list(range(row + 1 if causal else 8)) for row in range(8)])])[
         None
     ]
-    found = patterns(Trace([layer_of(weights, visible=CAUSAL if causal else None)], tokens=TOKENS))
-    sharp, flat = found.heads
+    scored = patterns(Trace([layer_of(weights, visible=CAUSAL if causal else None)], tokens=TOKENS))
+    sharp, flat = scored.heads
     assert sharp.score[name] == pytest.approx(1)
     assert sharp.mass[name] == pytest.approx(1)
     for other in PATTERNS:
@@ -63,10 +63,10 @@ def test_a_head_of_one_pattern_scores_1_on_it(name, causal):
 
 def test_a_mixture_of_a_pattern_and_uniform_scores_its_parts():
     weights = 0.3 * looking(HEADS["self"]) + 0.7 / 8
-    one = patterns(Trace([layer_of(weights[None, None])])).of(0, 0)
-    assert one.score["self"] == pytest.approx(0.3)
-    assert one.score["uniform"] == pytest.approx(0.7)
-    assert one.score["separator"] is one.score["same word"] is one.score["induction"] is None
+    head = patterns(Trace([layer_of(weights[None, None])])).of(0, 0)
+    assert head.score["self"] == pytest.approx(0.3)
+    assert head.score["uniform"] == pytest.approx(0.7)
+    assert head.score["separator"] is head.score["same word"] is head.score["induction"] is None
 
 
 def test_induction_on_a_repeated_sequence():
@@ -74,10 +74,10 @@ def test_induction_on_a_repeated_sequence():
     weights = torch.zeros(8, 8)
     for row in range(8):
         weights[row, row - 3 if row > 3 else 0] = 1
-    found = patterns(Trace([layer_of(weights[None, None], visible=CAUSAL)], tokens=tokens)).of(0, 0)
-    assert found.score["induction"] == pytest.approx(1)
-    assert found.top == "induction"
-    assert found.baseline["induction"] == pytest.approx(sum(1 / n for n in (5, 6, 7, 8)) / 4)
+    head = patterns(Trace([layer_of(weights[None, None], visible=CAUSAL)], tokens=tokens)).of(0, 0)
+    assert head.score["induction"] == pytest.approx(1)
+    assert head.top == "induction"
+    assert head.baseline["induction"] == pytest.approx(sum(1 / n for n in (5, 6, 7, 8)) / 4)
 
 
 def test_the_baseline_is_of_the_visible_keys_and_padding_is_left_out():
@@ -89,19 +89,19 @@ def test_the_baseline_is_of_the_visible_keys_and_padding_is_left_out():
     weights[1, 0, 4:] = 0
     weights[1, 0, 4:, 3] = 1  # the first real token
     weights[0, 0] = weights[0, 0] * 0 + torch.eye(8)[0]
-    found = patterns(Trace([layer_of(weights, visible=visible, real=real)])).of(0, 0)
-    assert found.score["first"] == pytest.approx(1)
+    head = patterns(Trace([layer_of(weights, visible=visible, real=real)])).of(0, 0)
+    assert head.score["first"] == pytest.approx(1)
     first = [1 / n for n in range(2, 9)] + [1 / n for n in range(2, 6)]  # rows that see the first token and more
-    assert found.baseline["first"] == pytest.approx(sum(first) / len(first))
+    assert head.baseline["first"] == pytest.approx(sum(first) / len(first))
 
 
 def test_patterns_of_cross_attention_and_of_patches():
     source, target = ["▁chat", "▁noir", "</s>"], ["▁noir", "▁cat"]
     weights = torch.tensor([[0.0, 1, 0], [0, 0, 1]])[None, None]
-    found = patterns(Trace([layer_of(weights, kind="cross")], tokens=target, source_tokens=source)).of(0, 0)
-    assert found.score["same word"] == pytest.approx(1)
-    assert found.score["separator"] == pytest.approx((0.5 - 1 / 3) / (1 - 1 / 3))
-    assert [name for name in PATTERNS if found.score[name] is None] == ["previous", "next", "self", "induction"]
+    head = patterns(Trace([layer_of(weights, kind="cross")], tokens=target, source_tokens=source)).of(0, 0)
+    assert head.score["same word"] == pytest.approx(1)
+    assert head.score["separator"] == pytest.approx((0.5 - 1 / 3) / (1 - 1 / 3))
+    assert [name for name in PATTERNS if head.score[name] is None] == ["previous", "next", "self", "induction"]
     model = vit().eval()
     with trace(model) as traced:
         model(torch.randn(1, 3, 16, 16))
@@ -119,17 +119,17 @@ def test_patterns_print_draw_and_go_to_json():
     words = [[f"▁{n}" for n in range(9)]] * 2
     with trace(model, tokens=[w[:5] for w in words], source_tokens=words) as traced:
         model(**inputs("bart"))
-    found = traced.patterns(separators=["▁8"])
-    assert len(str(found).splitlines()) == 1 + 6 * 4
-    assert len(json.loads(json.dumps(found.to_dict()))["heads"]) == 24
-    assert found.plot().axes
+    scored = traced.patterns(separators=["▁8"])
+    assert len(str(scored).splitlines()) == 1 + 6 * 4
+    assert len(json.loads(json.dumps(scored.to_dict()))["heads"]) == 24
+    assert scored.plot().axes
     assert traced.patterns(separators=[-1]).of(1, 0).score["separator"] is not None
     with pytest.raises(ValueError, match="separators: expected positions below"):
         traced.patterns(separators=[20])
     with pytest.raises(ValueError, match=r"tokens: expected 2 sequences of 5 strings, got lengths \[3\]"):
         traced.label(["a", "b", "c"], words).patterns()
     with pytest.raises(ValueError, match="head: expected a recorded layer and head, got layer 9 head 0"):
-        found.of(9, 0)
+        scored.of(9, 0)
 
 
 @pytest.mark.parametrize(
@@ -175,12 +175,12 @@ def test_value_weighted_attention_is_the_norm_of_weighted_values():
     layer, x = MultiHeadAttention(16, 4, num_kv_heads=2, value_length=3), torch.randn(2, 5, 16)
     with trace(layer) as traced:
         layer(x, mask=rg.causal)
-    found = traced.layers[0]
-    plain, projected = value_weighted(found), traced.value_weighted(0, layer.W_o.weight)
+    recorded = traced.layers[0]
+    plain, projected = value_weighted(recorded), traced.value_weighted(0, layer.W_o.weight)
     for b, h, t, s in [(0, 0, 4, 1), (1, 3, 2, 2), (1, 1, 3, 0), (0, 2, 1, 3)]:
-        value = found.weights[b, h, t, s] * found.values[b, h // 2, s]
+        value = recorded.weights[b, h, t, s] * recorded.values[b, h // 2, s]
         assert plain[b, h, t, s] == pytest.approx(value.norm().item(), abs=1e-6)
         through = layer.W_o.weight[:, 3 * h : 3 * h + 3] @ value
         assert projected[b, h, t, s] == pytest.approx(through.norm().item(), abs=1e-6)
     with pytest.raises(ValueError, match=r"projection: expected \(E, H · 3\)"):
-        value_weighted(found, torch.randn(16, 7))
+        value_weighted(recorded, torch.randn(16, 7))

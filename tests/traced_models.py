@@ -77,14 +77,14 @@ def inputs(name):
         return {"pixel_values": torch.randn(2, 3, 16, 16)}
     if name == "whisper":
         return {"input_features": torch.randn(2, 8, 20), "decoder_input_ids": tokens[:, :5]}
-    given = {"input_ids": tokens, "attention_mask": real}
-    return {**given, "decoder_input_ids": tokens[:, :5]} if name in TWO_SIDED else given
+    arguments = {"input_ids": tokens, "attention_mask": real}
+    return {**arguments, "decoder_input_ids": tokens[:, :5]} if name in TWO_SIDED else arguments
 
 
-def eager(model, **given):
+def eager(model, **arguments):
     before = model.config._attn_implementation
     model.set_attn_implementation("eager")
-    out = model(**given, output_attentions=True)
+    out = model(**arguments, output_attentions=True)
     model.set_attn_implementation(before)
     return out
 
@@ -92,7 +92,7 @@ def eager(model, **given):
 def attentions(out):
     if getattr(out, "cross_attentions", None):
         pairs = zip(out.decoder_attentions, out.cross_attentions, strict=True)
-        return [*out.encoder_attentions, *(one for pair in pairs for one in pair)]
+        return [*out.encoder_attentions, *(weights for pair in pairs for weights in pair)]
     return list(out.attentions)
 
 
