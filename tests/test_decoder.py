@@ -54,11 +54,11 @@ def made(config: rg.DecoderConfig) -> rg.Decoder:
 def greedy(model: rg.Decoder, prompt: Tensor, count: int, mask: Tensor | None = None) -> Tensor:
     state = model.start(batch=len(prompt), capacity=prompt.shape[1] + count)
     logits, state = model.extend(prompt, state, None if mask is None else rg.padding(valid=mask))
-    found = []
+    chosen = []
     for _ in range(count):
-        found.append(logits[:, -1].argmax(-1, keepdim=True))
-        logits, state = model.extend(found[-1], state)
-    return torch.cat(found, 1)
+        chosen.append(logits[:, -1].argmax(-1, keepdim=True))
+        logits, state = model.extend(chosen[-1], state)
+    return torch.cat(chosen, 1)
 
 
 @pytest.mark.parametrize("name", peers.DECODERS)
@@ -86,7 +86,7 @@ def test_parity_with_transformers(name, tmp_path):
 
 @pytest.mark.parametrize("name", peers.DECODERS)
 @torch.no_grad()
-def test_64_greedy_tokens_of_left_padded_prompts_equal_transformers(name, tmp_path):
+def test_64_greedy_chosenof_left_padded_prompts_equal_transformers(name, tmp_path):
     theirs = peers.decoder(name)
     ours = rg.load(peers.saved(theirs, tmp_path / "model"))
     prompts = peers.sequences(3, 40)
@@ -136,9 +136,9 @@ def test_a_row_beyond_the_context_is_itself_beside_any_other(scaling, mechanism,
     together = model(tokens, mask=rg.padding(valid=valid))
     assert (together[valid] - torch.cat(alone)).abs().max() <= 1e-12
     if side == "left":
-        found = greedy(model, tokens, 12, valid)
+        generated = greedy(model, tokens, 12, valid)
         for row, real in enumerate(valid):
-            assert torch.equal(found[row], greedy(model, tokens[row : row + 1, real], 12)[0])
+            assert torch.equal(generated[row], greedy(model, tokens[row : row + 1, real], 12)[0])
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
@@ -194,11 +194,11 @@ def test_a_state_forks_reorders_and_crops():
     out, _ = model.extend(tokens[:, 9:], cropped, rg.padding(valid=valid))
     assert (out - model(tokens, mask=rg.padding(valid=valid))[:, 9:]).abs().max() <= 1e-12
     assert cropped.length == 9
-    assert state.nbytes == sum(one.nbytes for one in state.layers)
+    assert state.nbytes == sum(layer.nbytes for layer in state.layers)
 
 
 @torch.no_grad()
-def test_a_narrower_band_stays_when_a_window_has_left_tokens_behind():
+def test_a_narrower_band_stays_when_a_window_has_left_chosenbehind():
     model, tokens = made(FORMS["mqa-window"]), peers.sequences(2, 30, 61)
     whole, state, outs = model(tokens, mask=rg.window(before=1)), model.start(batch=2, capacity=30), []
     for place in range(30):
@@ -213,13 +213,13 @@ def test_a_state_that_is_none_is_one_error():
 
 
 @torch.no_grad()
-def test_without_positions_earlier_tokens_may_change_places():
+def test_without_positions_earlier_chosenmay_change_places():
     model = made(FORMS["none"])
     tokens = peers.sequences(1, 9, 61)
     shuffled = torch.cat([tokens[:, torch.randperm(8, generator=torch.Generator().manual_seed(0))], tokens[:, 8:]], 1)
     # One layer of causal attention sees a set; two do not, since the set each earlier token saw differs.
-    one = made(rg.DecoderConfig(vocabulary_size=61, embedding_dim=16, num_layers=1, num_heads=2, positions="none"))
-    assert (one(tokens)[:, -1] - one(shuffled)[:, -1]).abs().max() <= 1e-12
+    shallow = made(rg.DecoderConfig(vocabulary_size=61, embedding_dim=16, num_layers=1, num_heads=2, positions="none"))
+    assert (shallow(tokens)[:, -1] - shallow(shuffled)[:, -1]).abs().max() <= 1e-12
     assert (model(tokens)[:, -1] - model(shuffled)[:, -1]).abs().max() > 1e-6
 
 
@@ -258,7 +258,9 @@ def test_training_reaches_every_parameter():
     for config in FORMS.values():
         model = rg.Decoder(config)
         model(peers.sequences(2, 9, 61), mask=rg.padding([9, 5])).square().sum().backward()
-        untouched = [name for name, one in model.named_parameters() if one.grad is None or not one.grad.any()]
+        untouched = [
+            name for name, parameter in model.named_parameters() if parameter.grad is None or not parameter.grad.any()
+        ]
         # nothing comes after the last token of GPT-2's table of positions
         assert untouched == []
 
@@ -313,7 +315,7 @@ def test_a_config_that_cannot_be_is_one_error(change, message):
         ({"target_vocabulary_size": 5, "end_tokens": (5,)}, r"end_tokens: expected tokens from 0 to 4, got \(5,\)"),
     ],
 )
-def test_heads_and_end_tokens_that_cannot_be_are_refused_when_a_config_is_made(config, change, message):
+def test_heads_and_end_chosenthat_cannot_be_are_refused_when_a_config_is_made(config, change, message):
     names = {entry.name for entry in fields(config)}
     sizes = {"vocabulary_size": 9, "image_size": 8, "patch_size": 4, "embedding_dim": 16}
     sizes = {name: size for name, size in {**sizes, "num_layers": 1, "num_heads": 4}.items() if name in names}
@@ -334,7 +336,7 @@ def test_heads_and_end_tokens_that_cannot_be_are_refused_when_a_config_is_made(c
         (torch.zeros(1, 65, dtype=torch.long), "tokens: expected at most 64 tokens"),
     ],
 )
-def test_tokens_that_are_none_are_one_error(tokens, message):
+def test_chosenthat_are_none_are_one_error(tokens, message):
     with pytest.raises(ValueError, match=message):
         made(FORMS["gpt2"])(tokens)
 
@@ -361,8 +363,8 @@ def test_a_model_runs_on_meta_tensors_and_under_transforms():
         return torch.func.functional_call(model, parameters, (row[None],)).square().sum()
 
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    each = torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, tokens)
+    gradients = torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, tokens)
     model(tokens).square().sum().backward()
     for name, parameter in model.named_parameters():
-        assert torch.allclose(each[name].sum(0), parameter.grad, atol=1e-4), name
+        assert torch.allclose(gradients[name].sum(0), parameter.grad, atol=1e-4), name
     assert model.to("meta")(tokens.to("meta")).shape == (3, 5, 11)

@@ -39,17 +39,17 @@ def made(**changes: object) -> rg.Encoder:
 def heads(theirs: object, tokens: torch.Tensor, **options: torch.Tensor) -> dict[str, torch.Tensor]:
     """What transformers gives, by our names."""
     out = theirs(tokens, output_hidden_states=True, **options)
-    found = {"hidden": out.hidden_states[-1]}
+    outputs = {"hidden": out.hidden_states[-1]}
     if "PreTraining" in type(theirs).__name__:
-        found["masked_words"] = out.prediction_logits
-        found["next_sentence"] = out.get("seq_relationship_logits", out.get("sop_logits"))
+        outputs["masked_words"] = out.prediction_logits
+        outputs["next_sentence"] = out.get("seq_relationship_logits", out.get("sop_logits"))
     elif "MaskedLM" in type(theirs).__name__:
-        found["masked_words"] = out.logits
+        outputs["masked_words"] = out.logits
     elif "Classification" in type(theirs).__name__:
-        found["classify"] = out.logits
+        outputs["classify"] = out.logits
     else:
-        found["pooled"] = out.pooler_output
-    return found
+        outputs["pooled"] = out.pooler_output
+    return outputs
 
 
 @pytest.mark.parametrize("name", peers.ENCODERS)
@@ -70,9 +70,9 @@ def test_parity_with_transformers(name, tmp_path):
     for valid, options, mask in cases:
         expected = heads(theirs, tokens, token_type_ids=kinds, **options)
         hidden = ours(tokens, kinds, mask)
-        found = {"hidden": hidden}
+        outputs = {"hidden": hidden}
         for head in expected.keys() - {"hidden"}:
-            found[head] = getattr(ours, head)(hidden, *(() if head == "masked_words" else (mask,)))
+            outputs[head] = getattr(ours, head)(hidden, *(() if head == "masked_words" else (mask,)))
         for head, tensor in expected.items():
             keep = valid if tensor.ndim == 3 else slice(None)
             if tensor.ndim == 2 and not valid[:, 0].all():  # theirs stand on the first column, which is padding here
@@ -81,7 +81,7 @@ def test_parity_with_transformers(name, tmp_path):
                 turned = torch.stack([row.roll(-int(at)) for row, at in zip(kinds, first, strict=True)])
                 kept = (torch.arange(70) < valid.sum(-1, keepdim=True)).long()
                 tensor = heads(theirs, rolled, token_type_ids=turned, attention_mask=kept)[head]
-            assert (found[head] - tensor)[keep].abs().max() <= 1e-10, head
+            assert (outputs[head] - tensor)[keep].abs().max() <= 1e-10, head
         if back is None:
             folder = rg.save(ours, tmp_path / "export", layout="huggingface")
             back = type(theirs).from_pretrained(folder)
@@ -92,7 +92,7 @@ def test_parity_with_transformers(name, tmp_path):
         )
 
 
-@pytest.mark.parametrize("mechanism", [name for name, one in REGISTRY.items() if not one.ordered])
+@pytest.mark.parametrize("mechanism", [name for name, mechanism in REGISTRY.items() if not mechanism.ordered])
 @torch.no_grad()
 def test_padded_is_unpadded_and_a_batch_is_one_by_one(mechanism):
     model = made(mechanism=mechanism)
@@ -131,10 +131,10 @@ def test_gradients_of_a_ragged_batch_are_those_of_its_rows():
     model = made()
     tokens = peers.sequences(2, 9, 61)
     model(tokens, mask=rg.padding([9, 4])).square().sum().backward()
-    together = [one.grad.clone() for one in model.parameters() if one.grad is not None]
+    together = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
     model.zero_grad()
     (model(tokens[:1]).square().sum() + model(tokens[1:, :4]).square().sum()).backward()
-    alone = [one.grad for one in model.parameters() if one.grad is not None]
+    alone = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     assert all((a - b).abs().max() <= 1e-9 for a, b in zip(together, alone, strict=True))
 
 
@@ -169,13 +169,13 @@ def test_minilm_embeds_sentences_as_transformers_does():
     batch = tokenizer(SENTENCES, padding=True, return_tensors="pt")
     hidden, kept = theirs(**batch).last_hidden_state, batch["attention_mask"][..., None]
     expected = torch.nn.functional.normalize((hidden * kept).sum(1) / kept.sum(1), dim=-1)
-    found = ours.embed(SENTENCES)
-    assert (found - expected).abs().max() <= 1e-5
-    assert (ours.embed(SENTENCES[:1]) - found[:1]).abs().max() <= 1e-5
-    likeness = found @ found.T
+    vectors = ours.embed(SENTENCES)
+    assert (vectors - expected).abs().max() <= 1e-5
+    assert (ours.embed(SENTENCES[:1]) - vectors[:1]).abs().max() <= 1e-5
+    likeness = vectors @ vectors.T
     assert likeness[0, 1] > 0.6 > 0.2 > likeness[0, 2].abs()
     assert ours.embed([]).shape == (0, 384)
-    assert torch.equal(ours.embed(text for text in SENTENCES), found)
+    assert torch.equal(ours.embed(text for text in SENTENCES), vectors)
     for wrong in ("one text", ["a", 3], None, 3):
         with pytest.raises(ValueError, match="texts: expected a list of texts"):
             ours.embed(wrong)
@@ -254,7 +254,7 @@ def test_a_sentence_transformers_folder_says_how_texts_become_vectors(layout, ki
     with tempfile.TemporaryDirectory() as root:
         model = rg.load(sentence_folder(Path(root) / "theirs", theirs, **options))
         texts = ["w1 w2 w3 Query w4", "", "w9", "w5 w6 " * 7]
-        found = model.embed(texts)
+        vectors = model.embed(texts)
         prompt, limits = options["prompts"]["prompts"]["p"], options["limits"] or {}
         context = theirs.config.max_position_embeddings
         most = min(limits.get("max_seq_length") or context, context)
@@ -264,7 +264,7 @@ def test_a_sentence_transformers_folder_says_how_texts_become_vectors(layout, ki
             return [2, *(WORDS.index(word) for word in words)][: most - 1]
 
         skipped = 0 if not prompt or options["pooling"].get("include_prompt", True) else len(ids(prompt))
-        for vector, text in zip(found, texts, strict=True):
+        for vector, text in zip(vectors, texts, strict=True):
             hidden = theirs(torch.tensor([[*ids(prompt + text), 3]])).last_hidden_state[0]
             expected = torch.cat([THEIR_POOLINGS[mode](hidden, skipped) for mode in modes])
             if "Normalize" in options["modules"]:
@@ -272,7 +272,7 @@ def test_a_sentence_transformers_folder_says_how_texts_become_vectors(layout, ki
             assert (vector - expected).abs().max() <= 1e-10
         for form in ("regard", "huggingface"):
             again = rg.load(rg.save(model, Path(root) / form, layout=form))
-            assert torch.equal(again.embed(texts), found)
+            assert torch.equal(again.embed(texts), vectors)
             rg.save(again, Path(root) / form, layout="regard")  # over it, with nothing left of its other files
             assert not (Path(root) / form / "modules.json").exists()
         assert torch.allclose(model.embed(texts, normalize=True).norm(dim=-1), torch.ones(4, dtype=torch.float64))
@@ -431,10 +431,10 @@ def test_the_new_fields_of_a_config_are_checked_written_and_saved(tmp_path):
     assert torch.equal(again(tokens), model(tokens))
     hidden = model(tokens)
     assert model.inverted_sentence(hidden).shape == (2, 2)
-    for own in ({"num_kv_heads": 2}, {"window": rg.Window(3, 3)}, {"inverted_sentence": True}):
-        words = f"got a model whose {next(iter(own))} cannot be written in a config of bert"
+    for change in ({"num_kv_heads": 2}, {"window": rg.Window(3, 3)}, {"inverted_sentence": True}):
+        words = f"got a model whose {next(iter(change))} cannot be written in a config of bert"
         with pytest.raises(ValueError, match=words):
-            rg.save(made(**own), tmp_path / "theirs", layout="huggingface")
+            rg.save(made(**change), tmp_path / "theirs", layout="huggingface")
     former = {key: value for key, value in model.config.to_json().items() if key not in ("window", "class_names")}
     assert rg.EncoderConfig.from_json(former).window is None
     for changes, words in (

@@ -33,8 +33,8 @@ CAUSAL = [name for name, mechanism in REGISTRY.items() if weighs_tokens(mechanis
 
 
 def filled(layer: nn.Module) -> nn.Module:
-    for one in layer.parameters():
-        nn.init.normal_(one, std=0.4)
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, std=0.4)
     return layer.double().eval()
 
 
@@ -294,15 +294,15 @@ def test_a_block_adds_and_norms_where_it_says(pre_norm):
     block = filled(Block(config))
     x, memory = torch.randn(1, 5, 8).double(), torch.randn(1, 3, 8).double()
     y, _ = block(x, memory=block.cross.remember(memory))
-    one, two, three = block.attention_norm, block.cross_norm, block.network_norm
+    first_norm, second_norm, third_norm = block.attention_norm, block.cross_norm, block.network_norm
     if pre_norm:
-        x = x + block.attention(one(x))
-        x = x + block.cross(two(x), memory)
-        x = x + block.network(three(x))
+        x = x + block.attention(first_norm(x))
+        x = x + block.cross(second_norm(x), memory)
+        x = x + block.network(third_norm(x))
     else:
-        x = one(x + block.attention(x))
-        x = two(x + block.cross(x, memory))
-        x = three(x + block.network(x))
+        x = first_norm(x + block.attention(x))
+        x = second_norm(x + block.cross(x, memory))
+        x = third_norm(x + block.network(x))
     assert (y - x).abs().max() <= 1e-12
 
 
@@ -327,11 +327,11 @@ def test_every_product_agrees_and_is_counted(monkeypatch, rows, missing):
         assert by_machine_code(x, layer.weight) == (rows <= 4 and cpu.missing() is None)
         assert by_onednn(x, layer.weight) == (rows <= 128 and cpu.MAY_COMPILE)
         with FlopCounterMode(display=False) as counter:
-            found = layer(x)
+            out = layer(x)
     assert counter.get_total_flops() == 2 * 2 * rows * 512 * 8192
     exact = F.linear(x.double(), layer.weight.double(), layer.bias.double())
     plain = F.linear(x, layer.weight, layer.bias)
-    assert (found - exact).abs().max() <= 4 * (plain - exact).abs().max() + 1e-6
+    assert (out - exact).abs().max() <= 4 * (plain - exact).abs().max() + 1e-6
     for by in (by_machine_code, by_onednn):  # they have no gradient
         assert not by(x, layer.weight)
         assert not by(x.double(), layer.weight.double())
@@ -372,11 +372,11 @@ def test_one_row_has_its_own_dtype_whatever_the_default_is(dtype):
         expected, scaled = layer(x), norm(x)
         torch.set_default_dtype(dtype)
         try:
-            found = layer(x), norm(x)
+            outs = layer(x), norm(x)
         finally:
             torch.set_default_dtype(torch.float32)
-    assert torch.equal(found[0], expected)
-    assert torch.equal(found[1], scaled)
+    assert torch.equal(outs[0], expected)
+    assert torch.equal(outs[1], scaled)
 
 
 def test_a_norm_without_gradients_is_the_formula():
@@ -384,8 +384,8 @@ def test_a_norm_without_gradients_is_the_formula():
     torch.nn.init.normal_(norm.weight)
     exact = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight.double()
     with torch.no_grad():
-        found = norm(x)
-    assert ((found - exact).norm(dim=-1) < 3e-7 * exact.norm(dim=-1)).all()
+        out = norm(x)
+    assert ((out - exact).norm(dim=-1) < 3e-7 * exact.norm(dim=-1)).all()
 
 
 def test_projections_map_over_a_batch_of_single_rows():
@@ -399,17 +399,17 @@ def test_projections_map_over_a_batch_of_single_rows():
 def test_a_layer_without_bias_is_traced_and_transformed_where_no_gradient_is_recorded(by):
     layer, x = rg.MultiHeadAttention(32, 4, bias=False), torch.randn(2, 5, 32)
     if by == "compile":
-        found = torch.compile(layer, backend="eager", fullgraph=True)(x)
+        out = torch.compile(layer, backend="eager", fullgraph=True)(x)
     elif by == "export":
-        found = torch.export.export(layer, (x,)).module()(x)
+        out = torch.export.export(layer, (x,)).module()(x)
     elif by == "vmap":
         many = {name: torch.stack([weight, weight]) for name, weight in layer.named_parameters()}
-        found = torch.vmap(lambda weights: torch.func.functional_call(layer, weights, (x,)))(many)[1]
+        out = torch.vmap(lambda weights: torch.func.functional_call(layer, weights, (x,)))(many)[1]
     else:
         with FakeTensorMode():
             assert rg.MultiHeadAttention(32, 4, bias=False)(torch.randn(2, 5, 32)).shape == x.shape
         return
-    torch.testing.assert_close(found, layer(x))
+    torch.testing.assert_close(out, layer(x))
 
 
 def test_projections_of_one_input_are_one_product_once_their_weights_lie_together():
@@ -419,9 +419,9 @@ def test_projections_of_one_input_are_one_product_once_their_weights_lie_togethe
 
     def products():
         with torch.no_grad(), torch.profiler.profile() as profile:
-            found = projections(x, *layers)
-        for one, layer in zip(found, layers, strict=True):
-            assert (one - F.linear(x, layer.weight)).abs().max() < 1e-5
+            outs = projections(x, *layers)
+        for out, layer in zip(outs, layers, strict=True):
+            assert (out - F.linear(x, layer.weight)).abs().max() < 1e-5
         return sum(
             event.count
             for event in profile.key_averages()
@@ -471,8 +471,8 @@ def test_a_ragged_batch_extends_a_state_as_the_padded_one_does():
     _, state = layer.extend(torch.randn(2, 3, 16), layer.start(batch=2), rg.causal)
     mask = rg.causal & rg.padding(valid=torch.cat([torch.ones(2, 3).bool(), valid], 1))
     expected, _ = layer.extend(x, state, mask)
-    found, longer = layer.extend(ragged.pack(x), state, mask, ragged=ragged)
-    torch.testing.assert_close(found, ragged.pack(expected))
+    out, longer = layer.extend(ragged.pack(x), state, mask, ragged=ragged)
+    torch.testing.assert_close(out, ragged.pack(expected))
     assert longer.length == 10
 
 
@@ -509,8 +509,10 @@ def test_a_ragged_batch_is_packed_where_a_kernel_takes_it_so(form, side, monkeyp
     packed = layer(x, **options)
     assert seen == [x.shape]
     torch.testing.assert_close(packed, padded, rtol=1e-12, atol=1e-12)
-    for one, other in zip(*(torch.autograd.grad(out.square().sum(), x) for out in (packed, padded)), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+    for packed_grad, padded_grad in zip(
+        *(torch.autograd.grad(out.square().sum(), x) for out in (packed, padded)), strict=True
+    ):
+        torch.testing.assert_close(packed_grad, padded_grad, rtol=1e-10, atol=1e-10)
     if rotary is not None:
         tables = {**options, "positions": rotary.tables(positions)}
         torch.testing.assert_close(layer(x, **tables), padded, rtol=1e-12, atol=1e-12)

@@ -56,17 +56,17 @@ def attention(mechanism):
 def test_a_layer_registers_what_its_mechanism_learns(make):
     mechanism = make()
     layer, x = attention(mechanism), torch.randn(2, 9, 16)
-    own = mechanism.parameters()
-    assert own
-    assert all(any(one is parameter for one in layer.parameters()) for parameter in own)
+    learned = mechanism.parameters()
+    assert learned
+    assert all(any(registered is parameter for registered in layer.parameters()) for parameter in learned)
     before = layer(x, mask=rg.causal)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
     layer(x, mask=rg.causal).square().sum().backward()
-    start = [parameter.detach().clone() for parameter in own]
+    start = [parameter.detach().clone() for parameter in learned]
     optimizer.step()
-    assert all(not torch.equal(one, parameter) for one, parameter in zip(start, own, strict=True))
+    assert all(not torch.equal(before_step, parameter) for before_step, parameter in zip(start, learned, strict=True))
     assert not torch.equal(layer(x, mask=rg.causal), before)
-    assert rg.cost(mechanism, rg.Work(qk_length=8)).parameters == sum(parameter.numel() for parameter in own)
+    assert rg.cost(mechanism, rg.Work(qk_length=8)).parameters == sum(parameter.numel() for parameter in learned)
 
 
 @learned
@@ -90,7 +90,9 @@ def test_a_layers_mechanism_is_copied_loaded_and_swapped_with_it(make):
     layer, x = attention(make()), torch.randn(2, 9, 16)
     twin = copy.deepcopy(layer)
     assert torch.equal(twin(x), layer(x))
-    assert not {id(one) for one in twin.mechanism.parameters()} & {id(one) for one in layer.mechanism.parameters()}
+    assert not {id(parameter) for parameter in twin.mechanism.parameters()} & {
+        id(parameter) for parameter in layer.mechanism.parameters()
+    }
     other = {name: tensor * 1.5 for name, tensor in layer.state_dict().items()}
     swapped = torch.func.functional_call(layer, other, (x,))
     with torch.device("meta"):
@@ -285,14 +287,14 @@ def test_second_derivatives_of_softmax_are_the_plain_formulas_or_refused(name, o
         out = rg.attend(*tensors, mask=mask, path=path)
         return torch.autograd.grad(out.square().sum(), tensors, create_graph=True)[of]
 
-    found, expected = first(name.split()[0]), first("reference")
-    assert torch.allclose(found, expected, rtol=1e-10, atol=1e-12)
+    actual, expected = first(name.split()[0]), first("reference")
+    assert torch.allclose(actual, expected, rtol=1e-10, atol=1e-12)
     if refused:
         with pytest.raises(NotImplementedError, match=r"^sdpa: second derivatives .* path='reference'$"):
-            torch.autograd.grad(found.square().sum(), tensors)
+            torch.autograd.grad(actual.square().sum(), tensors)
         return
-    second, exact = (torch.autograd.grad(grad.square().sum(), tensors) for grad in (found, expected))
-    assert all(torch.allclose(one, other, rtol=1e-9, atol=1e-11) for one, other in zip(second, exact, strict=True))
+    second, exact = (torch.autograd.grad(grad.square().sum(), tensors) for grad in (actual, expected))
+    assert all(torch.allclose(mine, theirs, rtol=1e-9, atol=1e-11) for mine, theirs in zip(second, exact, strict=True))
 
 
 def test_third_derivatives_of_sums_are_refused():
@@ -379,8 +381,8 @@ def test_mechanisms_are_equal_by_the_very_same_tensors(make):
 
 
 def test_a_number_is_no_tensor_where_mechanisms_are_compared():
-    one, many = Shifted(shift=0.5), Shifted(shift=torch.ones(3))
-    assert (one == many, many == one, one == Shifted(shift=0.5)) == (False, False, True)
+    single, many = Shifted(shift=0.5), Shifted(shift=torch.ones(3))
+    assert (single == many, many == single, single == Shifted(shift=0.5)) == (False, False, True)
 
 
 @pytest.mark.parametrize("heads", [[2], [3, 2, 1, 0], [1, 1]], ids=str)

@@ -116,7 +116,7 @@ def test_a_text_names_a_class_a_value_or_a_function(here, text, width):
     mechanism = from_text(text)
     assert mechanism.width == width
     assert rg.attend(*torch.randn(3, 1, 2, 5, 4), mechanism).shape == (1, 2, 5, 4)
-    for name in [one for one in sys.modules if one.startswith("package")]:
+    for name in [module for module in sys.modules if module.startswith("package")]:
         del sys.modules[name]
 
 
@@ -226,10 +226,10 @@ def test_every_recipe_trains_it_and_goes_on_with_it(here, regard, monkeypatch, r
         values["vocabulary_size"] = 300
     options = module.Options(**values, embedding_dim=16, num_heads=2, mechanism="mine.py:Mine")
     task = begin(recipe, options, Settings(steps=2, batch_size=4), here / "run", place)
-    learned = [one for name, one in task.model.named_parameters() if name.endswith("attend.scale")]
+    learned = [parameter for name, parameter in task.model.named_parameters() if name.endswith("attend.scale")]
     assert learned
     sum(task.totals(task.model, task.batch([0, 1, 2], 0)).values()).backward()
-    assert all(one.grad.abs().sum() > 0 for one in learned)
+    assert all(parameter.grad.abs().sum() > 0 for parameter in learned)
     assert json.loads((here / "run/run.json").read_text())["options"]["mechanism"] == f"{here}/mine.py:Mine"
     rg.save(task.model, here / "saved")
     assert "--mechanism FILE.py:Mine" in regard(*USES[recipe]).stderr
@@ -255,7 +255,7 @@ def test_a_run_is_trained_resumed_saved_loaded_and_generates(here, regard):
     (here / "elsewhere").mkdir()
     done = regard("train", "resume", "../run", "--steps", "4", "--device", "cpu", cwd=here / "elsewhere")
     assert done.returncode == 0, done.stderr
-    losses = [[one["loss"] for one in read_metrics(here / name) if "loss" in one] for name in ("whole", "run")]
+    losses = [[record["loss"] for record in read_metrics(here / name) if "loss" in record] for name in ("whole", "run")]
     assert losses[0] == losses[1]
 
     with pytest.raises(rg.CheckpointError, match=r"mechanisms=\[Mine\].*--mechanism FILE\.py:Mine"):
@@ -264,8 +264,8 @@ def test_a_run_is_trained_resumed_saved_loaded_and_generates(here, regard):
     model = rg.load(here / "run", mechanisms=[kind])
     scales = [block.attention.mechanism.scale for block in model.stack.blocks]
     assert model.config.mechanism.width == 8.0  # the run's, not the class's
-    assert len({one.item() for one in scales}) == 2  # each layer learned its own
-    assert all(isinstance(one, nn.Parameter) for one in scales)
+    assert len({scale.item() for scale in scales}) == 2  # each layer learned its own
+    assert all(isinstance(scale, nn.Parameter) for scale in scales)
     expected = rg.generate(model, "It is", max_new_tokens=5)[0]
 
     for source in ("run", "run/model"):
@@ -282,7 +282,7 @@ def test_a_run_is_trained_resumed_saved_loaded_and_generates(here, regard):
     done = regard("convert", "run", "out", "--to", "regard", "--mechanism", "mine.py:Mine")
     assert done.returncode == 0, done.stderr
     copied = rg.load(here / "out", mechanisms=[kind])
-    assert all(torch.equal(one, copied.state_dict()[name]) for name, one in model.state_dict().items())
+    assert all(torch.equal(tensor, copied.state_dict()[name]) for name, tensor in model.state_dict().items())
 
 
 def test_it_takes_the_place_of_another_attention(here, regard):
@@ -291,7 +291,7 @@ def test_it_takes_the_place_of_another_attention(here, regard):
     assert done.returncode == 0, done.stderr
     loaded = rg.load(here / "out", mechanisms=[lookup("mine.py:Mine")])
     assert loaded.config.mechanism.width == 8.0
-    assert all(torch.equal(one, loaded.state_dict()[name]) for name, one in model.state_dict().items())
+    assert all(torch.equal(tensor, loaded.state_dict()[name]) for name, tensor in model.state_dict().items())
     # Under another name than the file's it is another attention: what the file's had learned stays there.
     (here / "other.py").write_text(SOURCE.replace("class Mine", "class Other").replace("Mine(", "Other("))
     kind = lookup("other.py:Other")
@@ -319,8 +319,8 @@ def test_fine_tuning_starts_from_what_it_has_learned(here, recipe):
     with pytest.raises(rg.CheckpointError, match=r"mechanisms=\[Mine\]"):
         module.build(module.Options(**data), here / "data", seed=0)
     task = module.build(module.Options(**data, mechanism="mine.py:Mine"), here / "data", seed=0)
-    layers = [one for name, one in task.model.named_parameters() if name.endswith("attend.scale")]
-    assert [one.item() for one in layers] == [0.25] * len(layers) != []
+    layers = [parameter for name, parameter in task.model.named_parameters() if name.endswith("attend.scale")]
+    assert [parameter.item() for parameter in layers] == [0.25] * len(layers) != []
     assert task.model.config.mechanism.width == 3.0
     swapped = module.build(module.Options(**data, mechanism="softmax"), here / "data", seed=0)
     assert swapped.model.config.mechanism == rg.Softmax()
@@ -380,15 +380,15 @@ MODELS = {
 
 
 @pytest.mark.parametrize("dtype", [None, torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("known", ["class", "value"])
+@pytest.mark.parametrize("passed", ["class", "value"])
 @pytest.mark.parametrize("kind", MODELS)
-def test_fields_and_tensors_of_all_kinds_are_saved_and_loaded(tmp_path, kind, known, dtype):
+def test_fields_and_tensors_of_all_kinds_are_saved_and_loaded(tmp_path, kind, passed, dtype):
     model = MODELS[kind](everything()).eval()
     with torch.no_grad():
         for number, parameter in enumerate(model.parameters()):
             parameter.add_(0.01 * number)
     rg.save(model, tmp_path / "model")
-    other = Everything if known == "class" else everything()
+    other = Everything if passed == "class" else everything()
     loaded = rg.load(tmp_path / "model", mechanisms=[rg.Softmax, other], dtype=dtype)
     for name, tensor in model.state_dict().items():
         wanted = tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
@@ -404,18 +404,18 @@ def test_fields_and_tensors_of_all_kinds_are_saved_and_loaded(tmp_path, kind, kn
 
 @dataclass(frozen=True, kw_only=True)
 class Holding(rg.Mechanism):
-    one: object
-    two: object
-    three: object
+    first: object
+    second: object
+    third: object
 
 
 @given(fields=st.tuples(PLAIN, PLAIN, st.lists(PLAIN, max_size=3).map(tuple)))
 @settings(max_examples=50, deadline=None)
 def test_fields_that_json_holds_come_back_as_they_are(fields):
-    mechanism = Holding(**dict(zip(("one", "two", "three"), fields, strict=True)))
+    mechanism = Holding(**dict(zip(("first", "second", "third"), fields, strict=True)))
     written = json.loads(json.dumps(stored.to_json(mechanism), allow_nan=False))
-    for known in (Holding, mechanism):
-        assert repr(stored.own_from_json(written, [known], read=lambda name: None)) == repr(mechanism)
+    for passed in (Holding, mechanism):
+        assert repr(stored.own_from_json(written, [passed], read=lambda name: None)) == repr(mechanism)
 
 
 def test_values_are_chosen_by_their_fields(tmp_path):
@@ -429,7 +429,7 @@ def test_values_are_chosen_by_their_fields(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("mechanisms", "said"),
+    ("mechanisms", "message"),
     [
         (Everything, "mechanisms: expected a list like [Mine], got <class"),
         ("Everything", "mechanisms: expected a list like [Mine], got 'Everything'"),
@@ -437,8 +437,8 @@ def test_values_are_chosen_by_their_fields(tmp_path):
         (["Everything"], "mechanisms: expected classes like Mine or values like Mine(…), got 'Everything'"),
     ],
 )
-def test_what_is_no_list_of_mechanisms_is_refused(tmp_path, mechanisms, said):
-    with pytest.raises(ValueError, match=re.escape(said)):
+def test_what_is_no_list_of_mechanisms_is_refused(tmp_path, mechanisms, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
         rg.load(small_model(tmp_path / "model"), mechanisms=mechanisms)
 
 
@@ -486,15 +486,15 @@ def test_cost_counts_it_beside_the_shipped_ones_with_its_parameters(here, regard
     shape = ("--length", "512", "--heads", "4", "--kv-heads", "4", "--qk-length", "16", "--mode", "prefill")
     done = regard("cost", "--own", "mine.py:Fixed", *shape, "--json")
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert [row["mechanism"] for row in found["rows"]] == ["softmax", "quadratic", "Fixed"]
-    assert [row["parameters"] for row in found["rows"]] == [0, 0, 256]
+    output = json.loads(done.stdout)
+    assert [row["mechanism"] for row in output["rows"]] == ["softmax", "quadratic", "Fixed"]
+    assert [row["parameters"] for row in output["rows"]] == [0, 0, 256]
     heads = {"num_heads": 4, "num_kv_heads": 4, "qk_length": 16, "value_length": 16}
     work = rg.Work(query_length=512, key_length=512, **heads, mask=rg.causal)
-    softmax, _, own = (row["flops"] for row in found["rows"])
-    assert own == rg.cost(from_text("mine.py:Fixed"), work).flops
-    assert own == softmax + 2 * 4 * 512 * 16 * 16  # q @ W, once for each query
-    assert [(one["first"], one["second"]) for one in found["crossovers"]] == [
+    softmax, _, fixed = (row["flops"] for row in output["rows"])
+    assert fixed == rg.cost(from_text("mine.py:Fixed"), work).flops
+    assert fixed == softmax + 2 * 4 * 512 * 16 * 16  # q @ W, once for each query
+    assert [(crossover["first"], crossover["second"]) for crossover in output["crossovers"]] == [
         ("softmax", "quadratic"),
         ("softmax", "Fixed"),
     ]
@@ -506,8 +506,8 @@ def test_cost_counts_it_beside_the_shipped_ones_with_its_parameters(here, regard
 
 def test_two_files_with_one_name_are_told_apart(here, regard):
     (here / "other.py").write_text(SOURCE)
-    own = ("--mechanism", "mine.py:Mine", "--own", "other.py:Mine", "--own", "other.py:wide")
-    done = regard("cost", *own, "--length", "64", "--kv-heads", "4", "--mode", "prefill", "--json")
+    mechanisms = ("--mechanism", "mine.py:Mine", "--own", "other.py:Mine", "--own", "other.py:wide")
+    done = regard("cost", *mechanisms, "--length", "64", "--kv-heads", "4", "--mode", "prefill", "--json")
     assert [row["mechanism"] for row in json.loads(done.stdout)["rows"]] == ["mine.py:Mine", "other.py:Mine", "wide"]
 
 

@@ -33,7 +33,7 @@ VARIANTS = {
     "deep decoder": {"num_layers": 1, "num_decoder_layers": 3, "feed_forward_proj": "gated-silu"},
     "deep encoder": {"num_layers": 3, "num_decoder_layers": 1, "feed_forward_proj": "gelu"},
 }
-CAUSAL = [name for name, one in REGISTRY.items() if weighs_tokens(one, 8) and not one.ordered]
+CAUSAL = [name for name, mechanism in REGISTRY.items() if weighs_tokens(mechanism, 8) and not mechanism.ordered]
 
 
 def build(config):
@@ -56,9 +56,9 @@ def real(shape, lengths, side):
     return place < counts if side == "right" else place >= shape[1] - counts
 
 
-def close(one, other, most=1e-10):
-    assert one.shape == other.shape
-    error = (one - other).abs().max().item()
+def close(actual, expected, most=1e-10):
+    assert actual.shape == expected.shape
+    error = (actual - expected).abs().max().item()
     assert error < most, error
 
 
@@ -107,8 +107,8 @@ class TestT5:
             decoder_input_ids=target,
             decoder_attention_mask=target_valid,
         ).logits
-        found = ours(source, target, rg.padding(valid=valid), rg.padding(valid=target_valid))
-        close(found[target_valid], expected[target_valid])
+        logits = ours(source, target, rg.padding(valid=valid), rg.padding(valid=target_valid))
+        close(logits[target_valid], expected[target_valid])
 
     @torch.no_grad()
     def test_64_greedy_tokens_are_transformers(self, theirs, tmp_path):
@@ -119,11 +119,11 @@ class TestT5:
         options = {"do_sample": False, "num_beams": 1, "max_new_tokens": 64, "use_cache": False}
         expected = theirs.generate(input_ids=source, attention_mask=valid.long(), **options)
         state = ours.start(source, rg.padding(valid=valid), capacity=64)
-        found = [torch.full((2, 1), ours.config.start_token)]
+        chosen = [torch.full((2, 1), ours.config.start_token)]
         for _ in range(64):
-            logits, state = ours.extend(found[-1], state)
-            found.append(logits[:, -1:].argmax(-1))
-        assert torch.equal(torch.cat(found, dim=1), expected)
+            logits, state = ours.extend(chosen[-1], state)
+            chosen.append(logits[:, -1:].argmax(-1))
+        assert torch.equal(torch.cat(chosen, dim=1), expected)
         assert state.length == 64
 
     @torch.no_grad()
@@ -158,11 +158,11 @@ class TestT5:
         old = {name: value for name, value in values.items() if name != "scale_decoder_outputs"}
         save_file({**tensors, **copies, **extra}, tmp_path / "model.safetensors")
         (tmp_path / "config.json").write_text(json.dumps(old))
-        found = rg.load(tmp_path)
-        assert found.config.tied
-        assert found.config.scaled_output
+        loaded = rg.load(tmp_path)
+        assert loaded.config.tied
+        assert loaded.config.scaled_output
         source, target = tokens(1, 5), tokens(1, 4)
-        assert torch.equal(found(source, target), ours.eval()(source, target))
+        assert torch.equal(loaded(source, target), ours.eval()(source, target))
 
     def test_configs_we_cannot_compute_are_refused(self):
         values, tensors = export(Transformer(TransformerConfig.t5(**SIZES)))
@@ -203,8 +203,8 @@ def shapes(tensors):
 def load_theirs(folder):
     transformers = pytest.importorskip("transformers")
     options = {"dtype": torch.float64, "attn_implementation": "eager", "output_loading_info": True}
-    model, told = transformers.T5ForConditionalGeneration.from_pretrained(folder, **options)
-    assert not any(told.values()), told
+    model, report = transformers.T5ForConditionalGeneration.from_pretrained(folder, **options)
+    assert not any(report.values()), report
     return model.eval()
 
 
@@ -229,15 +229,15 @@ class TestOriginal:
             memory_key_padding_mask=~valid,
         )
         logits = expected @ ours.embedding.weight.T
-        found = ours(source, target, rg.padding(valid=valid), rg.padding(valid=target_valid))
-        close(found[target_valid], logits[target_valid])
+        actual = ours(source, target, rg.padding(valid=valid), rg.padding(valid=target_valid))
+        close(actual[target_valid], logits[target_valid])
 
     def test_sinusoids_are_the_papers(self):
         place, pair = torch.arange(50.0).double()[:, None], torch.arange(12.0).double()
         angle = place / 10000 ** (2 * pair / 24)
-        found = sinusoidal(torch.arange(50), 24)
-        close(found[:, ::2].double(), angle.sin(), 1e-5)
-        close(found[:, 1::2].double(), angle.cos(), 1e-5)
+        table = sinusoidal(torch.arange(50), 24)
+        close(table[:, ::2].double(), angle.sin(), 1e-5)
+        close(table[:, 1::2].double(), angle.cos(), 1e-5)
 
 
 def embedded(model, ids, valid):
@@ -268,11 +268,11 @@ def torch_transformer(ours):
                 norms.insert(1, block.cross_norm)
             for attention, theirs_attention in pairs:
                 qkv = (attention.W_q, attention.W_k, attention.W_v)
-                theirs_attention.in_proj_weight.copy_(torch.cat([one.weight for one in qkv]))
-                theirs_attention.in_proj_bias.copy_(torch.cat([one.bias for one in qkv]))
+                theirs_attention.in_proj_weight.copy_(torch.cat([projection.weight for projection in qkv]))
+                theirs_attention.in_proj_bias.copy_(torch.cat([projection.bias for projection in qkv]))
                 theirs_attention.out_proj.load_state_dict(attention.W_o.state_dict())
-            for index, own in enumerate(norms, 1):
-                getattr(other, f"norm{index}").load_state_dict(own.state_dict())
+            for index, norm in enumerate(norms, 1):
+                getattr(other, f"norm{index}").load_state_dict(norm.state_dict())
             other.linear1.load_state_dict(block.network.up.state_dict())
             other.linear2.load_state_dict(block.network.down.state_dict())
     return theirs
@@ -283,11 +283,11 @@ def torch_transformer(ours):
 def test_a_stream_in_any_chunks_is_the_whole(model, chunks):
     source, target = tokens(2, 7), tokens(2, 9)
     mask = rg.padding([7, 4])
-    state, found = model.start(source, mask, capacity=9), []
+    state, parts = model.start(source, mask, capacity=9), []
     for part in target.split(chunks, dim=1):
         logits, state = model.extend(part, state)
-        found.append(logits)
-    close(torch.cat(found, dim=1), model(source, target, mask))
+        parts.append(logits)
+    close(torch.cat(parts, dim=1), model(source, target, mask))
 
 
 @torch.no_grad()
@@ -298,12 +298,12 @@ def test_every_causal_mechanism_runs_and_streams(name):
     masks = rg.padding([7, 4]), rg.padding(valid=real((2, 9), [9, 6], "left"))
     whole = model(source, target, *masks)
     assert whole.isfinite().all()
-    state, found = model.start(source, masks[0], capacity=9), []
+    state, parts = model.start(source, masks[0], capacity=9), []
     for start, stop in ((0, 5), (5, 6), (6, 9)):
         seen = rg.padding(valid=real((2, 9), [9, 6], "left")[:, :stop])
         logits, state = model.extend(target[:, start:stop], state, seen)
-        found.append(logits)
-    close(torch.cat(found, dim=1), whole, 1e-9)
+        parts.append(logits)
+    close(torch.cat(parts, dim=1), whole, 1e-9)
 
 
 @torch.no_grad()
@@ -316,9 +316,9 @@ def test_a_batch_is_its_sequences_one_by_one(model, side, target_side):
     together, memory = model(source, target, *masks), model.encode(source, masks[0])
     assert (memory[~valid] == 0).all()
     for row in range(3):
-        one, other = source[row, valid[row]][None], target[row, target_valid[row]][None]
-        close(memory[row, valid[row]], model.encode(one)[0])
-        close(together[row, target_valid[row]], model(one, other)[0])
+        row_source, row_target = source[row, valid[row]][None], target[row, target_valid[row]][None]
+        close(memory[row, valid[row]], model.encode(row_source)[0])
+        close(together[row, target_valid[row]], model(row_source, row_target)[0])
 
 
 @torch.no_grad()
@@ -366,10 +366,10 @@ def test_reordered_is_computed_again(model, side):
     state = model.start(source, rg.padding(valid=valid), capacity=8)
     _, state = model.extend(target[:, :5], state, rg.padding(valid=target_valid))
     index = torch.tensor([1, 1, 2, 0])
-    found, longer = model.extend(target[index, 5:], state.reorder(index))
+    logits, longer = model.extend(target[index, 5:], state.reorder(index))
     whole = torch.cat([target_valid, torch.ones(3, 3, dtype=torch.bool)], dim=1)[index]
     expected = model(source[index], target[index], rg.padding(valid=valid[index]), rg.padding(valid=whole))
-    close(found, expected[:, 5:])
+    close(logits, expected[:, 5:])
     assert longer.length == 8
 
 
@@ -379,8 +379,8 @@ def test_cropped_is_as_it_was(model):
     mask = rg.padding([9, 4])
     _, state = model.extend(target, model.start(source, mask, capacity=8))
     other = tokens(2, 3)
-    found, _ = model.extend(other, state.crop(5))
-    close(found, model(source, torch.cat([target[:, :5], other], dim=1), mask)[:, 5:])
+    logits, _ = model.extend(other, state.crop(5))
+    close(logits, model(source, torch.cat([target[:, :5], other], dim=1), mask)[:, 5:])
     assert state.length == 8
 
 
@@ -501,9 +501,9 @@ def test_a_model_that_cannot_be_is_refused(change, message):
 )
 def test_a_call_that_cannot_be_is_refused(change, message):
     model = Transformer(FORMS["two vocabularies"])
-    given = {"source": tokens(2, 4), "target": tokens(2, 3), **change}
+    arguments = {"source": tokens(2, 4), "target": tokens(2, 3), **change}
     with pytest.raises(ValueError, match=message):
-        model(**given)
+        model(**arguments)
 
 
 def test_learned_positions_end_and_sinusoids_do_not():

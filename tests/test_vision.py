@@ -19,7 +19,7 @@ from regard.models.davit import DaViT, DaViTConfig, unwindowed, windows
 from regard.models.layers.attention import Attend
 from regard.models.vision import VisionConfig, VisionTransformer
 
-BOTH_WAYS = [name for name, one in REGISTRY.items() if not one.ordered]
+BOTH_WAYS = [name for name, mechanism in REGISTRY.items() if not mechanism.ordered]
 
 SMALL = {"image_size": (12, 20), "patch_size": 4, "embedding_dim": 16, "num_layers": 2, "num_heads": 4}
 STAGES = {
@@ -38,8 +38,8 @@ def shuffled(model: nn.Module) -> nn.Module:
     """The model in float64 with every number of it random, so that none is 0 or 1 by default."""
     model = model.double().eval()
     with torch.no_grad():
-        for one in model.parameters():
-            one.copy_(torch.randn_like(one) * 0.3)
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.3)
     return model
 
 
@@ -105,9 +105,9 @@ def test_the_pooler_is_the_hidden_layer_of_the_mlp_head(theirs, tmp_path):
     ours, images = saved(tmp_path, model), pictures(16, 16)
     assert (ours.config.head, ours.config.num_classes, ours.config.representation_dim) == ("mlp", 0, 9)
     with torch.no_grad():
-        found = model(images)
-        close(ours(images), found.pooler_output)
-        close(ours.features(images), found.last_hidden_state)
+        expected = model(images)
+        close(ours(images), expected.pooler_output)
+        close(ours.features(images), expected.last_hidden_state)
 
 
 def test_without_a_pooler_the_class_token_is_given(theirs, tmp_path):
@@ -122,7 +122,7 @@ def test_a_pooler_next_to_a_classifier_is_left_out():
     values = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
     config = vit.read_config(values, shapes)
     assert (config.head, config.num_classes, config.image_size, config.norm_epsilon) == ("linear", 3, 224, 1e-12)
-    assert not any("pooler" in one.theirs for one in vit.links(config))
+    assert not any("pooler" in link.theirs for link in vit.links(config))
 
 
 @pytest.mark.parametrize(
@@ -144,8 +144,8 @@ def test_vit_goes_to_transformers_and_back(changes, theirs, tmp_path):
     assert not any(notes.values()), notes
     back = saved(tmp_path / "back", model)
     with torch.no_grad():
-        found = model(images)
-        close(ours(images), found.logits if ours.config.num_classes else found.pooler_output)
+        expected = model(images)
+        close(ours(images), expected.logits if ours.config.num_classes else expected.pooler_output)
         assert torch.equal(back(images), ours(images))
     explicit = {"hidden_dim": 64, **changes}
     if explicit.get("head") == "mlp":
@@ -189,16 +189,16 @@ def test_interpolated_positions_are_the_published_ones(sides, theirs, tmp_path):
 
 def test_a_resized_model_shares_nothing_and_keeps_the_rest():
     model = make()
-    before = {name: one.clone() for name, one in model.state_dict().items()}
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     other = model.resized((24, 24))
     assert other.config == replace(model.config, image_size=(24, 24))
     assert torch.equal(other.positions[:, 0], model.positions[:, 0])
-    for name, one in other.state_dict().items():
-        assert name == "positions" or torch.equal(one, before[name])
+    for name, tensor in other.state_dict().items():
+        assert name == "positions" or torch.equal(tensor, before[name])
     with torch.no_grad():
-        for one in other.parameters():
-            one.zero_()
-    assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
+        for parameter in other.parameters():
+            parameter.zero_()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert not other.training
     assert other.positions.requires_grad
 
@@ -253,7 +253,7 @@ def test_every_mechanism_runs_and_a_batch_is_its_images(name):
     logits = model(images)
     assert logits.shape == (3, 5)
     assert logits.isfinite().all()
-    close(logits, torch.cat([model(one[None]) for one in images]))
+    close(logits, torch.cat([model(image[None]) for image in images]))
     logits.sum().backward()
     assert model.patches.weight.grad.abs().sum() > 0
 
@@ -298,9 +298,9 @@ def test_no_classes_gives_the_class_tokens_features():
 
 
 def test_first_weights_are_small_and_nowhere_unset():
-    for one in VisionTransformer(VisionConfig(**SMALL)).parameters():
-        assert one.isfinite().all()
-        assert one.abs().max() <= 1
+    for parameter in VisionTransformer(VisionConfig(**SMALL)).parameters():
+        assert parameter.isfinite().all()
+        assert parameter.abs().max() <= 1
     again = VisionTransformer(VisionConfig(**SMALL, positions="none"))
     assert "positions" not in again.state_dict()
     assert 0 < again.class_token.abs().max() < 0.2
@@ -397,13 +397,13 @@ def davit_links(config: DaViTConfig):
 def copied(model, **changes) -> DaViT:
     """Our DaViT with the weights of Florence-2's vision tower."""
     ours = DaViT(DaViTConfig(**{**STAGES, "num_classes": 0, **changes})).double().eval()
-    shapes = {name: tuple(one.shape) for name, one in ours.state_dict().items()}
-    state = {name: one for name, one in ours.state_dict().items() if name.startswith("norm.")}
+    shapes = {name: tuple(tensor.shape) for name, tensor in ours.state_dict().items()}
+    state = {name: tensor for name, tensor in ours.state_dict().items() if name.startswith("norm.")}
     left = dict(model.state_dict())
-    for name, own in davit_links(ours.config):
+    for name, modules in davit_links(ours.config):
         for part in ("weight", "bias"):
             if f"{name}.{part}" in left:
-                pair = Link(f"{name}.{part}", tuple(f"{one}.{part}" for one in own))
+                pair = Link(f"{name}.{part}", tuple(f"{module}.{part}" for module in modules))
                 state |= pair.split(left.pop(pair.theirs), shapes)
     assert not left, sorted(left)
     ours.load_state_dict(state)
@@ -432,9 +432,9 @@ TOWERS = {
 
 @pytest.mark.parametrize("name", TOWERS)
 def test_davit_is_florences_vision_tower(name, theirs):
-    changes, own, sides = TOWERS[name]
+    changes, options, sides = TOWERS[name]
     model = their_davit(theirs, **changes)
-    ours, images = copied(model, **{"window_size": 3, **own}), pictures(*sides)
+    ours, images = copied(model, **{"window_size": 3, **options}), pictures(*sides)
     with torch.no_grad():
         close(ours.features(images)[-1], model(images).last_hidden_state)
 
@@ -442,7 +442,7 @@ def test_davit_is_florences_vision_tower(name, theirs):
 def test_the_stages_maps_shrink_and_the_head_reads_the_mean_of_the_last():
     model, images = make_davit(), pictures(64, 40)
     maps = model.features(images)
-    assert [tuple(one.shape) for one in maps] == [(2, 8, 16, 10), (2, 16, 8, 5), (2, 24, 4, 2)]
+    assert [tuple(features.shape) for features in maps] == [(2, 8, 16, 10), (2, 16, 8, 5), (2, 24, 4, 2)]
     pooled = F.layer_norm(maps[-1].mean((2, 3)), (24,), model.norm.weight, model.norm.bias)
     close(model(images), F.linear(pooled, model.head.weight, model.head.bias))
 
@@ -452,7 +452,7 @@ def test_a_window_sees_itself_alone_and_channels_see_the_whole_map():
     changed = x.clone()
     changed[..., :3, :3] += 1
     windowed, channels = make_davit().stages[0].halves
-    tokens, others = (rearrange(one, "b e y x -> b y x e") for one in (x, changed))
+    tokens, others = (rearrange(image, "b e y x -> b y x e") for image in (x, changed))
     apart = (windowed._attend(tokens) != windowed._attend(others)).any(-1)[0]
     assert apart[:3, :3].all()
     assert not apart[3:].any()
@@ -484,7 +484,7 @@ def test_every_mechanism_runs_in_windows_and_a_batch_is_its_images(name):
     model = make_davit(mechanism=name)
     logits = model(images)
     assert logits.isfinite().all()
-    close(logits, torch.cat([model(one[None]) for one in images]))
+    close(logits, torch.cat([model(image[None]) for image in images]))
 
 
 def test_all_attention_of_a_davit_happens_where_a_trace_stands():
@@ -492,7 +492,7 @@ def test_all_attention_of_a_davit_happens_where_a_trace_stands():
     model = make_davit(channel_scale="channels")
     for module in model.modules():
         if isinstance(module, Attend):
-            module.register_forward_hook(lambda one, given, _: met.append((one.mechanism, tuple(given[0].shape))))
+            module.register_forward_hook(lambda attend, args, _: met.append((attend.mechanism, tuple(args[0].shape))))
     model(pictures(64, 40))
     channel = rg.Channel(scale="channels")
     assert met == [
@@ -509,7 +509,7 @@ def test_training_reaches_every_weight(build):
     model = build(dropout=0.1, attention_dropout=0.1).train()
     model(pictures() if build is make else pictures(40, 33)).square().sum().backward()
     # A softmax is blind to what all keys share, so the bias of the keys has no gradient.
-    reached = {name for name, one in model.named_parameters() if one.grad.abs().max() > 1e-9}
+    reached = {name for name, parameter in model.named_parameters() if parameter.grad.abs().max() > 1e-9}
     missed = {name for name, _ in model.named_parameters()} - reached
     assert all(name.endswith("W_k.bias") for name in missed), missed
 
