@@ -53,12 +53,15 @@ if TYPE_CHECKING:
     from regard.core.mechanisms import Softmax as Softmax
     from regard.core.mechanisms import Taylor as Taylor
     from regard.core.mechanisms import Uniform as Uniform
+    from regard.inference.effects import Effects as Effects
+    from regard.inference.effects import effects as effects
     from regard.inference.generation import Generated as Generated
     from regard.inference.generation import Prompt as Prompt
     from regard.inference.generation import Stream as Stream
     from regard.inference.generation import generate as generate
     from regard.inference.generation import prefill as prefill
     from regard.inference.generation import stream as stream
+    from regard.inference.intervene import intervene as intervene
     from regard.inference.trace import Trace as Trace
     from regard.inference.trace import trace as trace
     from regard.models.davit import DaViT as DaViT
@@ -102,6 +105,8 @@ _HOMES = {
     "regard.models.summary": "Summary",
     "regard.models.transformer": "Transformer TransformerConfig",
     "regard.models.vision": "VisionConfig VisionTransformer",
+    "regard.inference.effects": "Effects effects",
+    "regard.inference.intervene": "intervene",
     "regard.inference.trace": "Trace trace",
 }
 """The public names, by the module that defines them; the imports above say the same to type checkers."""

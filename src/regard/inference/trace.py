@@ -84,7 +84,7 @@ def trace(
             adapter = huggingface.Adapter(recorder, theirs)
             for handle in adapter.attach():
                 stack.callback(handle.remove)
-            stack.enter_context(huggingface.eager(model, adapter))
+            stack.enter_context(huggingface.eager(model, adapter.attentions, adapter))
         try:
             yield traced
         finally:
@@ -95,18 +95,25 @@ def trace(
 def _chosen(
     layers: Sequence[int] | None, heads: Sequence[int] | None, rows: Sequence[int] | None, keep: Sequence[str]
 ) -> Chosen:
-    for name, numbers, least in (("layers", layers, 0), ("heads", heads, None), ("rows", rows, None)):
-        if numbers is None:
-            continue
-        whole = isinstance(numbers, Sequence) and all(type(n) is int for n in numbers)
-        if not whole or not numbers or (least is not None and min(numbers) < least):
-            above = "" if least is None else f" from {least}"
-            raise ValueError(f"{name}: expected a list of whole numbers{above}, got {numbers!r}")
     if isinstance(keep, str) or not keep or not set(keep) <= set(KEEP):
         raise ValueError(f"keep: expected some of {', '.join(KEEP)}, got {keep!r}")
     return Chosen(
-        None if layers is None else frozenset(layers),
-        None if heads is None else tuple(heads),
-        None if rows is None else tuple(rows),
+        None if layers is None else frozenset(chosen_numbers("layers", layers, 0)),
+        None if heads is None else chosen_numbers("heads", heads),
+        None if rows is None else chosen_numbers("rows", rows),
         frozenset(keep),
     )
+
+
+def chosen_numbers(name: str, numbers: Sequence[int], least: int | None = None) -> tuple[int, ...]:
+    """Numbers of layers, heads or positions; ValueError for anything else.
+
+    >>> from regard.inference.trace import chosen_numbers
+    >>> chosen_numbers("heads", [0, -1])
+    (0, -1)
+    """
+    whole = isinstance(numbers, Sequence) and all(type(number) is int for number in numbers)
+    if not whole or not numbers or (least is not None and min(numbers) < least):
+        above = "" if least is None else f" from {least}"
+        raise ValueError(f"{name}: expected a list of whole numbers{above}, got {numbers!r}")
+    return tuple(numbers)

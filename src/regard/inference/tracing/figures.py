@@ -1,13 +1,17 @@
-"""A trace's weights as heat maps."""
+"""Heat maps: a trace's weights, and what every head's absence does."""
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from regard.core.style import QUIET, WEIGHT_MAP, Figure, lattice, new_figure
 from regard.core.weights_figure import weights_figure
 from regard.inference.tracing.record import Trace, TracedLayer
+
+if TYPE_CHECKING:
+    from regard.inference.effects import Effects
 
 
 def heads_figure(trace: Trace, layer: int, head: int | None = None, sequence: int = 0) -> Figure:
@@ -52,6 +56,23 @@ def overview_figure(trace: Trace, sequence: int = 0) -> Figure:
                 axes.set_ylabel(f"layer {layer.index}", fontsize=8, color=QUIET, rotation=0, ha="right", va="center")
             if down == 0:
                 axes.set_title(f"head {layer.heads[across]}", fontsize=8, color=QUIET)
+    return figure
+
+
+def effects_figure(effects: "Effects") -> Figure:
+    """How far every head's absence moves the output: layers down, heads across."""
+    grid, layers = effects.grid(), list(dict.fromkeys(effect.layer for effect in effects.heads))
+    measured = "KL divergence (nats)" if effects.heads[0].divergence is not None else "relative distance"
+    size = max(4.6, 0.42 * grid.shape[1] + 2.0), max(2.2, 0.32 * grid.shape[0] + 1.3)
+    figure = new_figure(*size, title=f"Every head of {effects.model} silenced once")
+    axes = figure.subplots()
+    image = axes.imshow(grid.numpy(), cmap=WEIGHT_MAP, vmin=0, aspect="auto")
+    lattice(axes, *grid.shape)
+    axes.set_xticks(range(grid.shape[1]), [str(head) for head in range(grid.shape[1])], fontsize=8)
+    axes.set_yticks(range(len(layers)), [str(layer) for layer in layers], fontsize=8)
+    axes.set_xlabel("head", fontsize=8.5, color=QUIET)
+    axes.set_ylabel("layer", fontsize=8.5, color=QUIET)
+    figure.colorbar(image, ax=axes).set_label(measured, fontsize=8.5, color=QUIET)
     return figure
 
 

@@ -7,7 +7,7 @@ masks included, so the outputs are exactly those of eager attention.
 
 import inspect
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from threading import RLock
@@ -19,6 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from regard.inference.interventions.change import changes_of, sizes_of
+from regard.inference.interventions.huggingface import EagerCall, visible_pairs
 from regard.inference.tracing.gather import Met, Recorder
 from regard.inference.tracing.record import Kind
 
@@ -26,7 +28,8 @@ SOURCES = ("key_value_states", "encoder_hidden_states", "cross_attention_states"
 """Arguments of attention modules for the other sequence, in cross-attention."""
 CROSS_NAMES = ("cross", "encoder_attn", "encdecattention")
 
-_TRACED: dict[nn.Module, list["Adapter"]] = {}
+_TRACED: dict[nn.Module, list["Adapter | None"]] = {}
+"""The modules whose attention goes through `_attend`, and who records it; None if it is only changed."""
 _UPCASTING: set[nn.Module] = set()
 _LOCK = RLock()
 
@@ -96,16 +99,16 @@ def _computes_alone(module: nn.Module) -> bool:
 
 
 @contextmanager
-def eager(model: nn.Module, adapter: "Adapter") -> Iterator[None]:
+def eager(model: nn.Module, attentions: Sequence[nn.Module], adapter: "Adapter | None" = None) -> Iterator[None]:
     """Set the model's attention to eager, and eager to `_attend`; both are restored at the end, also after an error."""
     interface = sys.modules["transformers"].AttentionInterface
     configs = {id(config): config for module in model.modules() for config in _configs(getattr(module, "config", None))}
     before = {key: config._attn_implementation for key, config in configs.items()}
     # GPT-2's upcast form does not use the interface: it is switched off, and `_attend` computes it instead.
-    apart: list[Any] = [module for module in adapter.attentions if getattr(module, "reorder_and_upcast_attn", False)]
+    apart: list[Any] = [module for module in attentions if getattr(module, "reorder_and_upcast_attn", False)]
     with _LOCK:
         _UPCASTING.update(apart)
-        for module in adapter.attentions:
+        for module in attentions:
             _TRACED.setdefault(module, []).append(adapter)
         interface.register("eager", _attend)
     try:
@@ -121,7 +124,7 @@ def eager(model: nn.Module, adapter: "Adapter") -> Iterator[None]:
             config._attn_implementation_internal = before[key]
         with _LOCK:
             _UPCASTING.difference_update(apart)
-            for module in adapter.attentions:
+            for module in attentions:
                 _TRACED[module].remove(adapter)
                 if not _TRACED[module]:
                     del _TRACED[module]
@@ -145,7 +148,9 @@ def _attend(
     forward = eager_of(module)
     if module in _UPCASTING:
         forward, args, kwargs = _upcast, (), {}
-    adapters = [adapter for adapter in _TRACED.get(module, ()) if adapter.wants(module)]
+    parts = changes_of(module, sizes_of(query, key))
+    traced = [adapter for adapter in _TRACED.get(module, ()) if adapter is not None]
+    adapters = [adapter for adapter in traced if adapter.wants(module)]
     if not any("scores" in adapter.recorder.chosen.keep for adapter in adapters):
         out, weights = forward(module, query, key, value, attention_mask, *args, **kwargs)
         scores = None
@@ -157,7 +162,12 @@ def _attend(
     if adapters and module.training and kwargs.get("dropout"):
         with torch.no_grad():
             _, undropped = forward(module, query, key, value, attention_mask, *args, **{**kwargs, "dropout": 0.0})
-    for adapter in _TRACED.get(module, ()):
+    if parts:
+        call = EagerCall(module, forward, query, key, value, attention_mask, args, kwargs)
+        same = undropped is weights
+        out, weights = call.changed(out, weights, parts)
+        undropped = weights if same else call.changed(out, undropped, parts)[1]
+    for adapter in traced:
         adapter.meet(module, query, key, value, attention_mask, undropped, scores)
     return out, weights
 
@@ -259,9 +269,8 @@ class Adapter:
         if not isinstance(mask, Tensor):
             return None, None, queries == 1
         if self._last[0] is not mask or self._last[1:] != (queries, keys):
-            seen = mask[(None,) * (4 - mask.ndim)][..., :keys]
-            seen = seen if seen.dtype == torch.bool else seen > torch.finfo(seen.dtype).min / 2
-            seen = seen.expand(*seen.shape[:3], keys)
+            seen = visible_pairs(mask, keys)
+            assert seen is not None
             after = torch.ones(queries, keys, dtype=torch.bool, device=seen.device).triu(keys - queries + 1)
             real = seen.any(1).any(1).expand(q.shape[0], keys)
             masks = None if bool(seen.all()) else seen, None if bool(real.all()) else real

@@ -1,31 +1,23 @@
 """The trace of our models: hooks at every `Attend`. `regard.weights` computes the weights a second time, for the chosen
 rows and heads only; the model computes exactly as without a trace."""
 
-import inspect
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from regard.core.attention import weights
 from regard.core.calls.call import ordered
-from regard.core.families.mechanism import Mechanism
-from regard.core.masks import Mask, Padding, as_mask
-from regard.core.masks.padded import join_padding
-from regard.core.masks.structure import padding_between, structure_of
+from regard.core.masks.structure import structure_of
 from regard.core.paths.exact import choose_scores
-from regard.core.states.state import State
 from regard.core.tensors import fitted, weighs_tokens
 from regard.core.user_code import runs_user_code
+from regard.inference.calls import Histories, WholeCall
+from regard.inference.interventions.change import Changed, changes_of, sizes_of
+from regard.inference.interventions.ours import changed_weights
 from regard.inference.tracing.gather import Met, Recorder
-from regard.inference.tracing.record import Kind
 from regard.models.layers.attention import Attend
 from regard.models.layers.block import Stack
-
-History = tuple[Tensor, Tensor, Padding | None]
-"""Keys, values, and which of them are real."""
-ARGUMENTS = inspect.signature(Attend.forward)
 
 
 def find(model: nn.Module) -> tuple[dict[nn.Module, str], list[nn.Module]]:
@@ -38,9 +30,7 @@ class Adapter:
     """Reports every run of our attention modules to a recorder."""
 
     def __init__(self, recorder: Recorder) -> None:
-        self.recorder = recorder
-        self.histories: WeakKeyDictionary[State, History] = WeakKeyDictionary()
-        """Keys, values and padding of states that do not keep them, such as recurrent ones."""
+        self.recorder, self.histories = recorder, Histories()
 
     def attach(self, model: nn.Module) -> list[Any]:
         """Hooks at every attention of a model."""
@@ -50,42 +40,15 @@ class Adapter:
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Record one run."""
         assert isinstance(module, Attend)
-        arguments = ARGUMENTS.bind(module, *args, **kwargs).arguments
-        q, k, v = arguments["q"], arguments["k"], arguments["v"]
-        rule, state = as_mask(arguments.get("mask")), arguments.get("state")
         self.recorder.enter(module)
-        if state is not None:
-            k, v, padding = self._history(module, k, v, rule, state, output[1])
-            rule = padding if rule is None else rule if padding is None else rule & padding
-        kind: Kind = "cross" if arguments.get("cross") else "self"
-        self.recorder.meet(module, met(kind, module.mechanism, q, k, v, rule, arguments.get("bias")))
-
-    def _history(
-        self, module: Attend, k: Tensor, v: Tensor, rule: Mask | None, state: State, longer: State
-    ) -> "History":
-        """All keys and values so far, and their padding."""
-        if longer.earliest == 0 and (history := longer.history()) is not None:
-            return history
-        before = self.histories.get(state) or state.history()
-        if before is None and state.length:
-            raise ValueError(
-                f"state: expected a state that began under the trace, got one with {state.length} tokens "
-                f"already summed by {module.mechanism!r}; trace from the start of the sequence"
-            )
-        keys, values, padding = before or (k[:, :, :0], v[:, :, :0], None)
-        new, total = k.shape[2], state.length + k.shape[2]
-        fresh = padding_between(rule, state.length, total, total)
-        joined = join_padding(padding, state.length, fresh, new, k.shape[0], k.device)
-        history = torch.cat([keys, k.detach()], dim=2), torch.cat([values, v.detach()], dim=2), joined
-        self.histories[longer] = history
-        return history
+        call = self.histories.whole(module, args, kwargs, output[1])
+        self.recorder.meet(module, met(call, changes_of(module, sizes_of(call.q, call.k))))
 
 
-def met(
-    kind: Kind, mechanism: Mechanism, q: Tensor, k: Tensor, v: Tensor, rule: Mask | None, bias: Tensor | None
-) -> Met:
-    """One run of a mechanism, for a recorder."""
-    rule = ordered(mechanism, rule)
+def met(call: WholeCall, changes: list[Changed]) -> Met:
+    """One run of a mechanism, for a recorder; `changes` are those of `regard.intervene`."""
+    kind, mechanism, q, k, v, bias = call.kind, call.mechanism, call.q, call.k, call.v, call.bias
+    rule = ordered(mechanism, call.rule)
     batch, heads, queries, keys = *q.shape[:3], k.shape[2]
     if not weighs_tokens(mechanism, q.shape[3]):
         return Met(
@@ -130,7 +93,7 @@ def met(
         q=q,
         k=k,
         v=v,
-        weigh=lambda rows, chosen: weights(q, k, mechanism, rule, bias=bias, rows=rows, heads=chosen),
+        weigh=lambda rows, chosen: changed_weights(call, changes, rows, chosen),
         score=score,
         see=see,
         real=structure.valid(keys, q.device),

@@ -1,0 +1,1 @@
+"""What `regard.inference.intervene` is made of: changes, our models' attention and Hugging Face's."""

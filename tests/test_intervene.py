@@ -1,0 +1,354 @@
+"""Interventions: what is asked for changes as a formula says, and nothing else does."""
+
+import pytest
+import torch
+
+import regard as rg
+from regard.core.mechanisms import REGISTRY
+from regard.core.tensors import weighs_tokens
+from regard.inference.interventions.change import ACTIVE
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = {"vocabulary_size": 40, "embedding_dim": 32, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2}
+CAUSAL = [name for name in REGISTRY if not name.startswith("channel")]
+ENDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)
+    with torch.no_grad():
+        yield
+    assert not ACTIVE
+
+
+def decoder(mechanism="softmax", **more):
+    return loud(rg.Decoder(rg.DecoderConfig(**{**SIZES, **more}, mechanism=mechanism)).eval())
+
+
+def loud(model):
+    """The model with weights ten times as large: a fresh one's attention hardly moves its output."""
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter *= 10
+    return model
+
+
+def tokens(batch=2, length=7):
+    return torch.randint(3, 40, (batch, length))
+
+
+def gpt2():
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=40, n_embd=16, n_layer=3, n_head=4, n_positions=64, **ENDS)
+    ).eval()
+
+
+def llama():
+    config = transformers.LlamaConfig(
+        vocab_size=40, hidden_size=16, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=32, max_position_embeddings=64, **ENDS
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def t5():
+    sizes = {"vocab_size": 40, "d_model": 16, "d_kv": 4, "d_ff": 32, "num_layers": 2, "num_heads": 4}
+    return transformers.T5ForConditionalGeneration(
+        transformers.T5Config(**sizes, pad_token_id=0, eos_token_id=2, decoder_start_token_id=0)
+    ).eval()
+
+
+def bert():
+    config = transformers.BertConfig(
+        vocab_size=40, hidden_size=16, num_hidden_layers=3, num_attention_heads=4, intermediate_size=32
+    )
+    return transformers.BertForMaskedLM(config).eval()
+
+
+THEIRS = {"gpt2": gpt2, "llama": llama, "bert": bert}
+
+
+def run(model, ids):
+    """The logits of any of the models here."""
+    output = model(ids)
+    return getattr(output, "logits", output)
+
+
+def builders():
+    return {"ours": decoder, **THEIRS}
+
+
+def head_outputs(model, ids, layer):
+    """What W_o gets in a layer, by head."""
+    kept = []
+    attention = model.stack.layers[layer].attention
+    handle = attention.W_o.register_forward_pre_hook(lambda module, args: kept.append(args[0]))
+    model(ids)
+    handle.remove()
+    return attention.split_heads(kept[0], attention.value_length)
+
+
+@pytest.mark.parametrize("mechanism", CAUSAL)
+def test_a_silent_head_is_zero_and_the_others_are_bitwise_unchanged(mechanism):
+    model, ids = decoder(mechanism), tokens()
+    before = head_outputs(model, ids, 1)
+    with rg.intervene(model, layers=[1], heads=[-2], silence=True):
+        after = head_outputs(model, ids, 1)
+        earlier = head_outputs(model, ids, 0)
+    assert (after[:, 2] == 0).all()
+    assert (before[:, 2] != 0).any()
+    assert torch.equal(after[:, [0, 1, 3]], before[:, [0, 1, 3]])
+    assert torch.equal(earlier, head_outputs(model, ids, 0))
+
+
+@pytest.mark.parametrize("mechanism", CAUSAL)
+def test_hidden_keys_are_masked_keys_also_token_by_token(mechanism):
+    model, ids = decoder(mechanism), tokens()
+    with rg.intervene(model, hide=[1]):
+        changed = model(ids)
+        state, steps = model.start(batch=2), []
+        for place in range(ids.shape[1]):
+            logits, state = model.extend(ids[:, place : place + 1], state)
+            steps.append(logits)
+    attention, x = model.stack.layers[0].attention, torch.randn(2, 7, 32)
+    valid = torch.ones(2, 7, dtype=torch.bool)
+    valid[:, 1] = False
+    with rg.intervene(attention, hide=[1]):
+        hidden = attention(x, mask=rg.causal)
+    torch.testing.assert_close(hidden, attention(x, mask=rg.causal & rg.padding(valid=valid)))
+    torch.testing.assert_close(torch.cat(steps, 1), changed, atol=2e-5, rtol=1e-4)
+    assert not torch.equal(changed[:, 2:], model(ids)[:, 2:])
+    assert torch.equal(changed[:, :1], model(ids)[:, :1])
+
+
+@pytest.mark.parametrize("mechanism", CAUSAL)
+def test_another_mechanism_is_what_attend_computes_with_it(mechanism):
+    layer, x = rg.MultiHeadAttention(32, 4, num_kv_heads=2).eval(), torch.randn(2, 7, 32)
+    with rg.intervene(layer, mechanism=mechanism):
+        changed = layer(x, mask=rg.causal)
+    out = rg.attend(*layer.project(x), REGISTRY[mechanism], rg.causal)
+    torch.testing.assert_close(changed, layer.W_o(layer.combine_heads(out)))
+
+
+@pytest.mark.parametrize("builder", builders().values(), ids=builders())
+def test_the_ends_of_beta_are_uniform_and_argmax(builder):
+    model, ids = builder(), tokens()
+    for beta, mechanism in ((0.0, rg.Uniform()), (float("inf"), rg.Argmax())):
+        with rg.intervene(model, beta=beta), rg.trace(model) as by_beta:
+            logits = run(model, ids)
+        with rg.intervene(model, mechanism=mechanism), rg.trace(model) as by_mechanism:
+            expected = run(model, ids)
+        torch.testing.assert_close(logits, expected, atol=1e-6, rtol=1e-5)
+        for layer, reference in zip(by_beta.layers, by_mechanism.layers, strict=True):
+            torch.testing.assert_close(layer.weights, reference.weights, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("what", ["weights", "values"])
+@pytest.mark.parametrize("builder", builders().values(), ids=builders())
+def test_its_own_trace_patched_in_changes_nothing_and_another_one_does(builder, what):
+    model, ids, others = builder(), tokens(), tokens()
+    before = run(model, ids)
+    with rg.trace(model) as same:
+        run(model, ids)
+    with rg.trace(model) as another:
+        run(model, others)
+    with rg.intervene(model, **{what: same}):
+        torch.testing.assert_close(run(model, ids), before, atol=1e-6, rtol=1e-5)
+    with rg.intervene(model, layers=[0], heads=[1], **{what: another}), rg.trace(model) as patched:
+        assert not torch.equal(run(model, ids), before)
+    if what == "weights":
+        assert torch.equal(patched.layers[0].weights[:, 1], another.layers[0].weights[:, 1])
+        assert torch.equal(patched.layers[0].weights[:, 0], same.layers[0].weights[:, 0])
+
+
+@pytest.mark.parametrize("builder", builders().values(), ids=builders())
+def test_a_trace_inside_has_the_changed_weights(builder):
+    model, ids = builder(), tokens()
+    with rg.trace(model) as before:
+        run(model, ids)
+    with rg.intervene(model, layers=[0], heads=[2], hide=[0]), rg.trace(model) as after:
+        run(model, ids)
+    assert (after.layers[0].weights[:, 2, :, 0] == 0).all()
+    torch.testing.assert_close(after.layers[0].weights[:, 2, 1:].sum(-1), torch.ones(2, 6))
+    assert torch.equal(after.layers[0].weights[:, [0, 1, 3]], before.layers[0].weights[:, [0, 1, 3]])
+
+
+@pytest.mark.parametrize("builder", builders().values(), ids=builders())
+def test_nested_changes_of_a_head_add_up(builder):
+    model, ids = builder(), tokens()
+    with (
+        rg.intervene(model, layers=[1], heads=[0, 1], beta=2.0),
+        rg.intervene(model, layers=[1], heads=[1], hide=[0]),
+        rg.trace(model) as both,
+    ):
+        run(model, ids)
+    with rg.intervene(model, layers=[1], heads=[1], beta=2.0, hide=[0]), rg.trace(model) as at_once:
+        run(model, ids)
+    torch.testing.assert_close(both.layers[1].weights[:, 1], at_once.layers[1].weights[:, 1])
+    assert (both.layers[1].weights[:, 0, :, 0] != 0).any()
+
+
+@pytest.mark.parametrize("builder", builders().values(), ids=builders())
+def test_a_mean_is_one_vector_for_every_token(builder):
+    model, ids = builder(), tokens()
+    before = run(model, ids)
+    with rg.intervene(model, layers=[2], mean=True):
+        assert not torch.allclose(run(model, ids), before)
+    assert torch.equal(run(model, ids), before)
+
+
+def test_a_mean_leaves_padding_out():
+    layer, x = rg.MultiHeadAttention(16, 4).eval(), torch.randn(2, 6, 16)
+    mask = rg.padding([6, 3])
+    changed = x.clone()
+    changed[1, 3:] = 100.0
+    with rg.intervene(layer, mean=True):
+        torch.testing.assert_close(layer(changed, mask=mask)[1, :3], layer(x, mask=mask)[1, :3])
+
+
+def test_generation_under_a_change_is_that_of_whole_passes():
+    model, ids = decoder(), tokens(1, 5)
+    with rg.intervene(model, layers=[0, 1, 2], heads=[0], silence=True):
+        written = rg.generate(model, ids.tolist(), max_new_tokens=6)[0].tokens
+        expected = ids[0].tolist()
+        for _ in range(6):
+            expected.append(int(model(torch.tensor([expected]))[0, -1].argmax()))
+    assert list(written[-6:]) == expected[-6:]
+    assert list(rg.generate(model, ids.tolist(), max_new_tokens=6)[0].tokens)[-6:] != expected[-6:]
+
+
+def test_gradients_flow_through_a_change():
+    model, ids = decoder(), tokens()
+    with torch.enable_grad(), rg.intervene(model, layers=[0], heads=[1], silence=True):
+        model(ids).sum().backward()
+    grad = model.stack.layers[0].attention.W_v.weight.grad
+    assert grad is not None
+    assert grad.abs().sum() > 0
+
+
+def test_cross_attention_is_a_layer_of_its_own():
+    config = rg.TransformerConfig(vocabulary_size=30, embedding_dim=16, num_layers=1, num_heads=2)
+    model = rg.Transformer(config).eval()
+    source, target = torch.randint(3, 30, (1, 6)), torch.randint(3, 30, (1, 4))
+    with rg.trace(model) as before:
+        model(source, target)
+    cross = next(layer.index for layer in before.layers if layer.kind == "cross")
+    with rg.intervene(model, layers=[cross], hide=[2]), rg.trace(model) as after:
+        model(source, target)
+    assert after.layers[cross].weights.shape == (1, 2, 4, 6)
+    assert (after.layers[cross].weights[..., 2] == 0).all()
+
+
+def test_a_bias_by_position_goes_with_softmax_and_refuses_what_takes_none():
+    model, ids = t5(), tokens(1)
+    with rg.intervene(model, layers=[0], hide=[3]), rg.trace(model) as trace:
+        model(input_ids=ids, decoder_input_ids=ids)
+    assert (trace.layers[0].weights[..., 3] == 0).all()
+    with pytest.raises(ValueError, match="mechanism: expected attention without a bias"):  # noqa: SIM117
+        with rg.intervene(model, mechanism="quadratic"):
+            model(input_ids=ids, decoder_input_ids=ids)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "expected silence, mean, hide, beta, mechanism, weights or values, got none"),
+        ({"beta": -1.0}, "beta: expected a number from 0 to inf"),
+        ({"mechanism": "quadradic"}, "mechanism: expected one of"),
+        ({"weights": torch.zeros(1)}, "weights: expected a trace, got Tensor"),
+        ({"silence": True, "heads": "0"}, "heads: expected a list of whole numbers"),
+        ({"silence": True, "layers": [-1]}, "layers: expected a list of whole numbers from 0"),
+        ({"silence": True, "heads": [4]}, "heads: expected whole numbers from -4 to 3, got 4"),
+        ({"silence": True, "layers": [7]}, "layers: expected some of those that ran, 0 to 2, got .7."),
+    ],
+)
+def test_bad_changes_are_one_clear_error(options, message):
+    model = decoder()
+    with pytest.raises(ValueError, match=message):  # noqa: SIM117
+        with rg.intervene(model, **options):
+            model(tokens())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_beta_for_a_mechanism_without_one_is_refused():
+    with pytest.raises(ValueError, match="beta: expected layers of softmax, got Quadratic"):  # noqa: SIM117
+        with rg.intervene(model := decoder("quadratic"), beta=2.0):
+            model(tokens())
+
+
+def test_a_trace_of_other_sizes_is_refused():
+    model = decoder()
+    with rg.trace(model) as shorter:
+        model(tokens(length=5))
+    with pytest.raises(ValueError, match=r"weights: expected \(2, 4, 7, 7\) in layer 0, as this pass has, got"):  # noqa: SIM117
+        with rg.intervene(model, weights=shorter):
+            model(tokens())
+
+
+@pytest.mark.parametrize("builder", builders().values(), ids=builders())
+def test_effects_are_those_of_silencing_one_by_one(builder):
+    model, ids = builder(), tokens(1)
+    measured = rg.effects(model, ids, batch_size=5)
+    assert len(measured.heads) == 12
+    assert measured.grid().shape == (3, 4)
+    before = run(model, ids).log_softmax(-1)
+    for effect in measured.heads[::3]:
+        with rg.intervene(model, layers=[effect.layer], heads=[effect.head], silence=True):
+            after = run(model, ids).log_softmax(-1)
+        divergence = (before.exp() * (before - after)).sum(-1).mean()
+        assert effect.divergence == pytest.approx(float(divergence), rel=1e-3, abs=1e-6)
+        likeliest = after[0, -1].argmax()
+        assert effect.top[0] == (str(int(likeliest)), pytest.approx(float(after[0, -1, likeliest].exp()), rel=1e-4))
+
+
+def test_effects_of_pictures_windows_are_those_of_silencing_one_by_one():
+    model = loud(
+        rg.DaViT(
+            rg.DaViTConfig(num_heads=(2,) * 4, num_groups=(2,) * 4, embedding_dim=(8,) * 4, num_layers=(1,) * 4)
+        ).eval()
+    )
+    image = torch.randn(1, 3, 32, 32)
+    measured = rg.effects(model, image)
+    before = model(image)
+    effect = measured.of(layer=0, head=1)
+    with rg.intervene(model, layers=[0], heads=[1], silence=True):
+        distance = (model(image) - before).norm() / before.norm()
+    assert effect.distance == pytest.approx(float(distance), rel=1e-3)
+
+
+def test_effects_stop_when_they_are_watched_so():
+    def watch(done, total):
+        if done:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        rg.effects(decoder(), tokens(1), batch_size=1, watch=watch)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "options", "message"),
+    [
+        ((), {}, "inputs: expected what the model takes"),
+        ((torch.zeros(2, 3, dtype=torch.long),), {}, "inputs: expected one sequence"),
+        (("a text",), {}, "inputs: expected tensors for a model without a tokenizer"),
+        ((torch.zeros(1, 3, dtype=torch.long),), {"batch_size": 0}, "batch_size: expected"),
+    ],
+)
+def test_bad_inputs_of_effects_are_one_clear_error(inputs, options, message):
+    with pytest.raises(ValueError, match=message):
+        rg.effects(decoder(), *inputs, **options)
+
+
+def test_effects_are_drawn_and_printed():
+    measured = rg.effects(decoder(), tokens(1))
+    assert "the strongest first" in repr(measured)
+    assert "<table" in measured._repr_html_()
+    figure = measured.plot()
+    assert figure.get_suptitle() == "Every head of Decoder silenced once"
+    assert figure.axes[0].get_xlabel() == "head"
+
+
+def test_every_mechanism_that_weighs_tokens_is_here():
+    assert set(CAUSAL) == {name for name, mechanism in REGISTRY.items() if weighs_tokens(mechanism, 8)}
