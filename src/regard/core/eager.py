@@ -131,3 +131,17 @@ def symbolic(*sizes: int) -> bool:
         if isinstance(size, torch.SymInt):
             return True
     return False
+
+
+def surely_equal(first: int, second: int) -> bool:
+    """Whether two sizes are equal. Of dynamic sizes under torch.export: whether they are equal whatever they turn out
+    to be, without a guard that would fix the answer for the whole program.
+
+    >>> surely_equal(3, 3), surely_equal(3, 4)
+    (True, False)
+    """
+    if not symbolic(first, second):
+        return bool(first == second)
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # imports sympy, which only a trace needs
+
+    return statically_known_true(first == second)

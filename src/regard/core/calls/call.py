@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from regard.core.eager import surely_equal
 from regard.core.masks import Mask, causal
 from regard.core.masks.structure import Structure, structure_of
 from regard.core.tensors import fitted
@@ -52,8 +53,8 @@ class Call:
         self.value_length = v.shape[3]
         self.scales = scales
         """The scales of int8 keys and values, (B, G, S, 1), if a KV cache stores them in int8."""
-        self.square = bool(self.queries == self.keys)
-        """Whether there are as many queries as keys. A trace with dynamic lengths has to decide this early."""
+        self.square = surely_equal(self.queries, self.keys)
+        """Whether there are as many queries as keys; False where a trace with dynamic lengths leaves it open."""
         self.structure: Structure = structure_of(mask, self.queries, self.keys)
         """The band, padding and rest of the mask at this shape."""
 

@@ -224,6 +224,9 @@ class Mechanism:
     def _grouped(self, compare: Callable[[Tensor, Tensor], Tensor], q: Tensor, k: Tensor) -> Tensor:
         groups, kind, name = k.shape[1], self.precision(q.dtype), compare.__name__
         tiled = rearrange(q, "b (g r) t k -> b g (r t) k", g=groups)
+        if symbolic(q.shape[2]):
+            # With the strides of a view, a user's matrix product would compare expressions of a dynamic length.
+            tiled = tiled.clone(memory_format=torch.contiguous_format)
         dtype = self.formula_dtype(kind)
         tensors = tiled.to(dtype), k.to(dtype)
         # Our formulas write to nothing, and pass a user's phi to `read_only`.

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from regard.core.calls.call import Call
 from regard.core.calls.choice import Path
-from regard.core.eager import recorded
+from regard.core.eager import recorded, symbolic
 from regard.core.paths import sdpa, torch_softmax
 from regard.core.paths.rows import by_interval
 
@@ -33,6 +33,8 @@ def cannot(call: Call) -> str | None:
         return reason
     if call.square:
         return "as many queries as keys are one call"
+    if symbolic(call.queries, call.keys):
+        return "made for lengths that are known: where the keys are split depends on them"
     return None if call.q.is_cpu else "made for the CPU"
 
 
@@ -78,7 +80,8 @@ def over_old(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Ten
     """The output over keys that all queries see, and its log-sum-exp: with the heads of a group as rows of one
     query."""
     v = torch_softmax.shown(k, v) if k.shape[2] == 1 else v
-    out, lse = _flash(q.reshape(len(q), k.shape[1], -1, q.shape[3]), k, v, scale=scale)
+    tile = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])  # len(q) would specialise a dynamic batch size
+    out, lse = _flash(tile, k, v, scale=scale)
     return out.reshape(q.shape), lse.reshape(q.shape[:3])
 
 
