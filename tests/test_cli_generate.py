@@ -94,14 +94,22 @@ def test_one_prompt_is_what_the_library_gives(inside: Inside, smollm2: rg.Decode
 def test_json_has_all_that_the_library_gives(inside: Inside, small: str) -> None:
     sampling = {"temperature": 0.8, "top_k": 9, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2, "seed": 5}
     options = [text for name, value in sampling.items() for text in (f"--{name.replace('_', '-')}", str(value))]
-    [line] = lines(inside("generate", small, "abc", "--json", "--log-probabilities", *options))
-    [expected] = rg.generate(rg.load(small), "abc", log_probabilities=True, **sampling)
+    [line] = lines(inside("generate", small, "abc", "--json", "--log-probabilities", "--alternatives", "2", *options))
+    model = rg.load(small)
+    [expected] = rg.generate(model, "abc", log_probabilities=True, alternatives=2, **sampling)
     assert line == {
         "prompt": "abc",
         "text": expected,
         "tokens": expected.tokens,
         "reason": expected.reason,
         "log_probabilities": expected.log_probabilities,
+        "alternatives": [
+            [
+                {"token": token, "text": model.tokenizer.tokens([token])[0], "probability": probability}
+                for token, probability in step
+            ]
+            for step in expected.alternatives
+        ],
         "seed": 5,
     }
     assert len(expected.tokens) > 20

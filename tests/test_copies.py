@@ -10,7 +10,9 @@ import regard as rg
 from generating import DECODERS, PROMPTS, made
 
 VALUES = {
-    "generated": lambda: rg.Generated("Paris.", tokens=[7, 8], reason="end", log_probabilities=[-0.1, -2.0], score=0.5),
+    "generated": lambda: rg.Generated(
+        "Paris.", tokens=[7, 8], reason="end", log_probabilities=[-0.1, -2.0], alternatives=[[(7, 0.9)]], score=0.5
+    ),
     "prompt": lambda: rg.prefill(made("gqa"), PROMPTS),
     "prompt of sums": lambda: rg.prefill(made("quadratic"), PROMPTS),
     "prompt of a source": lambda: rg.prefill(made("t5"), PROMPTS),

@@ -184,6 +184,8 @@ def test_a_model_that_is_not_finite_generates_nothing(name, value):
         ({"stop": ""}, "stop: expected texts and tokens"),
         ({"n": 0}, "n: expected a whole number of at least 1, got 0"),
         ({"beams": 0}, "beams: expected a whole number of at least 1"),
+        ({"alternatives": -1}, "alternatives: expected a whole number of at least 0"),
+        ({"beams": 2, "alternatives": 3}, "alternatives: expected 0 with beams"),
         ({"beams": 2, "n": 3}, r"n: expected at most 2 \(beams\)"),
         ({"beams": 2, "temperature": 1.0}, "beams: expected 1 with a temperature"),
         ({"temperature": -1.0}, "temperature: expected a finite number of at least 0"),
@@ -222,7 +224,7 @@ def test_what_cannot_be_is_one_error_before_any_work(arguments, message):
     with pytest.raises(ValueError, match=message):
         rg.generate(model, **{"prompts": [[1]], **arguments})
     streamed = {"prompt" if name == "prompts" else name: value for name, value in arguments.items()}
-    if "prompts" not in arguments and not {"n", "beams"} & arguments.keys():
+    if "prompts" not in arguments and not {"n", "beams", "alternatives"} & arguments.keys():
         with pytest.raises(ValueError, match=message):
             rg.stream(model, **{"prompt": [1], **streamed})
     assert not ran

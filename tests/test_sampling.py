@@ -71,6 +71,23 @@ def test_log_probabilities_are_the_models():
     assert rg.generate(model, [PROMPTS[0]], max_new_tokens=2)[0].log_probabilities is None
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("alternatives", [1, 4, 10**6])
+def test_alternatives_are_the_likeliest_tokens_of_each_step(alternatives):
+    model = made("gqa")
+    options = {"max_new_tokens": 5, "temperature": 2.0, "seed": 0, "log_probabilities": True}
+    texts = rg.generate(model, PROMPTS, alternatives=alternatives, **options)
+    for prompt, text in zip(PROMPTS, texts, strict=True):
+        probabilities = model(torch.tensor([[*prompt, *text.tokens]])).softmax(-1)[0, len(prompt) - 1 : -1]
+        expected = probabilities.topk(min(alternatives, probabilities.shape[-1]))
+        assert [[token for token, _ in step] for step in text.alternatives] == expected.indices.tolist()
+        for step, values in zip(text.alternatives, expected.values.tolist(), strict=True):
+            assert [probability for _, probability in step] == pytest.approx(values, abs=1e-10)
+    plain = rg.generate(model, PROMPTS, **options)
+    assert [text.tokens for text in plain] == [text.tokens for text in texts]
+    assert plain[0].alternatives is None
+
+
 @pytest.mark.parametrize("vocabulary", [300, 5000])
 @pytest.mark.parametrize("spread", [0.01, 1.0, 6.0])
 def test_cuts_and_draws_of_rows_are_those_of_each_alone_to_the_last_bit(vocabulary, spread):

@@ -145,6 +145,9 @@ def generate(
     log_probabilities: Annotated[
         bool, typer.Option("--log-probabilities", help="With --json: the log-probability of every token.")
     ] = False,
+    alternatives: Annotated[
+        int, typer.Option(min=0, metavar="K", help="With --json: the K likeliest tokens of every step.")
+    ] = 0,
     weights: Weights = None,
     state: StateStorage = None,
     mechanism: MechanismName = None,
@@ -160,9 +163,11 @@ def generate(
 ) -> None:
     """Continue texts. A single text is printed token by token, several as they finish; Ctrl-C keeps the part so far."""
     chosen = plan(locals())
-    check_counts(n, beams, length_penalty, chosen.sampling)
+    check_counts(n, beams, length_penalty, chosen.sampling, alternatives)
     if log_probabilities and not as_json:
         raise ValueError("log_probabilities: expected --json, which prints them, got none")
+    if alternatives and not as_json:
+        raise ValueError("alternatives: expected --json, which prints them, got none")
     texts = _texts(prompts, file)
     several = len(texts) * n > 1
     if show_cost and (several or beams > 1):
@@ -176,7 +181,9 @@ def generate(
 
     # Draw seeds here, so that --json can print them: the same seed gives the same texts again.
     seeds = [secrets.randbits(32) if seed is None and temperature else seed for _ in texts]
-    show = partial(_show, as_json=as_json, several=several, scored=log_probabilities)
+    spelled = partial(_spelled, model)
+    show = partial(_show, as_json=as_json, several=several, scored=log_probabilities, spelled=spelled)
+    kept: dict[str, Any] = {"log_probabilities": log_probabilities, "alternatives": alternatives}
     if beams > 1:
         options = {**chosen.stream, "beams": beams, "length_penalty": length_penalty, "n": n}
         for text, tokens, text_seed in zip(texts, prompt_tokens, seeds, strict=True):
@@ -187,11 +194,11 @@ def generate(
         for start in range(0, len(texts), size):
             part = slice(start, start + size)
             labels = [label for label in zip(texts[part], seeds[part], strict=True) for _ in range(n)]
-            growth, rows = _begin(model, prompt_tokens[part], seeds[part], n, log_probabilities, **chosen.stream)
+            growth, rows = _begin(model, prompt_tokens[part], seeds[part], n, **kept, **chosen.stream)
             _show_as_they_finish(growth, rows, [partial(show, *label) for label in labels])
     else:
         begun = perf_counter()
-        growth, [row] = _begin(model, prompt_tokens, seeds, 1, log_probabilities, **chosen.stream)
+        growth, [row] = _begin(model, prompt_tokens, seeds, 1, **kept, **chosen.stream)
         show_text = partial(show, texts[0], seeds[0]) if as_json else None
         first, last = _write_as_it_comes(growth, row, show_text)
         cost = None
@@ -238,8 +245,9 @@ def _begin(
     prompts: Sequence[Sequence[int]],
     seeds: Sequence[int | None],
     n: int,
-    scored: bool,
     *,
+    log_probabilities: bool,
+    alternatives: int,
     max_new_tokens: int,
     stop: Sequence[str | int],
     storage: torch.dtype | None,
@@ -253,7 +261,8 @@ def _begin(
         sampling=Sampling(**sampling),
         limits=limits_of(generator, max_new_tokens, stop),
         seeds=seeds_of([seed or 0 for seed in seeds], len(prompts), n),
-        log_probabilities=scored,
+        log_probabilities=log_probabilities,
+        alternatives=alternatives,
         storage=storage,
     )
 
@@ -303,6 +312,7 @@ def _show(
     as_json: bool,
     several: bool,
     scored: bool,
+    spelled: Callable[[Sequence[tuple[int, float]]], list[dict[str, Any]]],
 ) -> None:
     if as_json:
         line: dict[str, Any] = {
@@ -312,6 +322,8 @@ def _show(
             "reason": generated.reason,
         }
         line |= {"log_probabilities": generated.log_probabilities if scored else None, "seed": seed}
+        if generated.alternatives is not None:
+            line["alternatives"] = [spelled(step) for step in generated.alternatives]
         line |= {} if generated.score is None else {"score": generated.score}
         line |= {} if cost is None else {"cost": cost}
         print(json.dumps(line, ensure_ascii=False), flush=True)
@@ -319,6 +331,16 @@ def _show(
     if several and sys.stdout.isatty():
         output().print(Text(text, style="dim"), soft_wrap=True)
     print(generated, flush=True)
+
+
+def _spelled(model: "Model", step: Sequence[tuple[int, float]]) -> list[dict[str, Any]]:
+    """The alternatives of a step with their texts."""
+    tokens = [token for token, _ in step]
+    texts = [""] * len(step) if model.tokenizer is None else model.tokenizer.tokens(tokens)
+    return [
+        {"token": token, "text": text, "probability": probability}
+        for (token, probability), text in zip(step, texts, strict=True)
+    ]
 
 
 def _cost(

@@ -49,6 +49,7 @@ def generate(
     beams: int = 1,
     length_penalty: float = 1.0,
     log_probabilities: bool = False,
+    alternatives: int = 0,
     chunk: int = CHUNK,
     storage: torch.dtype | None = None,
 ) -> list[Generated]:
@@ -63,7 +64,9 @@ def generate(
     A sequence ends at an end token of the model's config or tokenizer, at a token or text in `stop`, after
     `max_new_tokens`, or when the context is full. A stop text is cut off. It may contain special tokens, also the end
     token; the reason is then `stop`. Returned texts have no special tokens. Logits that are not finite raise
-    ValueError. `storage` is the dtype of the prompts' KV cache (torch.int8 or None); a `state` has its storage already.
+    ValueError. `log_probabilities` keeps that of every token, and `alternatives` so many of the likeliest tokens of
+    every step with their probabilities, both by the model's logits before temperature, top-k and so on. `storage` is
+    the dtype of the prompts' KV cache (torch.int8 or None); a `state` has its storage already.
 
     >>> import regard as rg
     >>> model = rg.Decoder(rg.DecoderConfig(vocabulary_size=11, embedding_dim=8, num_layers=2, num_heads=2))
@@ -76,7 +79,7 @@ def generate(
     )
     generative = as_generative(model)
     limits = limits_of(generative, max_new_tokens, stop)
-    check_counts(n, beams, length_penalty, sampling)
+    check_counts(n, beams, length_penalty, sampling, alternatives)
     check_reading(chunk)
     token_lists = checked_prompts(generative, prompts, state, storage)
     seeds = seeds_of(seed, len(token_lists), n)
@@ -100,6 +103,7 @@ def generate(
         seeds=seeds,
         state=state,
         log_probabilities=log_probabilities,
+        alternatives=alternatives,
         chunk=chunk,
         storage=storage,
     )

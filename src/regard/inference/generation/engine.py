@@ -41,6 +41,8 @@ class Generated(str):
     token), `length` (max_new_tokens), `context` (the context is full) or `interrupted`."""
     log_probabilities: list[float] | None
     """Of each token, by the model's logits before temperature, top-k and so on; None unless requested."""
+    alternatives: list[list[tuple[int, float]]] | None
+    """The likeliest tokens of each step and their probabilities, likeliest first; None unless requested."""
     score: float | None
     """Of a beam: the sum of its log-probabilities, divided by length ** length_penalty."""
 
@@ -51,11 +53,13 @@ class Generated(str):
         tokens: Sequence[int],
         reason: str,
         log_probabilities: Sequence[float] | None = None,
+        alternatives: Sequence[Sequence[tuple[int, float]]] | None = None,
         score: float | None = None,
     ) -> "Generated":
         generated = super().__new__(cls, text)
         generated.tokens, generated.reason, generated.score = list(tokens), reason, score
         generated.log_probabilities = None if log_probabilities is None else list(log_probabilities)
+        generated.alternatives = None if alternatives is None else [list(step) for step in alternatives]
         return generated
 
     def __getnewargs_ex__(self) -> tuple[tuple[str], dict[str, Any]]:
@@ -99,6 +103,9 @@ class Row:
     generator: torch.Generator
     writer: Writer
     log_probabilities: list[float] | None = None
+    alternatives: list[list[tuple[int, float]]] | None = None
+    most: int = 0
+    """How many alternatives of a step are kept."""
     reason: str | None = None
     piece: str = field(default="", init=False)
     """The text that the last step added."""
@@ -121,6 +128,7 @@ class Row:
             tokens=self.writer.tokens,
             reason=self.reason or "interrupted",
             log_probabilities=self.log_probabilities,
+            alternatives=self.alternatives,
         )
 
 
@@ -193,12 +201,22 @@ def _choose(logits: Tensor, rows: Sequence[Row], sampling: Sampling) -> list[int
     for row, value in zip(rows, largest, strict=True):
         if not math.isfinite(value):
             raise not_finite(value, len(row.writer.tokens), row.place)
-    if any(row.log_probabilities is not None for row in rows):
-        values = logits.double().log_softmax(-1).gather(-1, chosen[:, None])[:, 0].tolist()
-        for row, value in zip(rows, values, strict=True):
-            if row.log_probabilities is not None:
-                row.log_probabilities.append(value)
+    if any(row.log_probabilities is not None or row.alternatives is not None for row in rows):
+        _keep_probabilities(logits.double().log_softmax(-1), chosen, rows)
     return [int(token) for token in tokens]
+
+
+def _keep_probabilities(log_probabilities: Tensor, chosen: Tensor, rows: Sequence[Row]) -> None:
+    """Add to rows what was asked for of a step: the chosen token's log-probability, and the likeliest tokens."""
+    values = log_probabilities.gather(-1, chosen[:, None])[:, 0].tolist()
+    most = min(max(row.most for row in rows), log_probabilities.shape[-1])
+    likeliest = log_probabilities.topk(most)
+    tokens, probabilities = likeliest.indices.tolist(), likeliest.values.exp().tolist()
+    for place, row in enumerate(rows):
+        if row.log_probabilities is not None:
+            row.log_probabilities.append(values[place])
+        if row.alternatives is not None:
+            row.alternatives.append(list(zip(tokens[place], probabilities[place], strict=True))[: row.most])
 
 
 def not_finite(value: float, count: int, row: int) -> ValueError:

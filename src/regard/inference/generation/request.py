@@ -23,6 +23,7 @@ def begin(
     seeds: Sequence[Sequence[int]],
     state: Prompt | None = None,
     log_probabilities: bool = False,
+    alternatives: int = 0,
     chunk: int = CHUNK,
     storage: torch.dtype | None = None,
 ) -> tuple[Growth, list[Row]]:
@@ -33,7 +34,7 @@ def begin(
     prompt = state if state is not None else read_prompts(model, prompts, room, chunk, storage)
     samples = [(at, seed) for at, prompt_seeds in enumerate(seeds) for seed in prompt_seeds]
     rows = [
-        new_row(model, place, prompts[at], rooms[at], seed, limits, log_probabilities)
+        new_row(model, place, prompts[at], rooms[at], seed, limits, log_probabilities, alternatives)
         for place, (at, seed) in enumerate(samples)
     ]
     if len(rows) > len(prompts):
@@ -142,7 +143,7 @@ def check_reading(chunk: int, room: int = 0) -> None:
             raise ValueError(f"{name}: expected a whole number of at least {least}, got {value!r}")
 
 
-def check_counts(n: int, beams: int, length_penalty: float, sampling: Sampling) -> None:
+def check_counts(n: int, beams: int, length_penalty: float, sampling: Sampling, alternatives: int = 0) -> None:
     """Raise ValueError for invalid numbers of samples and beams, or options that do not go together."""
     for name, value in (("n", n), ("beams", beams)):
         if type(value) is not int or value < 1:
@@ -153,6 +154,12 @@ def check_counts(n: int, beams: int, length_penalty: float, sampling: Sampling) 
         raise ValueError(f"beams: expected 1 with a temperature, since beam search does not sample, got {beams}")
     if beams > 1 and sampling.repetition_penalty != 1:
         raise ValueError(f"beams: expected 1 with a repetition penalty, got {beams}")
+    if type(alternatives) is not int or alternatives < 0:
+        raise ValueError(f"alternatives: expected a whole number of at least 0, got {alternatives!r}")
+    if beams > 1 and alternatives:
+        raise ValueError(
+            f"alternatives: expected 0 with beams, whose steps belong to several texts, got {alternatives}"
+        )
     if beams > 1 and n > beams:
         raise ValueError(f"n: expected at most {beams} (beams), got {n}")
 
@@ -180,10 +187,12 @@ def new_row(
     seed: int,
     limits: Limits,
     scored: bool,
+    alternatives: int = 0,
 ) -> Row:
     """A row without new tokens."""
     # The source of an encoder-decoder is another text, so the repetition penalty does not apply to it.
     before = () if model.reads_source else tokens
     generator = torch.Generator().manual_seed(seed)
     writer = Writer(model.tokenizer, limits.stop_strings)
-    return Row(place, before, room, generator, writer, [] if scored else None)
+    listed: list[list[tuple[int, float]]] | None = [] if alternatives else None
+    return Row(place, before, room, generator, writer, [] if scored else None, listed, alternatives)
