@@ -211,6 +211,7 @@ def small_training(folder):
             state.copy_(torch.get_rng_state())
             store.save(folder / "checkpoints", step, tensors, {"step": step}, keep=2)
     if world > 1:
+        dist.barrier()
         dist.destroy_process_group()
 
 
