@@ -1,4 +1,4 @@
-"""Set-up for all tests: numbers are seeded, one thread a worker, and an interrupt is one."""
+"""Set-up for all tests: random numbers are seeded, a worker has one thread, and SIGINT interrupts."""
 
 import os
 import signal
@@ -51,8 +51,8 @@ def seeded() -> None:
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU a kernel gets its numbers once and is launched again with them. The interpreter gets them every time, so
-    here the numbers of each launch are compared with those of the first launch under the same key."""
+    """On a GPU, the arguments of a kernel are kept and reused for later launches with the same key. The interpreter
+    passes arguments every time, so here each launch is compared with the first launch under its key."""
     from regard.core.kernels import (
         band_attention,
         decode_attention,

@@ -1,10 +1,9 @@
 """Damaged and hostile files, made from good ones by seeded mutations.
 
-Every mutation must be read, or refused with CheckpointError: nothing else, within the format's seconds of processor
-time and within its memory, which the operating system enforces besides. Readers are tried alone, and so are the doors
-that users take: `rg.load` and a forward pass, `Prompt.load`, chat templates. `python tests/hostile.py --mutations
-20000` runs more mutations than the tests do. A failure prints the seed, the format, the number and the kind of the
-mutation, and keeps the file.
+Every mutation must be read, or refused with CheckpointError, within the format's limits of CPU time and memory; the
+operating system enforces a memory limit, too. Both the readers and the public functions are tried: `rg.load` and a
+forward pass, `Prompt.load`, chat templates. `python tests/hostile.py --mutations 20000` runs more mutations than the
+tests do. A failure prints the seed, the format, the number and the kind of the mutation, and keeps the file.
 """
 
 import argparse
@@ -44,9 +43,9 @@ from regard.checkpoints.tokenizer import Tokenizer
 
 SECONDS = 0.1
 MEMORY = 8 * 2**20
-"""Parsed JSON takes many times its text; how much at most is bounded by the number of values it may hold."""
+"""Parsed JSON needs many times the memory of its text; the number of values that it may have is limited."""
 LIMIT = 2**30
-"""Of address space, for all that is tried together: whatever asks for more dies, and so fails."""
+"""Bytes of address space for the whole process: an attempt to allocate more fails."""
 HANG = 60
 NUMBERS = [0, 1, -1, 7, 2**31 - 1, 2**31, 2**32 - 1, 2**62, 2**63 - 1, 2**63, 2**64 - 1, 2**64, 10**400, 0.5, 1e400]
 NAMES = [
@@ -64,21 +63,21 @@ NAMES = [
 
 @dataclass(frozen=True)
 class Format:
-    """A kind of file: how a small good one is made, which file of it is damaged, and how it is read."""
+    """A kind of file: how a small valid one is made, which of its files is mutated, and how it is read."""
 
     make: object
     file: str
     read: object
     text: bool = False
     counted: bool = False
-    """Whether every byte is accounted for, so that no tensor can go missing unseen."""
+    """Whether the format accounts for every byte, so that a missing tensor is always noticed."""
     seconds: float = SECONDS
     memory: int = MEMORY
     cuts: int = 100
     sample: int = 1_000
-    """How many mutations the tests try, and at how many places they first cut the file off."""
+    """How many mutations the tests try, and at how many positions they first truncate the file."""
     traced: bool = True
-    """Whether Python's memory is measured, which makes it slow; the operating system's limit holds in any case."""
+    """Whether Python's memory is traced, which is slow; the operating system's limit applies in any case."""
 
 
 def tensors():
@@ -221,7 +220,7 @@ def make_llama_gguf(folder):
 
 
 def read_model(path):
-    """Load it, and where that goes well use it: what loads must run."""
+    """Load a model and, if that succeeds, run it: whatever loads must run."""
     folder = path if path.suffix == ".gguf" else path.parents[path.parent.name == "1_Pooling"]
     model = rg.load(folder)
     tokens = torch.tensor([[1, 2, 3]])
@@ -314,7 +313,7 @@ def make_template(folder):
 
 
 def templated(data, rng):
-    """A template with growth put where an expression or a statement was, or with two of its pieces exchanged."""
+    """A template with an expression or statement that grows, or with two of its pieces exchanged."""
     text = data.decode()
     pieces = [text[a:b] for a, b in spans(text)]
     choice = rng.randrange(4)
@@ -333,7 +332,7 @@ def templated(data, rng):
 
 
 def spans(text):
-    """Where the tags and the texts between them begin and end."""
+    """The start and end of each tag, and of each text between tags."""
     edges = [0]
     for opening, closing in (("{%", "%}"), ("{{", "}}")):
         at = text.find(opening)
@@ -387,7 +386,7 @@ def flip(data, rng):
 
 
 def extreme(data, rng):
-    """A count, length or offset somewhere, set to what no file holds; mostly in the header."""
+    """Overwrite bytes somewhere, mostly in the header, with an impossible count, length or offset."""
     mutated = bytearray(data)
     at = rng.randrange(min(len(mutated), rng.choice([16, 32, 512, len(mutated)])))
     word = rng.choice([2**63, 2**63 - 1, 2**64 - 1, 2**62, 2**32, 2**31, len(data), len(data) + 1, 2**61 + 1, 0])
@@ -412,7 +411,7 @@ def noise(data, rng):
 
 
 def twist(value, rng):
-    """A JSON value with something in it changed: another number, name, kind or place."""
+    """A JSON value with a change somewhere: another number, name, type or place."""
     value = copy.deepcopy(value)
     places = []
 
@@ -442,7 +441,7 @@ def twist(value, rng):
 
 
 def structured(name, data, rng):
-    """The same, inside the format's own packing, so that the change is what is met first."""
+    """`twist` the JSON inside of a format, packed correctly again, so that a reader gets as far as the change."""
     if FORMATS[name].text:
         return json.dumps(twist(json.loads(data), rng)).encode()
     if name == "template":
@@ -464,7 +463,7 @@ def structured(name, data, rng):
 
 
 def repack(data, rng):
-    """A zip archive with a record changed and its checksum right."""
+    """A zip archive with a changed record whose checksum is right."""
     packed = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(packed, "w") as new:
         names = old.namelist()
@@ -478,7 +477,7 @@ def repack(data, rng):
 
 
 def bombs(name, data):
-    """Made by hand: what is meant to take much time or memory, for JSON wherever the format holds any."""
+    """Handmade files that try to use much time or memory, through JSON if the format has any."""
     texts = {
         "deep list": "[" * 100_000,
         "deep object": '{"a name of some length": ' * 50_000 + "1" + "}" * 50_000,
@@ -510,7 +509,7 @@ def bombs(name, data):
 
 
 def mutations(name, data, count, seed):
-    """`count` pairs of a kind and a damaged file: cut off at even places, then bombs, then at random."""
+    """`count` pairs of a kind and a mutated file: truncated at evenly spaced positions, then bombs, then random."""
     cuts = FORMATS[name].cuts
     fixed = [(f"cut at {part}/{cuts}", data[: len(data) * part // cuts]) for part in range(cuts)]
     fixed += bombs(name, data)
@@ -524,7 +523,7 @@ def mutations(name, data, count, seed):
 
 
 def attempt(form, path, expected):
-    """'read' or 'refused'; AssertionError for all else. Memory is being traced, which takes time of its own."""
+    """Returns "read" or "refused"; AssertionError for everything else. Tracing memory takes additional time."""
     if not form.traced:
         outcome, read, seconds = timed(form, path)
         assert seconds <= form.seconds, f"took {seconds:.3f} s"
@@ -559,7 +558,7 @@ def timed(form, path):
 
 
 def run(name, count, seed, folder, advance=lambda: None):
-    """Try `count` mutations of a format; what became of them, or AssertionError with the first that got through."""
+    """Try `count` mutations of a format. Returns the outcomes; AssertionError for the first mutation that fails."""
     # One watchdog for all: threads that come and go while tracemalloc starts and stops crash the interpreter.
     form = FORMATS[name]
     faulthandler.dump_traceback_later(HANG + count * form.seconds, exit=True)
@@ -592,7 +591,7 @@ def run(name, count, seed, folder, advance=lambda: None):
 
 
 def address_space():
-    """Bytes this process has mapped."""
+    """Bytes of address space of this process."""
     return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 

@@ -1,7 +1,7 @@
-"""Commands in processes of their own, none of which outlives its test.
+"""Commands in separate processes, none of which outlives its test.
 
-After PATIENCE seconds a process is killed: reading from it ends, and its exit code, -9, says what happened. The
-seconds are longer on a machine that has more to do than cores.
+After PATIENCE seconds a process is killed: reading from it ends, and its exit code is -9. On an overloaded machine the
+patience is longer.
 """
 
 import json
@@ -38,12 +38,12 @@ for line in sys.stdin:
         print(done.read(), flush=True)
     os.wait()
 """
-"""Runs each line, code as JSON, in a fork of its own; prints its `answer` and its modules."""
+"""Runs each line, code as JSON, in a separate fork; prints its `answer` and its modules."""
 
 
 @contextmanager
 def started(*arguments: str, **options: Any) -> Iterator[subprocess.Popen[str]]:
-    """`python …`, with pipes for what the options do not name."""
+    """Start `python …`, with pipes for the standard streams that the options do not name."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, *arguments], **{**pipes, **options}) as child:
         ended = threading.Event()
@@ -73,7 +73,8 @@ def _watch(child: subprocess.Popen[str], ended: threading.Event) -> None:
 
 @contextmanager
 def forks(before: str = "") -> Iterator[Callable[[str], tuple[Any, set[str]]]]:
-    """Run code in forks of one process that has run `before` and imported torch; gives `answer` and modules of each."""
+    """Run code in forks of one process that has run `before` and imported torch. The function that it yields returns
+    `answer` and the imported modules."""
     command = [sys.executable, "-c", before + FORKS]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdin is not None
