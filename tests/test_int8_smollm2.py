@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import regard as rg
+from int8_models import nbytes
 
 
 @pytest.fixture(scope="module")

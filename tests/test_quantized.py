@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import regard as rg
-from int8_models import decoder
+from int8_models import decoder, nbytes
 from regard.core import cpu
 from regard.core.states.buffer import quantize
 from regard.models.layers.int8 import Int8Embedding, Int8Linear, product, tied_head
