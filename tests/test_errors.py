@@ -177,7 +177,7 @@ MASKS: dict[str, Mistake] = {
     "causal Channel": (lambda: square(rg.Channel(), rg.causal), "mask", "padding", "causal"),
     "causal Channel, weights": (
         lambda: rg.weights(query(), query(), rg.Channel(), rg.causal), "mask", "padding", "causal"),
-    "windowed Channel": (lambda: square(rg.Channel(), rg.window(before=1)), "mask", "padding", "window"),
+    "windowed Channel": (lambda: square(rg.Channel(), rg.window(before=1)), "mask", "padding", "Window(before=1)"),
     "dense Channel": (lambda: square(rg.Channel(), truth(T, T)), "mask", "padding", "dense"),
     "causal Channel cost": (
         lambda: rg.cost(rg.Channel(), rg.Work(query_length=9, key_length=9, mask=rg.causal)),

@@ -65,7 +65,7 @@ T = TypeVar("T")
 VERSION = 1
 MANIFEST = "manifest.json"
 NAMED = re.compile(r"step-(\d{8,})")
-BESIDE = re.compile(r"\.(step-(\d{8,}))-([0-9a-f]{8}|old)")
+TEMPORARY = re.compile(r"\.(step-(\d{8,}))-([0-9a-f]{8}|old)")
 KINDS = {dtype: kind for kind, dtype in DTYPES.items()}
 
 
@@ -192,7 +192,7 @@ def _listed(folder: Path) -> Iterator[tuple[Path, bool]]:
     for name in names:
         if whole := NAMED.fullmatch(name):
             entries.append((int(whole[1]), True, name))
-        elif left := BESIDE.fullmatch(name):
+        elif left := TEMPORARY.fullmatch(name):
             replaced = left[3] == "old"
             if not (replaced and left[1] in names):
                 entries.append((int(left[2]), replaced, name))
@@ -202,7 +202,7 @@ def _listed(folder: Path) -> Iterator[tuple[Path, bool]]:
 def _tidy(folder: Path) -> None:
     """Remove temporary folders of killed saves. A checkpoint whose replacement was killed gets its name back."""
     for entry in folder.iterdir():
-        if left := BESIDE.fullmatch(entry.name):
+        if left := TEMPORARY.fullmatch(entry.name):
             target = folder / left[1]
             if left[3] == "old" and not os.path.lexists(target):
                 os.rename(entry, target)
@@ -420,19 +420,19 @@ class _Writer(StorageWriter):
             self.folder.mkdir(parents=True)
             _sync(self.folder.parent)
         _tidy(self.folder)
-        beside = f".{self.target.name}-{uuid4().hex[:8]}"
-        (self.folder / beside).mkdir()
-        self.beside = self.folder / beside
+        temporary = f".{self.target.name}-{uuid4().hex[:8]}"
+        (self.folder / temporary).mkdir()
+        self.temporary = self.folder / temporary
         return [
-            replace(plan, storage_data=(beside, f"part-{rank:05d}-of-{len(plans):05d}.safetensors"))
+            replace(plan, storage_data=(temporary, f"part-{rank:05d}-of-{len(plans):05d}.safetensors"))
             for rank, plan in enumerate(plans)
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        beside, file = plan.storage_data
+        temporary, file = plan.storage_data
         results = []
         if plan.items:
-            size, digest = _write_part(self.folder / beside / file, plan.items, planner)
+            size, digest = _write_part(self.folder / temporary / file, plan.items, planner)
             for item in plan.items:
                 place = {"file": file, "name": _key(item), "bytes": size, "sha256": digest}
                 results.append(WriteResult(item.index, size, place))
@@ -459,15 +459,15 @@ class _Writer(StorageWriter):
             "files": {place["file"]: {part: place[part] for part in ("bytes", "sha256")} for place in places.values()},
             "tensors": tensors,
         }
-        with open(self.beside / MANIFEST, "xb") as file:
+        with open(self.temporary / MANIFEST, "xb") as file:
             file.write(_sealed(json.dumps(fields)[1:]))
             file.flush()
             os.fsync(file.fileno())
-        _check(self.beside, slice(0))
-        _sync(self.beside)
+        _check(self.temporary, slice(0))
+        _sync(self.temporary)
         if os.path.lexists(self.target):
             os.rename(self.target, self.folder / f".{self.target.name}-old")
-        os.rename(self.beside, self.target)
+        os.rename(self.temporary, self.target)
         _sync(self.folder)
         _tidy(self.folder)
         _prune(self.folder, self.step, self.keep)

@@ -162,8 +162,8 @@ class LabelledTokens:
         names = np.array(self.class_names)
         write(
             path,
-            lambda beside: np.savez(
-                beside, tokens=self.tokens, starts=self.starts, labels=self.labels, class_names=names
+            lambda temporary: np.savez(
+                temporary, tokens=self.tokens, starts=self.starts, labels=self.labels, class_names=names
             ),
         )
 

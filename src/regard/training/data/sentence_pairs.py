@@ -65,7 +65,9 @@ class Corpus:
         """Write one file atomically."""
         write(
             path,
-            lambda beside: np.savez(beside, tokens=self.tokens, sentences=self.sentences, documents=self.documents),
+            lambda temporary: np.savez(
+                temporary, tokens=self.tokens, sentences=self.sentences, documents=self.documents
+            ),
         )
 
     @classmethod

@@ -156,9 +156,9 @@ def write_tokens(path: str | Path, documents: Sequence[Document], tokenizer: Tok
         return there
     width = 2 if tokenizer.vocabulary_size <= 2**16 else 4
 
-    def produce(beside: Path) -> None:
+    def produce(temporary: Path) -> None:
         starts = [0]
-        with beside.open("wb") as file:
+        with temporary.open("wb") as file:
             file.write(bytes(HEADER.size))
             for document in documents:
                 ids = np.array([tokenizer.bos, *plain_ids(tokenizer, document.text), tokenizer.eos], f"<u{width}")
@@ -166,8 +166,8 @@ def write_tokens(path: str | Path, documents: Sequence[Document], tokenizer: Tok
                 starts.append(starts[-1] + len(ids))
             file.write(np.array(starts, "<i8").tobytes())
         fields = (len(documents), starts[-1], fingerprint)
-        checksum = _checksum(beside, HEADER.pack(MAGIC, width, 0, *fields))
-        with beside.open("r+b") as file:
+        checksum = _checksum(temporary, HEADER.pack(MAGIC, width, 0, *fields))
+        with temporary.open("r+b") as file:
             file.write(HEADER.pack(MAGIC, width, checksum, *fields))
             file.flush()
             os.fsync(file.fileno())
