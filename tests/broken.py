@@ -1,7 +1,7 @@
 """One deliberately broken mechanism for each law. The name of each says what is wrong with it."""
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from einops import rearrange
@@ -10,7 +10,9 @@ from torch import nn
 import regard as rg
 from regard.core.calls.call import Call
 from regard.core.calls.choice import Path
+from regard.core.masks.structure import EVERYTHING
 from regard.core.paths import reference
+from regard.core.states.fixed_state import FixedState
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +145,75 @@ class Undercounts(Similar):
     def cost(self, work):
         true = super().cost(work)
         return replace(true, flops=true.flops // 2)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class KeptState(FixedState):
+    """Keys and values, or their running sums: a state of one's own that grows, or does not."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Averages(rg.UnnormalisedMechanism):
+    """A sound mechanism with its own state to break: the sum of all values so far, weighed by their keys' lengths. Its
+    state keeps every token if it `grows`, and otherwise the sums alone."""
+
+    ordered: ClassVar[bool] = True
+    excuses: ClassVar[dict[str, str]] = {**rg.UnnormalisedMechanism.excuses, "permuted": "its order counts"}
+    grows: bool
+
+    def weigh(self, q, k, visible, bias=None):
+        place = torch.arange(k.shape[2])
+        seen = torch.arange(k.shape[2] - q.shape[2], k.shape[2])[:, None] >= place
+        seen = seen if visible is None else seen & visible
+        kind = torch.promote_types(k.dtype, torch.float32)
+        sizes = k.to(kind).square().sum(-1).repeat_interleave(q.shape[1] // k.shape[1], 1)
+        return torch.where(seen, sizes[:, :, None], 0)
+
+    def state_type(self, qk_length):
+        return KeptState
+
+    def streams(self, qk_length, structure=EVERYTHING):
+        return "mask: expected causal" if structure.rest is not None or structure.windowed else None
+
+    def empty_state(self, sizes, capacity, storage=None):
+        tokens = 0 if self.grows else 1
+        keys, values = sizes.zeros(tokens, 1), sizes.zeros(tokens, sizes.value_length)
+        return KeptState(mechanism=self, sizes=sizes, keys=keys, values=values)
+
+    def advance(self, q, k, v, state, rule, bias):
+        new = state.receive(k, v, rule)
+        keys, values = new.k.to(state.keys.dtype).square().sum(-1, keepdim=True), new.v.to(state.values.dtype)
+        keys, values = torch.cat([new.state.keys, keys], 2), torch.cat([new.state.values, values], 2)
+        if not self.grows:  # the first is what came before
+            values = (keys * values).cumsum(2) + (1 - keys[:, :, :1]) * values[:, :, :1]
+            keys = torch.ones_like(keys)
+        count = k.shape[2]
+        ahead = torch.ones(count, keys.shape[2], dtype=keys.dtype).tril(keys.shape[2] - count)
+        out = ahead @ (keys * values) if self.grows else values[:, :, values.shape[2] - count :]
+        kept = slice(None) if self.grows else slice(-1, None)
+        out = out.repeat_interleave(q.shape[1] // k.shape[1], 1).to(q.dtype)
+        return new.attended(out, keys=keys[:, :, kept], values=values[:, :, kept])
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatesNoSteps(Averages):
+    """The cost of its formula, also for a decode step, which its state makes another."""
+
+    def cost(self, work):
+        return super().cost(replace(work, cached=False))
+
+
+@dataclass(frozen=True, kw_only=True)
+class HidesItsGrowth(Averages):
+    """The bytes of its state as it starts."""
+
+    def cost(self, work):
+        return replace(
+            super().cost(work), state_bytes=super().cost(replace(work, key_length=0, query_length=0)).state_bytes
+        )
 
 
 class RefusesWithoutAReason(Similar):

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 import regard as rg
+from broken import Averages
 from memory import Allocations, Traffic, saved_bytes
 from regard.core.cost.counting import COUNTED, _WithoutNumbers
 from regard.core.families.features import RECENT
 from regard.core.mechanisms import REGISTRY
 from regard.core.paths import sums_cost
 from regard.core.paths.sums import steps
-from regard.core.states.fixed_state import FixedState
 
 GROUPS = {"MHA": 4, "GQA": 2, "MQA": 1}
 LINEAR = [rg.Quadratic(), rg.Polynomial(degree=4), rg.Elu(), rg.Taylor(), rg.RandomFeatures(n=16)]
@@ -392,23 +392,35 @@ def test_a_formula_is_counted_on_meta_tensors_and_nothing_of_it_is_changed():
     assert not mechanism.P.any()
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Sums(FixedState):
-    sums: torch.Tensor
+@pytest.mark.parametrize("grows", [True, False], ids=["growing", "constant"])
+@pytest.mark.parametrize(("queries", "keys"), [(1, 2), (1, 90), (7, 300), (1, 900), (150, 700), (500, 1200)])
+def test_a_state_of_ones_own_costs_what_its_real_steps_take(grows, queries, keys):
+    mechanism, (q, k, v) = Averages(grows=grows), make(keys, 2)
+    state = mechanism.start(batch=2, num_kv_heads=2, qk_length=8, value_length=8, capacity=keys)
+    old, new = slice(0, keys - queries), slice(keys - queries, None)
+    _, state = mechanism.extend(q[:, :, old], k[:, :, old], v[:, :, old], state)
+    stated = rg.cost(mechanism, replace(work_of(q, k, v), query_length=queries))
+    assert stated.flops == counted(lambda: mechanism.extend(q[:, :, new], k[:, :, new], v[:, :, new], state))
+    _, state = mechanism.extend(q[:, :, new], k[:, :, new], v[:, :, new], state)
+    assert stated.state_bytes == state.nbytes
+    tokens = 2 * queries * (4 + 2) * (8 + 8) * 4
+    assert stated.bytes == tokens + state.nbytes
+    assert stated.form == ("score" if grows else "linear")
+    assert ("extrapolated" in stated.note) == (keys > 384)
+    whole = rg.cost(mechanism, work_of(q, k, v))
+    assert (whole.form, whole.state_bytes) == ("score", state.nbytes)
 
 
-@pytest.mark.parametrize("needs_numbers", [False, True])
-def test_a_state_of_a_users_is_counted_as_it_starts_and_the_cost_says_so(needs_numbers):
-    def empty_state(self, sizes, capacity, storage=None):
-        sums = sizes.zeros(sizes.qk_length, 3)
-        return Sums(mechanism=self, sizes=sizes, sums=sums + float(sums.sum()) if needs_numbers else sums)
-
-    methods = {"empty_state": empty_state, "state_type": lambda self, qk_length: Sums}
-    mechanism = formula(lambda self, q, k: torch.sigmoid(q @ k.mT), methods)
-    sizes = {"batch": 3, "num_kv_heads": 2, "qk_length": 8, "value_length": 8, "dtype": torch.bfloat16}
-    stated = rg.cost(mechanism, rg.Work(key_length=1 << 40, num_heads=4, **sizes))
-    assert stated.state_bytes == mechanism.start(**sizes).nbytes
-    assert "its state is counted as an empty Sums" in stated.note
+def test_no_history_is_too_long_for_a_state_of_ones_own_and_a_window_is_its_formula():
+    work = rg.Work(key_length=10**15, num_heads=4, num_kv_heads=2, qk_length=8, value_length=8)
+    constant, growing = (rg.cost(Averages(grows=grows), work) for grows in (False, True))
+    assert constant.flops < 1000
+    assert constant.state_bytes < 1000
+    assert growing.state_bytes > 10**15
+    shorter = replace(work, key_length=64)
+    assert rg.crossover(rg.Softmax(), Averages(grows=False), shorter, seconds=lambda m, at: rg.cost(m, at).bytes) < 64
+    window = rg.cost(Averages(grows=False), replace(work, key_length=64, mask=rg.window(before=3)))
+    assert "counted as its formula, not as a decode step: mask: expected causal" in window.note
 
 
 def reads(x):

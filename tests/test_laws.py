@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import regard as rg
-from broken import BROKEN, Similar
+from broken import BROKEN, Averages, HidesItsGrowth, Similar, StatesNoSteps
 from regard.core.laws import LAWS, count_cells
 from regard.core.laws.case import DTYPES, HEADS, LENGTHS, MASKS, Broken, budget, within_budget
 from regard.core.mechanisms import REGISTRY
@@ -51,6 +51,17 @@ def test_the_law_catches_a_broken_mechanism(law):
     assert cell.reason
     assert set(cell.to_dict()["counterexample"]) == {"batch", "queries", "keys", "qk_length", "value_length", "seed"}
     assert cell.reason in str(report)
+
+
+@pytest.mark.parametrize("grows", [True, False], ids=["growing", "constant"])
+def test_the_law_of_cost_knows_the_steps_and_the_growth_of_a_state_of_ones_own(grows):
+    place = {"masks": ["causal"], "heads": ["GQA"], "dtypes": ["float32"]}
+    assert rg.check(Averages(grows=grows), **place).ok
+    steps = rg.check(StatesNoSteps(grows=grows), laws=["cost"], **place)
+    assert "FLOPs stated for a decode step" in steps.broken[0].reason
+    report = rg.check(HidesItsGrowth(grows=grows), laws=["cost"], **place)
+    assert report.ok == (not grows)
+    assert report.ok or "bytes of state stated" in report.broken[0].reason
 
 
 @pytest.mark.parametrize("law", ["streamed", "weights", "paths", "learned", "curved", "cost", "extremes"])

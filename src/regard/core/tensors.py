@@ -94,7 +94,12 @@ def fitted(mechanism: M, dtype: torch.dtype) -> M:
     widest = torch.promote_types(widest, dtype)
     if all(tensor.dtype == widest for tensor in tensors):
         return mechanism
-    return replaced(mechanism, {name: _cast(value, widest) for name, value in mechanism.tensors().items()})
+    return cast(mechanism, widest)
+
+
+def cast(mechanism: M, dtype: torch.dtype) -> M:
+    """The mechanism with its floating-point tensors in a dtype, as they are in a model of that dtype."""
+    return replaced(mechanism, {name: _cast(value, dtype) for name, value in mechanism.tensors().items()})
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

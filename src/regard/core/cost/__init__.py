@@ -7,6 +7,7 @@ mask hides.
 from regard.core.cost.counting import COUNTED, count_flops, count_formula, similarity_flops
 from regard.core.cost.crossing import PRICES, Rate, crossover, mode_crossover, mode_price
 from regard.core.cost.formulas import cost, key_value_bytes, layer_cost, score_cost
+from regard.core.cost.own_state import own_state_cost
 from regard.core.cost.units import human
 from regard.core.cost.work import (
     LONGEST,
@@ -23,5 +24,5 @@ from regard.core.cost.work import (
 __all__ = [
     "COUNTED", "LONGEST", "MODES", "PRICES", "Cost", "LayerCost", "Rate", "Work", "accumulator", "cost", "count_flops",
     "count_formula", "crossover", "heads_label", "human", "key_value_bytes", "layer_cost", "mode_crossover",
-    "mode_price", "mode_work", "score_cost", "similarity_flops", "with_length",
+    "mode_price", "mode_work", "own_state_cost", "score_cost", "similarity_flops", "with_length",
 ]  # fmt: skip

@@ -111,7 +111,7 @@ def similarity_flops(mechanism: "Mechanism", work: Work) -> int:
     step = FEW if takes_numbers(mechanism) else COUNTED
 
     def at(queries: int, keys: int) -> Fraction:
-        points = product(_interpolation(queries, step), _interpolation(keys, step))
+        points = product(interpolation(queries, step), interpolation(keys, step))
         return sum((share * part * count(rows, columns) for (rows, share), (columns, part) in points), Fraction())
 
     try:
@@ -123,7 +123,7 @@ def similarity_flops(mechanism: "Mechanism", work: Work) -> int:
     return round(nothing + tokens + of_pairs * work.pairs / (work.num_heads * work.query_length * work.key_length))
 
 
-def _interpolation(length: int, step: int) -> list[tuple[int, Fraction]]:
+def interpolation(length: int, step: int) -> list[tuple[int, Fraction]]:
     """Lengths to count at, each with its factor: the length itself, or, for long ones, three short lengths that
     determine a quadratic polynomial (a formula may multiply keys with keys; it may also loop over tokens in Python,
     slowly)."""

@@ -16,7 +16,7 @@ them.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 import torch
@@ -28,7 +28,7 @@ from regard.core.calls import repeats
 from regard.core.calls.call import Call, in_own_dtype, ordered
 from regard.core.calls.checks import check_extend, check_start
 from regard.core.calls.choice import Path
-from regard.core.cost import Cost, Work, accumulator, score_cost, similarity_flops
+from regard.core.cost import Cost, Work, accumulator, own_state_cost, score_cost, similarity_flops
 from regard.core.eager import symbolic
 from regard.core.masks import Mask, MaskFunction, Window, as_mask
 from regard.core.masks.structure import EVERYTHING, Structure, padding_between, with_padding
@@ -383,20 +383,10 @@ class Mechanism:
         return CacheSlot(state, clock(state.length), None if window is None else window.before)
 
     def cost(self, work: Work) -> Cost:
-        """What this mechanism costs on some work, with the FLOPs of its similarity counted as it runs; see
-        `regard.core.cost`."""
+        """What this mechanism costs on some work: the FLOPs of its similarity, and the steps and bytes of a state of
+        its own, are counted as they run; see `regard.core.cost`."""
         counted = score_cost(work, self.precision(work.dtype), similarity_flops(self, work))
-        kind = self.state_type(work.qk_length)
-        if kind is KeyValueState:
-            return counted
-        sizes = Sizes(1, work.num_kv_heads, work.qk_length, work.value_length, work.dtype, "meta")
-        try:
-            state = self.empty_state(sizes, work.key_length)
-        except Exception:  # a user's code may need real tensors
-            state = self.empty_state(replace(sizes, device="cpu"), work.key_length)
-        note = f"its state is counted as an empty {kind.__name__}, its FLOPs and bytes as those of its formula"
-        notes = [counted.note, note] if counted.note else [note]
-        return replace(counted, state_bytes=work.batch * state.nbytes, note="; ".join(notes))
+        return counted if self.state_type(work.qk_length) is KeyValueState else own_state_cost(self, work, counted)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ from torch import Tensor
 from regard.core.attention import attend, weights
 from regard.core.calls.call import Call, ordered
 from regard.core.cost import Work, cost, count_flops
+from regard.core.families.features import RECENT
 from regard.core.families.mechanism import Mechanism
 from regard.core.laws.case import (
     HEADS,
@@ -518,9 +519,31 @@ def _counted(mechanism: Mechanism, case: Case) -> None:
         if counted != stated.flops:
             raise Broken(f"{stated.flops} FLOPs stated, {counted} counted")
     if mechanism.streams(case.qk_length) is None:
-        actual = _start(mechanism, case, case.keys).nbytes
-        if actual != stated.state_bytes:
-            raise Broken(f"{stated.state_bytes} bytes of state stated, {actual} held")
+        _counted_stream(mechanism, case)
+
+
+@torch.no_grad()
+def _counted_stream(mechanism: Mechanism, case: Case) -> None:
+    """The bytes of a state after all tokens; the FLOPs of a decode step over a state of few tokens, since longer ones
+    of kernel mechanisms fold many tokens at once, which the cost spreads over the steps."""
+    tokens = replace(case, queries=case.keys).tensors()
+    work = replace(_work(case, causal), cached=True)
+
+    def after(count: int, capacity: int) -> Any:
+        state, (q, k, v) = _start(mechanism, case, capacity), apply(lambda t: t[:, :, :count], tokens)
+        return mechanism.extend(q, k, v, state, causal)[1] if count else state
+
+    stated, actual = cost(mechanism, work).state_bytes, after(case.keys, case.keys).nbytes
+    if actual != stated:
+        raise Broken(f"{stated} bytes of state stated, {actual} held after {case.keys} tokens")
+    keys = min(case.keys, RECENT // 2)
+    state = after(max(0, keys - 1), keys)
+    if keys > 1 and case.batch and state.history() is None:  # over keys and values a step is the formula
+        q, k, v = apply(lambda t: t[:, :, keys - 1 : keys], tokens)
+        counted = count_flops(lambda: mechanism.extend(q, k, v, state, causal))
+        flops = cost(mechanism, replace(work, query_length=1, key_length=keys)).flops
+        if counted != flops:
+            raise Broken(f"{flops} FLOPs stated for a decode step over {keys} tokens, {counted} counted")
 
 
 def _work(case: Case, rule: Mask | None) -> Work:
@@ -614,7 +637,13 @@ LAWS: dict[str, Law] = {
             square=True,
         ),
         Law("curved", "second derivatives are the plain formula's, or refused", _curved, _double_only, SHORT),
-        Law("cost", "FLOPs equal the counted ones, state bytes the held ones", _counted, always, SHORT),
+        Law(
+            "cost",
+            "FLOPs equal the counted ones, whole and streamed; state bytes the held ones",
+            _counted,
+            always,
+            SHORT,
+        ),
         Law("refusals", "bad input is an error that names the argument, before any compute", _refusing, always, (1,)),
     )
 }
