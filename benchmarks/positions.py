@@ -58,21 +58,25 @@ class Point:
     predicted_state_bytes: int
     read_bytes: int
     """The least bytes that a step reads: weights and state."""
+    flops: int
+    """Of a step's attention."""
 
 
 @torch.inference_mode()
 def measure(watch: Callable[[str], None] = lambda words: None, steps: int = 10, rounds: int = 15) -> list[Point]:
     """Measure every decoder of `KINDS` at every position up to its last: medians of rounds of `steps` tokens."""
-    bytes_rate, flops_rate, points = _memory_rate(), _arithmetic_rate(), []
+    points: list[Point] = []
+    rates: list[tuple[float, float]] = []
     models: dict[str, Decoder] = {}
     states: dict[str, ModelState] = {}
-    first: dict[str, tuple[float, int, int]] = {}
     for kind, (fields, last) in KINDS.items():
         torch.manual_seed(0)
         models[kind] = Decoder(DecoderConfig(**{**SIZE, **fields})).eval()
-        states[kind] = models[kind].start(batch=1, capacity=last + steps * rounds)
+        states[kind] = models[kind].start(batch=1, capacity=last + steps * (rounds + 1))
+        _, states[kind] = _step(models[kind], states[kind], steps)  # the first steps compile
     for position in POSITIONS:
         watch(f"position {position:,}")
+        rates.append((_memory_rate(), _arithmetic_rate()))
         kinds = [kind for kind, (_, last) in KINDS.items() if position <= last]
         state_bytes: dict[str, int] = {}
         times: dict[str, list[float]] = {kind: [] for kind in kinds}
@@ -84,30 +88,42 @@ def measure(watch: Callable[[str], None] = lambda words: None, steps: int = 10, 
                 seconds, states[kind] = _step(models[kind], states[kind], steps)
                 times[kind].append(seconds)
         for kind in kinds:
-            model, seconds = models[kind], statistics.median(times[kind])
-            read, flops = _read_bytes(model, position), _predicted(model, position).flops * model.config.num_layers
-            began, first_read, first_flops = first.setdefault(kind, (seconds, read, flops))
-            more = (read - first_read) / bytes_rate + (flops - first_flops) / flops_rate
+            predicted = _predicted(models[kind], position)
             points.append(
                 Point(
                     kind=kind,
                     position=position,
-                    milliseconds=seconds * 1e3,
-                    predicted_milliseconds=(began + more) * 1e3,
+                    milliseconds=statistics.median(times[kind]) * 1e3,
+                    predicted_milliseconds=0.0,
                     state_bytes=state_bytes[kind],
-                    predicted_state_bytes=_predicted(model, position).state_bytes * model.config.num_layers,
-                    read_bytes=read,
+                    predicted_state_bytes=predicted.state_bytes * SIZE["num_layers"],
+                    read_bytes=_read_bytes(models[kind], position),
+                    flops=predicted.flops * SIZE["num_layers"],
                 )
             )
+    # A rate is what the machine can do: the best of some measurements.
+    bytes_rate, flops_rate = (max(column) for column in zip(*rates, strict=True))
+    points = _with_predictions(points, bytes_rate, flops_rate)
     order = list(KINDS)
     return sorted(points, key=lambda point: order.index(point.kind))
+
+
+def _with_predictions(points: Sequence[Point], bytes_rate: float, flops_rate: float) -> list[Point]:
+    """The points with the time that the cost model predicts from each decoder's first one."""
+    first: dict[str, Point] = {}
+    predicted = []
+    for point in points:
+        start = first.setdefault(point.kind, point)
+        more = (point.read_bytes - start.read_bytes) / bytes_rate + (point.flops - start.flops) / flops_rate
+        predicted.append(replace(point, predicted_milliseconds=start.milliseconds + more * 1e3))
+    return predicted
 
 
 def crossings(points: Sequence[Point]) -> tuple[int | None, int | None]:
     """The position from which a quadratic decode step is faster than a softmax step: predicted, and measured.
 
-    >>> slow = [Point("softmax", n, n / 1e3, n / 1e3, 0, 0, 0) for n in (1024, 2048)]
-    >>> flat = [Point("quadratic", n, 1.5, 1.2, 0, 0, 0) for n in (1024, 2048)]
+    >>> slow = [Point("softmax", n, n / 1e3, n / 1e3, 0, 0, 0, 0) for n in (1024, 2048)]
+    >>> flat = [Point("quadratic", n, 1.5, 1.2, 0, 0, 0, 0) for n in (1024, 2048)]
     >>> crossings(slow + flat)
     (1200, 1500)
     """
