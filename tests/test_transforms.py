@@ -138,6 +138,30 @@ def test_functional_gradients_are_autograds(name: str, mask: str) -> None:
     assert close((tangent * to).sum(), sum(one.square().sum() for one in expected))
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")  # torch's kernel, batched by a loop
+@pytest.mark.parametrize("queries", [T - 2, T], ids=["T<S", "T=S"])
+@pytest.mark.parametrize("name", [name for name in REGISTRY if weighs_tokens(REGISTRY[name], K)])
+def test_a_backward_pass_of_many_gradients_is_the_loop(name: str, queries: int) -> None:
+    """`is_grads_batched`, which vectorised Jacobians use, and torch.vmap over the backward pass."""
+    q, k, v = inputs()
+    leaves = [t.requires_grad_() for t in (q[:, :, :queries], k, v)]
+    generator = torch.Generator().manual_seed(1)
+    many = torch.randn(3, B, H, queries, K, generator=generator, dtype=torch.float64)
+    zeros = [torch.zeros_like(t).expand(3, *t.shape) for t in leaves]
+    for mask in ("none", "causal", "causal left"):
+        out = attend(name, mask)(*leaves)
+
+        def pull(grad: Tensor, batched: bool = False, out: Tensor = out) -> tuple[Tensor, ...]:
+            options = {"retain_graph": True, "allow_unused": True, "materialize_grads": not batched}
+            grads = torch.autograd.grad(out, leaves, grad, is_grads_batched=batched, **options)
+            return tuple(t if grad is None else grad for t, grad in zip(zeros, grads, strict=True))
+
+        loop = [torch.stack(grads) for grads in zip(*(pull(grad) for grad in many), strict=True)]
+        assert all(map(close, pull(many, batched=True), loop)), mask
+        if name != "argmax":  # its gradients of queries and keys do not exist, which torch.vmap refuses
+            assert all(map(close, torch.vmap(pull)(many), loop)), mask
+
+
 @every_case
 def test_tensors_without_numbers_have_the_right_shape(name: str, mask: str) -> None:
     expected = attend(name, mask)(*inputs())

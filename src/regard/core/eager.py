@@ -59,6 +59,23 @@ def recorded(*tensors: Tensor) -> bool:
     return False
 
 
+def batched(tensor: Tensor) -> bool:
+    """Whether a tensor is one of many inside a vmap: torch.func's, or that of `is_grads_batched` and of Jacobians with
+    `vectorize`, which no other function here notices.
+
+    >>> import torch
+    >>> x = torch.ones(2, requires_grad=True)
+    >>> y = x * 1
+    >>> _ = y.register_hook(lambda grad: print(batched(grad)))
+    >>> _ = torch.autograd.grad(y, x, torch.eye(2), is_grads_batched=True, retain_graph=True)
+    True
+    >>> _ = torch.autograd.grad(y, x, torch.ones(2))
+    False
+    """
+    functorch = torch._C._functorch
+    return functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor)
+
+
 def untouched() -> bool:
     """Whether tensors made here are plain and may be cached: no trace, transform or dispatch mode is active."""
     return not torch.compiler.is_compiling() and not transformed() and torch._C._len_torch_dispatch_stack() == 0

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._functorch.eager_transforms import enable_inplace_requires_grad
 
 from regard.core.calls.call import Call, in_own_dtype, nothing
 from regard.core.calls.choice import Path, never
-from regard.core.eager import readable, recorded, symbolic, transformed
+from regard.core.eager import batched, readable, recorded, symbolic, transformed
 from regard.core.masks.guard import finite, not_finite
 from regard.core.masks.structure import EVERYTHING, Structure, reached
 from regard.core.paths.rows import by_interval
@@ -129,8 +130,25 @@ class _Sweep(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if batched(grad):
+            return (None, None, *_plain_gradients(ctx.mechanism, ctx.walk, grad, *ctx.saved_tensors))
         grads = _Gradients.apply(ctx.mechanism, ctx.walk, grad, *ctx.saved_tensors)  # type: ignore[no-untyped-call]
         return (None, None, *grads)
+
+
+def _plain_gradients(mechanism: Any, walk: Walk, grad: Tensor, *saved: Tensor) -> tuple[Tensor, ...]:
+    """The gradients of `_Sweep` by plain operators, which have batching rules: for several gradients in one backward
+    pass."""
+    if torch.is_grad_enabled():
+        raise NotImplementedError(
+            "chunked: second derivatives of batched gradients are not implemented; compute with path='reference'"
+        )
+    # The inputs are plain tensors; only the gradient is batched. They are detached, so that the graph they came from is
+    # not differentiated again.
+    with torch._C._DisableFuncTorch(), enable_inplace_requires_grad(True), torch.enable_grad(), in_own_dtype(grad):
+        inputs = [*(tensor.detach().requires_grad_() for tensor in saved[:3]), *saved[3:]]
+        out = _sweep(mechanism, walk, *inputs[:3])
+    return torch.autograd.grad(out, inputs, grad, allow_unused=True, materialize_grads=True)
 
 
 class _Gradients(torch.autograd.Function):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from regard.core.calls.call import Call
 from regard.core.calls.choice import Path
-from regard.core.eager import recorded, symbolic
+from regard.core.eager import batched, recorded, symbolic
 from regard.core.paths import sdpa, torch_softmax
 from regard.core.paths.rows import by_interval
 
@@ -121,26 +121,32 @@ class _Merged(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        grads = _MergedGradients.apply(grad, q, k, v, out.detach(), lse, ctx.scale, ctx.old)  # type: ignore[no-untyped-call]
-        return (*grads, None, None)
+        # A vmap cannot enter an autograd.Function that refuses to be differentiated.
+        gradients = _gradients if batched(grad) and not torch.is_grad_enabled() else _MergedGradients.apply
+        return (*gradients(grad, q, k, v, out.detach(), lse, ctx.scale, ctx.old), None, None)
+
+
+def _gradients(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, old: int
+) -> tuple[Tensor, ...]:
+    """The gradients of `_Merged`."""
+    grads = [
+        _flash_backward(grad, q, k[:, :, part], v[:, :, part], out, lse, 0.0, part.start is not None, scale=scale)
+        for part in (slice(None, old), slice(old, None))
+    ]
+    (q_old, k_old, v_old), (q_new, k_new, v_new) = grads
+    return q_old + q_new, torch.cat([k_old, k_new], dim=2), torch.cat([v_old, v_new], dim=2)
 
 
 class _MergedGradients(torch.autograd.Function):
-    """The gradients of `_Merged`, which raise if they are differentiated.
+    """`_gradients`, which raise if they are differentiated.
 
     `once_differentiable` is not enough: autograd skips its error if only some inputs need gradients.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, old: int
-    ) -> tuple[Tensor, ...]:
-        grads = [
-            _flash_backward(grad, q, k[:, :, part], v[:, :, part], out, lse, 0.0, part.start is not None, scale=scale)
-            for part in (slice(None, old), slice(old, None))
-        ]
-        (q_old, k_old, v_old), (q_new, k_new, v_new) = grads
-        return q_old + q_new, torch.cat([k_old, k_new], dim=2), torch.cat([v_old, v_new], dim=2)
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        return _gradients(*inputs)
 
     @staticmethod
     def backward(ctx: Any, *directions: Tensor) -> tuple[Tensor | None, ...]:
