@@ -92,8 +92,8 @@ class Overflows(Similar):
 
 class TilesItsHeads(Similar):
     def grouped(self, compare, q, k):
-        found = compare(rearrange(q, "b (r g) t k -> b g (r t) k", g=k.shape[1]), k)
-        return rearrange(found, "b g (r t) s -> b (r g) t s", r=q.shape[1] // k.shape[1])
+        scores = compare(rearrange(q, "b (r g) t k -> b g (r t) k", g=k.shape[1]), k)
+        return rearrange(scores, "b g (r t) s -> b (r g) t s", r=q.shape[1] // k.shape[1])
 
 
 class HasAWrongPath(Similar):

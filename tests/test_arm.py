@@ -51,16 +51,16 @@ def run(text: str, fields: list[int | torch.Tensor], folder: Path) -> list[torch
     (folder / "step.o").write_bytes(assembled(text)[1])
     (folder / "main.c").write_text(MAIN % BASE)
     subprocess.run([LINKER, "-static", "-o", "main", "main.c", "step.o"], cwd=folder, check=True)
-    places, told, memory = [], [], bytearray(8 * len(fields))
+    places, arguments, memory = [], [], bytearray(8 * len(fields))
     for value in fields:
         if isinstance(value, torch.Tensor):
             memory += bytes(-len(memory) % 64)
-            told.append(BASE + len(memory))
+            arguments.append(BASE + len(memory))
             places.append((len(memory), value))
             memory += value.contiguous().view(torch.uint8).numpy().tobytes()
         else:
-            told.append(value)
-    struct.pack_into(f"{len(told)}q", memory, 0, *told)
+            arguments.append(value)
+    struct.pack_into(f"{len(arguments)}q", memory, 0, *arguments)
     (folder / "memory").write_bytes(memory)
     subprocess.run([EMULATOR, "./main", "memory", str(len(memory))], cwd=folder, check=True)
     left = (folder / "memory").read_bytes()

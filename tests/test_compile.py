@@ -24,7 +24,12 @@ MECHANISMS = {
     "gated": rg.Gated(),
 }
 MASKS = {"none": None, "causal": rg.causal, "padding": rg.padding([T, 4]), "window": rg.window(before=2)}
-CASES = [(name, mask) for name, one in MECHANISMS.items() for mask, rule in MASKS.items() if refusal(one, rule) is None]
+CASES = [
+    (name, mask)
+    for name, mechanism in MECHANISMS.items()
+    for mask, rule in MASKS.items()
+    if refusal(mechanism, rule) is None
+]
 
 
 @pytest.fixture(autouse=True)
@@ -59,9 +64,9 @@ def run(attend: object, tensors: tuple[Tensor, ...], to: Tensor | None = None) -
     return [out.detach(), *grads]
 
 
-def agree(found: list[Tensor], expected: list[Tensor]) -> None:
-    for what, one, other in zip(("the output", "q", "k", "v"), found, expected, strict=True):
-        assert (one - other).abs().max() <= 1e-12, what
+def agree(actual: list[Tensor], expected: list[Tensor]) -> None:
+    for what, tensor, wanted in zip(("the output", "q", "k", "v"), actual, expected, strict=True):
+        assert (tensor - wanted).abs().max() <= 1e-12, what
 
 
 def eager(mechanism: rg.Mechanism, mask: rg.Mask | None) -> object:
@@ -83,8 +88,8 @@ def test_compiled_is_eager(name: str, mask: str) -> None:
 def test_compiled_under_autocast_computes_in_the_dtype_of_its_inputs(mechanism: rg.Mechanism) -> None:
     tensors = tuple(t.float() for t in inputs())
     with torch.autocast("cpu", dtype=torch.bfloat16):  # which would round by some 1e-2
-        found = compiled(mechanism, rg.causal, fullgraph=True)(*tensors)
-    assert (found - rg.attend(*tensors, mechanism, rg.causal)).abs().max() < 1e-5
+        out = compiled(mechanism, rg.causal, fullgraph=True)(*tensors)
+    assert (out - rg.attend(*tensors, mechanism, rg.causal)).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("name", ["softmax", "quadratic"])
@@ -99,13 +104,13 @@ def test_a_streams_step_is_one_graph(name: str) -> None:
     traced = torch.compile(step, backend="aot_eager", fullgraph=True)
     state = mechanism.start(batch=B, num_kv_heads=G, qk_length=K, value_length=K, capacity=length, dtype=torch.float64)
     q, k, v = inputs(length)
-    found = []
+    outs = []
     for low in range(0, length, 100):
         here = slice(low, low + 100)
         out, state = traced(q[:, :, here], k[:, :, here], v[:, :, here], state)
-        found.append(out)
+        outs.append(out)
     expected = rg.attend(q, k, v, mechanism, rg.causal, path="reference")
-    assert (torch.cat(found, 2) - expected).abs().max() <= 1e-12
+    assert (torch.cat(outs, 2) - expected).abs().max() <= 1e-12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,15 +151,15 @@ def test_steps_of_a_stream_share_two_graphs(mechanism: rg.Mechanism, padded: str
     def step(q: Tensor, k: Tensor, v: Tensor, state: object) -> tuple[Tensor, object]:
         return mechanism.extend(q, k, v, state, mask=rg.causal)
 
-    graphs, found = CompileCounter(), []
+    graphs, outs = CompileCounter(), []
     traced = torch.compile(step, backend=graphs, fullgraph=True)
     for place in range(4, T):
         here = slice(place, place + 1)
         out, state = traced(q[:, :, here], k[:, :, here], v[:, :, here], state)
-        found.append(out)
+        outs.append(out)
     assert graphs.frame_count <= 2
     expected = rg.attend(q, k, v, mechanism, mask, path="reference")[:, :, 4:]
-    assert (torch.cat(found, 2) - expected).abs().max() <= 1e-12
+    assert (torch.cat(outs, 2) - expected).abs().max() <= 1e-12
 
 
 @pytest.mark.parametrize("dynamic", [None, True])
@@ -199,9 +204,9 @@ def test_a_compiled_step_goes_on_from_a_state_made_in_inference_mode(name: str) 
         state = mechanism.start(batch=B, num_kv_heads=G, qk_length=K, value_length=K, capacity=T, dtype=torch.float64)
         _, state = step(0, 5, state)
     with torch.no_grad():
-        found, _ = torch.compile(step, backend="aot_eager")(5, T, state)
+        out, _ = torch.compile(step, backend="aot_eager")(5, T, state)
     expected = rg.attend(q, k, v, mechanism, rg.causal, path="reference")[:, :, 5:]
-    assert (found - expected).abs().max() <= 1e-12
+    assert (out - expected).abs().max() <= 1e-12
 
 
 def test_one_graph_over_several_chunks() -> None:

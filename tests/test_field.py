@@ -18,7 +18,9 @@ from regard.core.families.features import RECENT
 from regard.core.mechanisms import REGISTRY
 from regard.core.tensors import weighs_tokens
 
-PAIRS = {name: one for name, one in REGISTRY.items() if weighs_tokens(one, 8) and not one.ordered}
+PAIRS = {
+    name: mechanism for name, mechanism in REGISTRY.items() if weighs_tokens(mechanism, 8) and not mechanism.ordered
+}
 every_mechanism = pytest.mark.parametrize("name", PAIRS)
 B, H, G, K, V = 2, 4, 2, 5, 3
 
@@ -379,8 +381,8 @@ def test_pytorch_112577_expanded_inputs(name: str, axis: int, mask: rg.Mask | No
     assert close(out, expected)
     grads = torch.autograd.grad(out.square().sum(), narrow, allow_unused=True, materialize_grads=True)
     wanted = torch.autograd.grad(expected.square().sum(), copies, allow_unused=True, materialize_grads=True)
-    for one, other in zip(grads, wanted, strict=True):
-        assert close(one, other)
+    for gradient, expected in zip(grads, wanted, strict=True):
+        assert close(gradient, expected)
 
 
 @pytest.mark.parametrize("name", REGISTRY)
@@ -448,7 +450,7 @@ def test_x_transformers_219_cache_on_is_cache_off(name: str, cuts: list[int]) ->
     assert close(out, plain(PAIRS[name], *tensors, lower(300, 300)))
 
 
-@pytest.mark.parametrize("name", [name for name, one in PAIRS.items() if isinstance(one, rg.Softmax)])
+@pytest.mark.parametrize("name", [name for name, mechanism in PAIRS.items() if isinstance(mechanism, rg.Softmax)])
 @pytest.mark.parametrize("before", [0, 1, 4, 63, 64])
 def test_transformers_37574_a_window_is_as_wide_streamed_as_whole(name: str, before: int) -> None:
     """The sliding window was off by one between the cached and the whole form (also transformers#39408)."""
@@ -489,9 +491,9 @@ def test_transformer_lens_1005_unequal_prompts_are_each_as_alone(name: str) -> N
 
     out, _ = stream(mechanism, (q, k, v), [0, width, width + 1, 60], mask)
     for row, length in enumerate(lengths):
-        own = [*range(length), *range(width, 60)]
-        alone = tuple(t[row : row + 1, :, own] for t in (q, k, v))
-        assert close(out[row : row + 1, :, own], plain(mechanism, *alone, lower(len(own), len(own))))
+        places = [*range(length), *range(width, 60)]
+        alone = tuple(t[row : row + 1, :, places] for t in (q, k, v))
+        assert close(out[row : row + 1, :, places], plain(mechanism, *alone, lower(len(places), len(places))))
 
 
 @every_mechanism
@@ -520,7 +522,7 @@ def test_fla_1272_padding_enters_neither_the_sums_nor_the_normaliser(name: str) 
 
 # Linear attention
 
-KERNELS = [name for name, one in PAIRS.items() if not isinstance(one, rg.Softmax)]
+KERNELS = [name for name, mechanism in PAIRS.items() if not isinstance(mechanism, rg.Softmax)]
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -585,7 +587,7 @@ def test_fast_transformers_128_there_is_nothing_to_compile() -> None:
 # Heads
 
 
-@pytest.mark.parametrize("name", [name for name, one in REGISTRY.items() if "groups" not in one.excuses])
+@pytest.mark.parametrize("name", [name for name, mechanism in REGISTRY.items() if "groups" not in mechanism.excuses])
 @pytest.mark.parametrize("groups", [1, 2, 3, 6])
 def test_onnx_7274_grouped_heads_are_repeated_not_tiled(name: str, groups: int) -> None:
     """Query head h reads key/value head h // (H // G), not h % G."""
@@ -673,7 +675,7 @@ def test_long_rows_in_half_precision_keep_a_fixed_budget(name: str, mask: str, d
     for added in (None, bias) if refusal(mechanism, bias=True) is None else (None,):
         expected = plain(mechanism, q, k, v, visible) if added is None else biased(mechanism, q, k, v, visible, added)
         for path in [
-            one.name for one in mechanism.paths() if one.cannot(Call(mechanism, q, k, v, rule, added)) is None
+            path.name for path in mechanism.paths() if path.cannot(Call(mechanism, q, k, v, rule, added)) is None
         ]:
             out = rg.attend(q, k, v, mechanism, rule, bias=added, path=path)
             off = (out.double() - expected).abs().max() / expected.abs().max()

@@ -43,8 +43,8 @@ def test_cuda_agrees_with_the_cpu_reference(name, mask):
     assert all(
         g.isfinite().all() for g in torch.autograd.grad(out.sum(), leaves, materialize_grads=True, allow_unused=True)
     )
-    found = rg.weights(*leaves[:2], mechanism, rule)
-    torch.testing.assert_close(mechanism.mix(found, leaves[2]).cpu(), mechanism.mix(found.cpu(), v.double()))
+    weights = rg.weights(*leaves[:2], mechanism, rule)
+    torch.testing.assert_close(mechanism.mix(weights, leaves[2]).cpu(), mechanism.mix(weights.cpu(), v.double()))
 
 
 @pytest.mark.parametrize("name", [name for name in REGISTRY if REGISTRY[name].streams(8) is None])
@@ -83,16 +83,20 @@ def test_many_lengths_are_one_call(side, causal):
     assert rg.explain(*leaves, mask=rule).path == "masked"
     out, expected = rg.attend(*leaves, mask=rule), rg.attend(*exact, mask=rule, path="reference")
     torch.testing.assert_close(out.cpu(), expected, rtol=0, atol=1e-10)
-    ours, theirs = (torch.autograd.grad(one.square().sum(), given) for one, given in ((out, leaves), (expected, exact)))
-    for one, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(one.cpu(), other, rtol=0, atol=1e-9)
+    ours, theirs = (
+        torch.autograd.grad(result.square().sum(), tensors) for result, tensors in ((out, leaves), (expected, exact))
+    )
+    for actual, wanted in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(actual.cpu(), wanted, rtol=0, atol=1e-9)
 
 
 def kernels(run):
     """The kinds of attention that SDPA took."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as found:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
         run()
-    return {one.key for one in found.key_averages() if re.match("aten::_scaled_dot_product_.*_attention$", one.key)}
+    return {
+        event.key for event in profile.key_averages() if re.match("aten::_scaled_dot_product_.*_attention$", event.key)
+    }
 
 
 @pytest.mark.parametrize("groups", [8, 2])
@@ -155,8 +159,8 @@ def test_fused_kernels_keep_the_error_budget(name, dtype):
     if recorded:
         grad = torch.randn_like(outs[0])
         grads = [torch.autograd.grad(out, inputs, grad.to(out.dtype)) for out, inputs in zip(outs, leaves, strict=True)]
-        for letter, *found in zip("qkv", *grads, strict=True):
-            within_budget(f"gradient of {letter}", *found, gradient=True)
+        for letter, *results in zip("qkv", *grads, strict=True):
+            within_budget(f"gradient of {letter}", *results, gradient=True)
         assert all(map(torch.equal, grads[0], torch.autograd.grad(again, leaves[0], grad)))
 
 

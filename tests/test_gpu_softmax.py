@@ -69,8 +69,8 @@ def test_every_path_keeps_the_error_budget(name, dtype):
     if recorded:
         grad = torch.randn_like(outs[0])
         grads = [torch.autograd.grad(out, inputs, grad.to(out.dtype)) for out, inputs in zip(outs, leaves, strict=True)]
-        for letter, *found in zip("qkv", *grads, strict=True):
-            within_budget(f"gradient of {letter}", *found, gradient=True)
+        for letter, *results in zip("qkv", *grads, strict=True):
+            within_budget(f"gradient of {letter}", *results, gradient=True)
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
@@ -162,11 +162,11 @@ def test_a_cache_is_extended_without_waiting_for_the_gpu(storage, padded):
         finally:
             torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(out, again)
-    held = (k, v)
+    cached = (k, v)
     if storage is not None:
-        held = tuple((numbers * scale).to(q.dtype) for numbers, scale in map(quantize, (k, v)))
-    exact = plain(*(t.double() for t in (q, *held)), rules[-1])
-    within_budget("output", out, exact, plain(q, *held, rules[-1]))
+        cached = tuple((numbers * scale).to(q.dtype) for numbers, scale in map(quantize, (k, v)))
+    exact = plain(*(t.double() for t in (q, *cached)), rules[-1])
+    within_budget("output", out, exact, plain(q, *cached, rules[-1]))
 
 
 REPEATED = {

@@ -38,9 +38,9 @@ def small_tiles(monkeypatch, launches):
 
     def small_square(*sizes):
         near = square_attention.Launch(32, 32, 4, 1)
-        found = square(*sizes)
-        few = replace(found, chunk=32, near=near, near_keys=near, far=near, sums=near, square=near)
-        return replace(few, pull=found.pull._replace(rows=32), left=8, right=16)
+        tiles = square(*sizes)
+        few = replace(tiles, chunk=32, near=near, near_keys=near, far=near, sums=near, square=near)
+        return replace(few, pull=tiles.pull._replace(rows=32), left=8, right=16)
 
     def small_feature(*sizes):
         step = feature_attention.Launch(32, 4, 1)
@@ -66,8 +66,8 @@ def compare(mechanism, rule, queries=40, keys=40, heads=2, groups=1, length=16, 
     within_budget("output", *outs)
     grad = torch.randn_like(outs[0])
     grads = [torch.autograd.grad(out, inputs, grad.to(out.dtype)) for out, inputs in zip(outs, leaves, strict=True)]
-    for name, *found in zip("qkv", *grads, strict=True):
-        within_budget(f"gradient of {name}", *found, gradient=True)
+    for name, *results in zip("qkv", *grads, strict=True):
+        within_budget(f"gradient of {name}", *results, gradient=True)
 
 
 @pytest.mark.parametrize("name", ["quadratic", "elu", "given"])
@@ -230,8 +230,8 @@ def test_gradients_of_given_features_keep_their_digits_in_half_precision():
     outs += [mechanism.mix(mechanism.weigh(a, b, visible).to(a.dtype), c).to(a.dtype) for a, b, c in leaves[1:]]
     within_budget("output", *outs)
     grads = [torch.autograd.grad(out, some, grad.to(out.dtype)) for out, some in zip(outs, leaves, strict=True)]
-    for letter, *found in zip("qkv", *grads, strict=True):
-        within_budget(f"gradient of {letter}", *found, gradient=True)
+    for letter, *results in zip("qkv", *grads, strict=True):
+        within_budget(f"gradient of {letter}", *results, gradient=True)
 
 
 @pytest.mark.parametrize("name", ["quadratic", "elu"])
@@ -250,19 +250,19 @@ def test_steps_like_one_before_are_not_chosen_again(name, streams_by_kernels, ch
     mechanism, steps = MECHANISMS[name], []
     monkeypatch.setattr(features, "RECENT", 8)
     plain = stream.stream
-    monkeypatch.setattr(stream, "stream", lambda *given: (steps.append(given[4].length), plain(*given))[1])
+    monkeypatch.setattr(stream, "stream", lambda *args: (steps.append(args[4].length), plain(*args))[1])
     q, k, v = (torch.randn(2, heads, 14, 9) for heads in (2, 1, 1))
     state = mechanism.start(batch=2, num_kv_heads=1, qk_length=9, value_length=9)
-    outs, held = [], []
+    outs, states = [], []
     for at in range(14):
-        held.append(state)
+        states.append(state)
         out, state = mechanism.extend(*(t[:, :, at : at + 1] for t in (q, k, v)), state, mask=rg.causal)
         outs.append(out)
     exact = rg.attend(q.double(), k.double(), v.double(), mechanism, rg.causal, path="reference")
     torch.testing.assert_close(torch.cat(outs, 2).double(), exact, rtol=0, atol=1e-5)
     # The first has room for one token alone, which waits to begin; later ones fold. Given features have no such step.
     assert steps == ([0, 1, 8, 12] if name != "given" else list(range(14)))
-    fork, _ = mechanism.extend(*(t[:, :, :1] for t in (q, k, v)), held[10], mask=rg.causal)
+    fork, _ = mechanism.extend(*(t[:, :, :1] for t in (q, k, v)), states[10], mask=rg.causal)
     tokens = [torch.cat([t[:, :, :10], t[:, :, :1]], 2).double() for t in (q, k, v)]
     other = rg.attend(*tokens, mechanism, rg.causal, path="reference")[:, :, 10:]
     torch.testing.assert_close(fork.double(), other, rtol=0, atol=1e-5)

@@ -38,7 +38,7 @@ SLOWLY = settings(
 
 
 @dataclass(frozen=True)
-class Known:
+class Defined:
     """A mask and what it means, as a Python function of one batch row, head, query position and key position."""
 
     mask: Mask
@@ -55,16 +55,16 @@ def brute(rule: Rule, queries: int, keys: int, batch: int = B, heads: int = H) -
 
 
 def seen(mask: Mask, queries: int, keys: int, batch: int = B, heads: int = H) -> torch.Tensor:
-    found = mask.visible(batch, heads, queries, keys)
-    assert found.dtype == torch.bool
-    return found.expand(batch, heads, queries, keys)
+    visible = mask.visible(batch, heads, queries, keys)
+    assert visible.dtype == torch.bool
+    return visible.expand(batch, heads, queries, keys)
 
 
 def seeded(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.rand(*shape, generator=torch.Generator().manual_seed(seed)) < 0.5
 
 
-def known_masks(queries: int, keys: int) -> dict[str, Known]:
+def defined_masks(queries: int, keys: int) -> dict[str, Defined]:
     """Every kind of mask at one shape, with its definition."""
     lengths, starts = [keys, keys // 2, 0], [0, keys // 2, keys]
     holes, ids = seeded(B, keys), seeded(B, keys, seed=1).long()
@@ -73,34 +73,34 @@ def known_masks(queries: int, keys: int) -> dict[str, Known]:
     table, wide = seeded(queries, keys, seed=2), seeded(B, H, queries, keys, seed=3)
     first = keys - queries
     return {
-        "causal": Known(rg.causal, lambda b, h, q, k: k <= q),
-        "itself": Known(rg.window(), lambda b, h, q, k: k == q),
-        "before": Known(rg.window(before=2), lambda b, h, q, k: q - 2 <= k <= q),
-        "after": Known(rg.window(after=3), lambda b, h, q, k: q <= k <= q + 3),
-        "around": Known(rg.window(before=1, after=2), lambda b, h, q, k: q - 1 <= k <= q + 2),
-        "far": Known(rg.window(before=99, after=99), lambda b, h, q, k: q - 99 <= k <= q + 99),
-        "window2d": Known(
+        "causal": Defined(rg.causal, lambda b, h, q, k: k <= q),
+        "itself": Defined(rg.window(), lambda b, h, q, k: k == q),
+        "before": Defined(rg.window(before=2), lambda b, h, q, k: q - 2 <= k <= q),
+        "after": Defined(rg.window(after=3), lambda b, h, q, k: q <= k <= q + 3),
+        "around": Defined(rg.window(before=1, after=2), lambda b, h, q, k: q - 1 <= k <= q + 2),
+        "far": Defined(rg.window(before=99, after=99), lambda b, h, q, k: q - 99 <= k <= q + 99),
+        "window2d": Defined(
             rg.window2d(grid=(height, width), radius=1),
             lambda b, h, q, k: q >= 0 and abs(q // width - k // width) <= 1 and abs(q % width - k % width) <= 1,
         ),
-        "global": Known(rg.global_tokens(2), lambda b, h, q, k: 0 <= q < 2 or k < 2),
-        "no global": Known(rg.global_tokens(0), lambda b, h, q, k: False),
-        "right padding": Known(rg.padding(lengths), lambda b, h, q, k: k < lengths[b]),
-        "left padding": Known(rg.padding(valid=left), lambda b, h, q, k: k >= starts[b]),
-        "holes": Known(rg.padding(valid=holes), lambda b, h, q, k: bool(holes[b, k])),
-        "segments": Known(rg.segments(ids), lambda b, h, q, k: q >= 0 and bool(ids[b, q] == ids[b, k])),
-        "shared segments": Known(rg.segments(ids[0]), lambda b, h, q, k: q >= 0 and bool(ids[0, q] == ids[0, k])),
-        "dense": Known(rg.dense(table), lambda b, h, q, k: bool(table[q - first, k])),
-        "dense by head": Known(rg.dense(wide), lambda b, h, q, k: bool(wide[b, h, q - first, k])),
-        "dense by row": Known(rg.dense(wide[:, :1]), lambda b, h, q, k: bool(wide[b, 0, q - first, k])),
-        "dense keys": Known(rg.dense(holes[:1]), lambda b, h, q, k: bool(holes[0, k])),
-        "function": Known(as_mask(lambda b, h, q, k: (q + h - k) % 3 != b), lambda b, h, q, k: (q + h - k) % 3 != b),
-        "function of keys": Known(as_mask(lambda b, h, q, k: k % 2 == 0), lambda b, h, q, k: k % 2 == 0),
-        "function of queries": Known(as_mask(lambda b, h, q, k: q % 2 == 0), lambda b, h, q, k: q % 2 == 0),
+        "global": Defined(rg.global_tokens(2), lambda b, h, q, k: 0 <= q < 2 or k < 2),
+        "no global": Defined(rg.global_tokens(0), lambda b, h, q, k: False),
+        "right padding": Defined(rg.padding(lengths), lambda b, h, q, k: k < lengths[b]),
+        "left padding": Defined(rg.padding(valid=left), lambda b, h, q, k: k >= starts[b]),
+        "holes": Defined(rg.padding(valid=holes), lambda b, h, q, k: bool(holes[b, k])),
+        "segments": Defined(rg.segments(ids), lambda b, h, q, k: q >= 0 and bool(ids[b, q] == ids[b, k])),
+        "shared segments": Defined(rg.segments(ids[0]), lambda b, h, q, k: q >= 0 and bool(ids[0, q] == ids[0, k])),
+        "dense": Defined(rg.dense(table), lambda b, h, q, k: bool(table[q - first, k])),
+        "dense by head": Defined(rg.dense(wide), lambda b, h, q, k: bool(wide[b, h, q - first, k])),
+        "dense by row": Defined(rg.dense(wide[:, :1]), lambda b, h, q, k: bool(wide[b, 0, q - first, k])),
+        "dense keys": Defined(rg.dense(holes[:1]), lambda b, h, q, k: bool(holes[0, k])),
+        "function": Defined(as_mask(lambda b, h, q, k: (q + h - k) % 3 != b), lambda b, h, q, k: (q + h - k) % 3 != b),
+        "function of keys": Defined(as_mask(lambda b, h, q, k: k % 2 == 0), lambda b, h, q, k: k % 2 == 0),
+        "function of queries": Defined(as_mask(lambda b, h, q, k: q % 2 == 0), lambda b, h, q, k: q % 2 == 0),
     }
 
 
-KINDS = list(known_masks(2, 2))
+KINDS = list(defined_masks(2, 2))
 STRUCTURED = [name for name in KINDS if not name.startswith(("dense", "function"))]
 NAMED = [name for name in STRUCTURED if name not in ("left padding", "holes", "segments", "shared segments")]
 """Masks whose text says all there is; the others abbreviate their table."""
@@ -109,8 +109,8 @@ NAMED = [name for name in STRUCTURED if name not in ("left padding", "holes", "s
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_mask_is_its_definition(kind: str, shape: tuple[int, int]) -> None:
-    known = known_masks(*shape)[kind]
-    assert torch.equal(seen(known.mask, *shape), brute(known.rule, *shape))
+    case = defined_masks(*shape)[kind]
+    assert torch.equal(seen(case.mask, *shape), brute(case.rule, *shape))
 
 
 def test_the_last_query_stands_at_the_last_key() -> None:
@@ -132,20 +132,24 @@ class Tree:
     queries: int
     keys: int
 
-    def build(self) -> Known:
-        leaves = known_masks(self.queries, self.keys)
+    def build(self) -> Defined:
+        leaves = defined_masks(self.queries, self.keys)
 
-        def known(part: object) -> Known:
+        def built(part: object) -> Defined:
             if isinstance(part, str):
                 return leaves[part]
-            how, one, two = part[0], known(part[1]), known(part[2])
+            how, left, right = part[0], built(part[1]), built(part[2])
             if how == "&":
-                return Known(one.mask & two.mask, lambda b, h, q, k: one.rule(b, h, q, k) and two.rule(b, h, q, k))
+                return Defined(
+                    left.mask & right.mask, lambda b, h, q, k: left.rule(b, h, q, k) and right.rule(b, h, q, k)
+                )
             if how == "|":
-                return Known(one.mask | two.mask, lambda b, h, q, k: one.rule(b, h, q, k) or two.rule(b, h, q, k))
-            return Known(~one.mask, lambda b, h, q, k: not one.rule(b, h, q, k))
+                return Defined(
+                    left.mask | right.mask, lambda b, h, q, k: left.rule(b, h, q, k) or right.rule(b, h, q, k)
+                )
+            return Defined(~left.mask, lambda b, h, q, k: not left.rule(b, h, q, k))
 
-        return known(self.expression)
+        return built(self.expression)
 
 
 def trees(names: list[str] = KINDS) -> st.SearchStrategy[Tree]:
@@ -158,23 +162,23 @@ def trees(names: list[str] = KINDS) -> st.SearchStrategy[Tree]:
 @SLOWLY
 @given(trees())
 def test_an_expression_is_its_definition(tree: Tree) -> None:
-    known, queries, keys = tree.build(), tree.queries, tree.keys
-    assert torch.equal(seen(known.mask, queries, keys), brute(known.rule, queries, keys))
+    case, queries, keys = tree.build(), tree.queries, tree.keys
+    assert torch.equal(seen(case.mask, queries, keys), brute(case.rule, queries, keys))
 
 
 @SLOWLY
 @given(trees(), st.data())
 def test_spans_cover_every_visible_key(tree: Tree, data: st.DataObject) -> None:
-    known, queries, keys = tree.build(), tree.queries, tree.keys
+    case, queries, keys = tree.build(), tree.queries, tree.keys
     start = data.draw(st.integers(0, queries))
     stop = data.draw(st.integers(start, queries))
     first = keys - queries
-    spans = known.mask.spans(start + first, stop + first, keys)
+    spans = case.mask.spans(start + first, stop + first, keys)
     assert all(0 <= low <= high <= keys for low, high in spans)
-    assert all(one[1] <= two[0] for one, two in pairwise(spans)), "spans overlap or are unsorted"
+    assert all(former[1] <= latter[0] for former, latter in pairwise(spans)), "spans overlap or are unsorted"
     covered = torch.zeros(keys, dtype=torch.bool)
     covered[positions(spans)] = True
-    visible = brute(known.rule, queries, keys)[:, :, start:stop].any(0).any(0).any(0)
+    visible = brute(case.rule, queries, keys)[:, :, start:stop].any(0).any(0).any(0)
     assert not (visible & ~covered).any()
 
 
@@ -182,32 +186,32 @@ def test_spans_cover_every_visible_key(tree: Tree, data: st.DataObject) -> None:
 @given(trees())
 def test_structure_loses_nothing(tree: Tree) -> None:
     """Band and padding and rest, put together again, are the mask."""
-    known, queries, keys = tree.build(), tree.queries, tree.keys
-    parts = structure_of(known.mask, queries, keys)
+    case, queries, keys = tree.build(), tree.queries, tree.keys
+    parts = structure_of(case.mask, queries, keys)
     again = seen(Band(parts.before, parts.after), queries, keys)
     valid = parts.valid(keys)
     if valid is not None:
         again = again & valid[:, None, None]
     if parts.rest is not None:
         again = again & seen(parts.rest, queries, keys)
-    assert torch.equal(again, brute(known.rule, queries, keys))
+    assert torch.equal(again, brute(case.rule, queries, keys))
 
 
 @SLOWLY
 @given(trees(), st.lists(st.integers(0, B - 1), min_size=1, max_size=B), st.integers(0, 7))
 def test_a_part_is_that_part_of_the_table(tree: Tree, rows: list[int], begin: int) -> None:
-    known, keys = tree.build(), tree.keys
+    case, keys = tree.build(), tree.keys
     begin = min(begin, keys)
     queries = min(tree.queries, keys - begin)
-    part = known.mask.part(tuple(rows), begin, keys)
-    expected = brute(known.rule, queries, keys)[rows][..., begin:]
+    part = case.mask.part(tuple(rows), begin, keys)
+    expected = brute(case.rule, queries, keys)[rows][..., begin:]
     again = torch.ones_like(expected) if part is None else seen(part, queries, keys - begin, batch=len(rows))
     assert torch.equal(again, expected)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if not kind.startswith("function")])
 def test_a_pickled_mask_is_the_same_mask(kind: str) -> None:
-    mask = known_masks(4, 4)[kind].mask
+    mask = defined_masks(4, 4)[kind].mask
     for original in (mask, mask & rg.causal, mask | rg.causal, ~mask):
         again = pickle.loads(pickle.dumps(original))
         assert repr(again) == repr(original)
@@ -257,34 +261,34 @@ def test_a_distance_beyond_all_keys_is_no_limit(far: int, sizes: tuple[int, int]
 @SLOWLY
 @given(trees())
 def test_count_pairs_is_the_number_of_visible_pairs(tree: Tree) -> None:
-    known, queries, keys = tree.build(), tree.queries, tree.keys
-    visible = brute(known.rule, queries, keys)
-    expected = int(visible.sum()) if known.mask.structured else visible.numel()
-    assert count_pairs(known.mask, B, H, queries, keys) == expected
+    case, queries, keys = tree.build(), tree.queries, tree.keys
+    visible = brute(case.rule, queries, keys)
+    expected = int(visible.sum()) if case.mask.structured else visible.numel()
+    assert count_pairs(case.mask, B, H, queries, keys) == expected
 
 
 @SLOWLY
 @given(trees(), st.integers(0, 2**16))
 def test_reached_says_who_sees_a_flagged_key(tree: Tree, seed: int) -> None:
-    known, queries, keys = tree.build(), tree.queries, tree.keys
+    case, queries, keys = tree.build(), tree.queries, tree.keys
     flags = seeded(B, 1, keys, seed=seed) & seeded(B, 1, keys, seed=seed + 1)
-    expected = (brute(known.rule, queries, keys) & flags[:, :, None]).any(-1)
-    assert torch.equal(reached(known.mask, flags, H, queries), expected)
+    expected = (brute(case.rule, queries, keys) & flags[:, :, None]).any(-1)
+    assert torch.equal(reached(case.mask, flags, H, queries), expected)
 
 
 @SLOWLY
 @given(trees(NAMED))
 def test_repr_reads_back_as_the_same_mask(tree: Tree) -> None:
     """Precedence: Python itself, reading the text, must build the same mask."""
-    known, queries, keys = tree.build(), tree.queries, tree.keys
-    assert torch.equal(seen(eval(repr(known.mask), NAMES), queries, keys), brute(known.rule, queries, keys))
+    case, queries, keys = tree.build(), tree.queries, tree.keys
+    assert torch.equal(seen(eval(repr(case.mask), NAMES), queries, keys), brute(case.rule, queries, keys))
 
 
 @pytest.mark.parametrize("kind", STRUCTURED)
 def test_counts_and_reach_agree_beyond_one_block(kind: str) -> None:
     """Longer than the blocks in which masks are walked, T ≠ S both ways."""
     for queries, keys in ((300, 300), (150, 400), (400, 150)):
-        mask = known_masks(queries, keys)[kind].mask & ~rg.window(before=3)
+        mask = defined_masks(queries, keys)[kind].mask & ~rg.window(before=3)
         visible = seen(mask, queries, keys)
         assert count_pairs(mask, B, H, queries, keys) == int(visible.sum())
         flags = seeded(B, 1, keys, seed=5)
@@ -381,10 +385,10 @@ def test_a_mask_mod_may_look_at_one_position_only(narrow: str) -> None:
 @pytest.mark.parametrize("shape", [(4, 4), (2, 6), (6, 2)], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_drawn_text_is_the_definition(kind: str, shape: tuple[int, int]) -> None:
-    known = known_masks(*shape)[kind]
-    table = brute(known.rule, *shape)[1, 1].tolist()
+    case = defined_masks(*shape)[kind]
+    table = brute(case.rule, *shape)[1, 1].tolist()
     expected = "\n".join(" ".join("■" if cell else "·" for cell in row) for row in table)
-    assert str(known.mask.draw(*shape, batch=1, head=1)) == expected
+    assert str(case.mask.draw(*shape, batch=1, head=1)) == expected
 
 
 def test_a_drawing_is_saved_as_a_real_picture(tmp_path) -> None:
@@ -428,10 +432,10 @@ def test_a_drawing_refuses_a_bad_file_name(tmp_path, name: str, argument: str) -
     ],
 )  # fmt: skip
 def test_structure_of_bands(mask: Mask | None, queries: int, keys: int, expected: dict[str, object]) -> None:
-    found = structure_of(mask, queries, keys)
-    assert {name: getattr(found, name) for name in expected} == expected
-    assert found.rest is None
-    assert found.paddings == ()
+    structure = structure_of(mask, queries, keys)
+    assert {name: getattr(structure, name) for name in expected} == expected
+    assert structure.rest is None
+    assert structure.paddings == ()
 
 
 def test_structure_of_padding() -> None:

@@ -177,11 +177,11 @@ def test_a_learned_feature_map_learns_the_same_as_in_the_plain_formula(mask):
     module = torch.nn.Sequential(torch.nn.Linear(8, 6, dtype=torch.float64), torch.nn.Softplus())
     mechanism = rg.Kernel(feature_map=module)
     tensors = [t.requires_grad_() for t in make(600)]
-    found = {}
+    by_path = {}
     for path in ("chunked", "reference"):
         out = rg.attend(*tensors, mechanism, mask, path=path)
-        found[path] = torch.autograd.grad(out.square().sum(), [*tensors, *module.parameters()])
-    for fast, plain in zip(found["chunked"], found["reference"], strict=True):
+        by_path[path] = torch.autograd.grad(out.square().sum(), [*tensors, *module.parameters()])
+    for fast, plain in zip(by_path["chunked"], by_path["reference"], strict=True):
         torch.testing.assert_close(fast, plain)
 
 
@@ -192,8 +192,8 @@ def test_channel_is_davits_in_both_published_conventions(scale, roles):
         expected = torch.softmax((q * 49**-0.5).transpose(-1, -2) @ k, -1) @ v.transpose(-1, -2)
     else:
         expected = torch.softmax((k * 8**-0.5).transpose(-1, -2) @ v, -1) @ q.transpose(-1, -2)
-    given = {"q": q, "k": k, "v": v}
-    out = rg.attend(*(given[role] for role in roles), rg.Channel(scale=scale))
+    by_role = {"q": q, "k": k, "v": v}
+    out = rg.attend(*(by_role[role] for role in roles), rg.Channel(scale=scale))
     torch.testing.assert_close(out, expected.transpose(-1, -2))
 
 
@@ -279,10 +279,10 @@ def test_autocast_changes_nothing(name, length):
 
     expected = rg.attend(*tensors, mechanism, mask)
     with torch.autocast("cpu", torch.bfloat16):
-        found = rg.attend(*tensors, mechanism, mask)
+        out = rg.attend(*tensors, mechanism, mask)
         weights = rg.weights(*tensors[:2], mechanism, mask)
-    assert torch.equal(found, expected)
-    assert all(torch.equal(one, two) for one, two in zip(gradients(found), gradients(expected), strict=True))
+    assert torch.equal(out, expected)
+    assert all(torch.equal(actual, wanted) for actual, wanted in zip(gradients(out), gradients(expected), strict=True))
     assert torch.equal(weights, rg.weights(*tensors[:2], mechanism, mask))
 
 
@@ -292,8 +292,8 @@ def test_a_stream_under_autocast_is_the_stream():
         start = dict(batch=2, num_kv_heads=2, qk_length=8, value_length=8, capacity=300)
         expected, _ = mechanism.extend(q, k, v, mechanism.start(**start), mask=rg.causal)
         with torch.autocast("cpu", torch.bfloat16):
-            found, _ = mechanism.extend(q, k, v, mechanism.start(**start), mask=rg.causal)
-        assert torch.equal(found, expected)
+            out, _ = mechanism.extend(q, k, v, mechanism.start(**start), mask=rg.causal)
+        assert torch.equal(out, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
@@ -334,8 +334,8 @@ def test_channel_weights_show_a_nan_that_attend_shows():
 @pytest.mark.filterwarnings("ignore:There is a performance drop because")  # torch's kernel has no batching rule
 def test_causal_softmax_can_be_mapped_over_queries():
     q, k, v = make(6)
-    found = torch.func.vmap(lambda one: rg.attend(one, k, v, mask=rg.causal))(torch.stack([q, 2 * q]))
-    torch.testing.assert_close(found[1], rg.attend(2 * q, k, v, mask=rg.causal))
+    mapped = torch.func.vmap(lambda query: rg.attend(query, k, v, mask=rg.causal))(torch.stack([q, 2 * q]))
+    torch.testing.assert_close(mapped[1], rg.attend(2 * q, k, v, mask=rg.causal))
 
 
 def test_a_changed_part_of_softmax_is_not_passed_by():

@@ -47,11 +47,11 @@ def test_parts_are_the_whole_with_gradients(queries, keys, groups, lengths, dtyp
     tensors, rule = inputs(queries, keys, dtype, groups, lengths), masks(keys)[mask]
     assert rg.explain(*(t.clone().requires_grad_() for t in tensors), mask=rule).path == "parts"
     for mechanism in (rg.Softmax(), rg.Uniform()):
-        found = run(lambda q, k, v, by=mechanism: rg.attend(q, k, v, by, rule), tensors)
+        results = run(lambda q, k, v, by=mechanism: rg.attend(q, k, v, by, rule), tensors)
         exact = run(lambda q, k, v, by=mechanism: exact_output(by, q, k, v, rule), [t.double() for t in tensors])
         plain = run(lambda q, k, v, by=mechanism: plain_output(by, q, k, v, rule), tensors)
-        for name, one, good, rough in zip("oqkv", found, exact, plain, strict=True):
-            within_budget(name, one, good, rough, gradient=name != "o")
+        for name, result, good, rough in zip("oqkv", results, exact, plain, strict=True):
+            within_budget(name, result, good, rough, gradient=name != "o")
         with torch.no_grad():
             out = rg.attend(*tensors, mechanism, rule, path="parts")
             within_budget("without gradients", out, exact[0], plain[0])

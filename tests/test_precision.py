@@ -80,9 +80,9 @@ def test_narrow_tensors_are_cast_up_to_the_inputs_and_get_their_gradients(name, 
                 ours, theirs = (
                     torch.autograd.grad(x.square().sum(), m.parameters()) for x, m in ((out, narrow), (exact, wide))
                 )
-                for one, other in zip(ours, theirs, strict=True):
-                    assert one.dtype == torch.float32
-                    torch.testing.assert_close(one, other.float(), rtol=1e-5, atol=1e-6)
+                for actual, wanted in zip(ours, theirs, strict=True):
+                    assert actual.dtype == torch.float32
+                    torch.testing.assert_close(actual, wanted.float(), rtol=1e-5, atol=1e-6)
 
 
 @dataclass(frozen=True, kw_only=True)

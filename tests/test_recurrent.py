@@ -189,14 +189,14 @@ def test_other_masks_and_biases_are_refused_with_a_reason(mechanism: rg.Mechanis
     }
     state = mechanism.start(batch=B, num_kv_heads=G, qk_length=K, value_length=V, dtype=torch.float64)
     for name, mask in masks.items():
-        said = rf"^mask: expected causal, padding, both or none for .*: its sums cannot drop a key, got {name}"
+        message = rf"^mask: expected causal, padding, both or none for .*: its sums cannot drop a key, got {name}"
         for call in (
             lambda mask=mask: rg.attend(q, k, v, mechanism, mask),
             lambda mask=mask: rg.weights(q, k, mechanism, mask),
             lambda mask=mask: mechanism.extend(q, k, v, state, mask),
             lambda mask=mask: rg.cost(mechanism, rg.Work(batch=B, query_length=9, key_length=9, mask=mask)),
         ):
-            with pytest.raises(ValueError, match=said):
+            with pytest.raises(ValueError, match=message):
                 call()
     with pytest.raises(ValueError, match=r"^bias: expected none"):
         rg.attend(q, k, v, mechanism, bias=torch.zeros(9, 9, dtype=torch.float64))
@@ -227,9 +227,9 @@ def test_a_gate_by_name_is_the_layers_own_and_starts_as_the_keys_themselves() ->
     assert {name for name, _ in layer.attend.named_parameters()} == {"gate.weight", "gate.bias"}
     x = torch.randn(2, 70, 16, dtype=torch.float64)
     bare = rg.MultiHeadAttention(16, 4, 2, mechanism=rg.Gated(gate=lambda k: logsigmoid(k) / 16)).double()
-    bare.load_state_dict({name: one for name, one in layer.state_dict().items() if "gate" not in name})
+    bare.load_state_dict({name: tensor for name, tensor in layer.state_dict().items() if "gate" not in name})
     assert off(layer(x), bare(x)) <= 1e-14
-    before = [one.clone() for one in layer.attend.parameters()]
+    before = [parameter.clone() for parameter in layer.attend.parameters()]
     layer(x).square().sum().backward()
     torch.optim.SGD(layer.parameters(), lr=0.01).step()
     assert all(not torch.equal(old, new) for old, new in zip(before, layer.attend.parameters(), strict=True))
@@ -410,9 +410,9 @@ def test_a_state_of_ones_own_serves_a_model_generation_prompts_and_traces(outsid
     with torch.no_grad(), rg.trace(model, keep=("queries", "keys", "weights")) as steps:
         _, state = model.extend(tokens[:, :3], model.start(batch=1))
         model.extend(tokens[:, 3:], state)
-    for one, other in zip(whole.layers, steps.layers, strict=True):
-        assert torch.allclose(one.weights, other.weights, atol=1e-6)
-        assert torch.equal(one.weights, rg.weights(one.queries, one.keys, outside.Forgetful(rate=0.7), rg.causal))
+    for layer, step in zip(whole.layers, steps.layers, strict=True):
+        assert torch.allclose(layer.weights, step.weights, atol=1e-6)
+        assert torch.equal(layer.weights, rg.weights(layer.queries, layer.keys, outside.Forgetful(rate=0.7), rg.causal))
 
 
 def with_fields(outside: Any, first: dict[str, Any], later: dict[str, Any]) -> rg.Decoder:
@@ -471,8 +471,8 @@ def test_a_field_that_no_file_holds_is_refused_when_the_state_is_saved(
     outside: Any, tmp_path: Path, value: object
 ) -> None:
     prompt = rg.prefill(with_fields(outside, {"noted": None}, {"noted": value}), [[1, 2]])
-    said = rf"^noted: expected a tensor, a number, .* in a Noting that is saved, got {type(value).__name__}$"
-    with pytest.raises(ValueError, match=said):
+    message = rf"^noted: expected a tensor, a number, .* in a Noting that is saved, got {type(value).__name__}$"
+    with pytest.raises(ValueError, match=message):
         prompt.save(tmp_path / "prompt.safetensors")
     assert list(tmp_path.iterdir()) == []
 
@@ -507,5 +507,5 @@ def test_a_state_of_ones_own_keeps_every_law(outside: Any) -> None:
     masks = ["none", "padding left"]
     report = rg.check(outside.Forgetful(), masks=masks, heads=["GQA"], dtypes=["float64"], examples=1)
     assert report.ok, str(report)
-    held = {cell.law for cell in report.cells if cell.outcome == "held"}
-    assert {cell.law for cell in report.cells} - held == {"permuted"}
+    holding = {cell.law for cell in report.cells if cell.outcome == "held"}
+    assert {cell.law for cell in report.cells} - holding == {"permuted"}

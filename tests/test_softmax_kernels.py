@@ -54,8 +54,8 @@ def tensors(queries, heads=2, groups=1, length=16, value_length=16, batch=2):
     return [torch.randn(batch, *size) for size in sizes]
 
 
-def compare(path, rule, *given, mechanism=rg.Softmax(), gradients=False):  # noqa: B008 - a frozen value
-    leaves = [[t.to(kind).requires_grad_(gradients) for t in given] for kind in (torch.float32, torch.float64)]
+def compare(path, rule, *tensors, mechanism=rg.Softmax(), gradients=False):  # noqa: B008 - a frozen value
+    leaves = [[t.to(kind).requires_grad_(gradients) for t in tensors] for kind in (torch.float32, torch.float64)]
     call = Call(mechanism, *leaves[0], rule)
     assert path.unfit(call) is None
     plain = [rg.attend(*inputs, mechanism, rule, path="reference") for inputs in (leaves[1], leaves[0])]
@@ -67,8 +67,8 @@ def compare(path, rule, *given, mechanism=rg.Softmax(), gradients=False):  # noq
         grads = [
             torch.autograd.grad(out, sources, grad.to(out.dtype)) for out, sources in zip(outs, inputs, strict=True)
         ]
-        for name, *found in zip("qkv", *grads, strict=True):
-            within_budget(f"gradient of {name}", *found, gradient=True)
+        for name, *results in zip("qkv", *grads, strict=True):
+            within_budget(f"gradient of {name}", *results, gradient=True)
 
 
 @pytest.mark.parametrize("mask", MASKS)
@@ -141,12 +141,12 @@ def test_a_first_token_and_one_that_is_padding():
 def test_steps_like_one_before_are_not_chosen_again(rule, chosen, monkeypatch):
     mechanism, steps = rg.Softmax(), []
     advance = type(mechanism).advance
-    monkeypatch.setattr(rg.Softmax, "advance", lambda *given: (steps.append(given[4].length), advance(*given))[1])
+    monkeypatch.setattr(rg.Softmax, "advance", lambda *args: (steps.append(args[4].length), advance(*args))[1])
     q, k, v = tensors(40, heads=4, groups=2)
     state = mechanism.start(batch=2, num_kv_heads=2, qk_length=k.shape[3], value_length=v.shape[3], capacity=12)
-    held = []
+    states = []
     for at in range(12):
-        held.append(state)
+        states.append(state)
         token = (t[:, :, at : at + 1] for t in (q, k, v))
         out, state = mechanism.extend(*token, state, mask=rule)
         exact = plain_softmax(q[:, :, at : at + 1], k[:, :, : at + 1], v[:, :, : at + 1], rule)
@@ -156,7 +156,7 @@ def test_steps_like_one_before_are_not_chosen_again(rule, chosen, monkeypatch):
     windowed = rule is not None and rule.before is not None  # then it forgets what it has left behind
     with nullcontext() if windowed else pytest.raises(ValueError, match="at most 12 tokens"):
         mechanism.extend(q[:, :, :1], k[:, :, :1], v[:, :, :1], state, mask=rule)
-    fork, _ = mechanism.extend(q[:, :, :1], k[:, :, :1], v[:, :, :1], held[8], mask=rule)
+    fork, _ = mechanism.extend(q[:, :, :1], k[:, :, :1], v[:, :, :1], states[8], mask=rule)
     keys, values = (torch.cat([t[:, :, :8], t[:, :, :1]], 2) for t in (k, v))
     torch.testing.assert_close(fork, plain_softmax(q[:, :, :1], keys, values, rule), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(state.keys, k[:, :, :12])
@@ -221,11 +221,11 @@ def test_heads_that_another_kernel_spoiled_are_computed_again():
     grad = torch.randn_like(out)
     theirs = torch.autograd.grad(expected, exact, grad)
     ours = tuple(t.clone(memory_format=torch.contiguous_format) for t in theirs)
-    for each in ours:
-        each[:, each.shape[1] // 2 :] = torch.nan
+    for tensor in ours:
+        tensor[:, tensor.shape[1] // 2 :] = torch.nan
     band_attention.mend_backward(work, q, k, v, grad, out, lse, ours)
-    for one, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    for actual, expected in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_queries_that_see_nothing_give_zero():

@@ -355,7 +355,7 @@ def test_keys_alone_are_mapped_where_a_batch_has_several_runs() -> None:
         return rg.Softmax().extend(q, k, v, start, mask)[0]
 
     many = torch.stack([k, k.flip(2)])
-    assert torch.allclose(torch.vmap(output)(many), torch.stack([output(one) for one in many]), atol=1e-12)
+    assert torch.allclose(torch.vmap(output)(many), torch.stack([output(entry) for entry in many]), atol=1e-12)
 
 
 @every_stream
@@ -392,12 +392,12 @@ def test_threads_that_extend_one_state_are_all_right(name: str) -> None:
     ]
     wrong: list[float] = []
 
-    def work(own: int, state: Any, together: threading.Barrier) -> None:
+    def work(worker: int, state: Any, together: threading.Barrier) -> None:
         together.wait()
-        out, longer = mechanism.extend(*more[own], state, mask=rg.causal)
+        out, longer = mechanism.extend(*more[worker], state, mask=rg.causal)
         early = longer.crop(past) if longer.earliest <= past else state
-        again, _ = mechanism.extend(*more[own], early, mask=rg.causal)
-        difference = max((out - expected[own]).abs().max().item(), (again - expected[own]).abs().max().item())
+        again, _ = mechanism.extend(*more[worker], early, mask=rg.causal)
+        difference = max((out - expected[worker]).abs().max().item(), (again - expected[worker]).abs().max().item())
         if not difference <= 1e-9:
             wrong.append(difference)
 
@@ -407,7 +407,7 @@ def test_threads_that_extend_one_state_are_all_right(name: str) -> None:
         )
         _, state = mechanism.extend(q, k, v, empty, mask=rg.causal)
         together = threading.Barrier(workers)
-        threads = [threading.Thread(target=work, args=(own, state, together)) for own in range(workers)]
+        threads = [threading.Thread(target=work, args=(worker, state, together)) for worker in range(workers)]
         for thread in threads:
             thread.start()
         for thread in threads:

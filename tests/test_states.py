@@ -314,8 +314,8 @@ def test_a_kernel_cannot_crop_into_its_sums(name: str) -> None:
 def test_nbytes_of_a_cache(name: str, dtype: torch.dtype) -> None:
     state = start(CACHED[name], capacity=32, dtype=dtype)
     assert state.nbytes == B * G * 32 * (K + V) * dtype.itemsize
-    held = state.buffer.keys.untyped_storage().nbytes() + state.buffer.values.untyped_storage().nbytes()
-    assert state.nbytes == held
+    nbytes = state.buffer.keys.untyped_storage().nbytes() + state.buffer.values.untyped_storage().nbytes()
+    assert state.nbytes == nbytes
     _, longer = stream(CACHED[name], tokens(20, dtype), [0, 20], state)
     assert longer.nbytes == state.nbytes, "the room was there from the start"
 
@@ -340,8 +340,8 @@ def test_a_kernel_state_does_not_grow(name: str) -> None:
         _, state = mechanism.extend(*piece(tensors, low, high), state, mask=rg.causal)
         assert state.nbytes == size
         assert state.length == high
-        held = (state.sums, state.normaliser, state.recent.buffer.keys, state.recent.buffer.values)
-        assert sum(t.numel() * t.element_size() for t in held) == size
+        kept = (state.sums, state.normaliser, state.recent.buffer.keys, state.recent.buffer.values)
+        assert sum(t.numel() * t.element_size() for t in kept) == size
 
 
 @every_cache
@@ -412,11 +412,11 @@ def test_a_later_mask_that_hides_an_old_key_is_obeyed_or_refused(name: str, past
     try:
         out, _ = mechanism.extend(*piece(tensors, past, past + 1), state, mask=rg.causal & rg.padding(valid=late))
     except ValueError as refused:
-        said = str(refused)
+        message = str(refused)
     else:
-        said = ""
+        message = ""
         assert close(out, plain(mechanism, *tensors, triangle(past + 1) & late[:, None, None])[:, :, past:])
-    assert said == "" or said.startswith("mask: expected")
+    assert message == "" or message.startswith("mask: expected")
 
 
 @every_stream
@@ -427,12 +427,12 @@ def test_gradients_of_a_stream_are_those_of_the_whole(name: str) -> None:
     whole = tuple(t.requires_grad_() for t in tokens(length))
     to = torch.randn(B, H, length, V, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
     out, _ = stream(mechanism, streamed, cuts, start(mechanism))
-    found = torch.autograd.grad(out, streamed, to, allow_unused=True, materialize_grads=True)
+    actual = torch.autograd.grad(out, streamed, to, allow_unused=True, materialize_grads=True)
     expected = torch.autograd.grad(
         plain(mechanism, *whole, triangle(length)), whole, to, allow_unused=True, materialize_grads=True
     )
-    for one, other in zip(found, expected, strict=True):
-        assert close(one, other)
+    for gradient, wanted in zip(actual, expected, strict=True):
+        assert close(gradient, wanted)
 
 
 @every_stream
@@ -444,10 +444,10 @@ def test_gradients_of_the_queries_alone(name: str) -> None:
     q, k, v = tokens(length)
     q.requires_grad_()
     out, _ = stream(mechanism, (q, k, v), [0, 5, 6, 7, length], start(mechanism))
-    (found,) = torch.autograd.grad(out.sum(), q)
+    (actual,) = torch.autograd.grad(out.sum(), q)
     other = q.detach().clone().requires_grad_()
     (expected,) = torch.autograd.grad(plain(mechanism, other, k, v, triangle(length)).sum(), other)
-    assert close(found, expected)
+    assert close(actual, expected)
 
 
 @every_stream
@@ -458,11 +458,11 @@ def test_gradients_of_the_first_values_alone(name: str) -> None:
     prefix = v[:, :, :5].clone().requires_grad_()
     first, state = mechanism.extend(q[:, :, :5], k[:, :, :5], prefix, start(mechanism), mask=rg.causal)
     rest, _ = stream(mechanism, (q, k, v), [5, 6, 7, length], state)
-    (found,) = torch.autograd.grad(torch.cat([first, rest], dim=2).sum(), prefix)
+    (actual,) = torch.autograd.grad(torch.cat([first, rest], dim=2).sum(), prefix)
     other = prefix.detach().clone().requires_grad_()
     whole = plain(mechanism, q, k, torch.cat([other, v[:, :, 5:]], dim=2), triangle(length))
     (expected,) = torch.autograd.grad(whole.sum(), other)
-    assert close(found, expected)
+    assert close(actual, expected)
 
 
 @every_stream
@@ -473,12 +473,12 @@ def test_looking_ahead_without_gradients_spoils_no_backward(name: str) -> None:
     out, state = stream(mechanism, tensors, [0, 4, 8], start(mechanism))
     with torch.no_grad():
         stream(mechanism, tensors, [8, 9, 12], state)
-    found = torch.autograd.grad(out.sum(), tensors, allow_unused=True, materialize_grads=True)
+    actual = torch.autograd.grad(out.sum(), tensors, allow_unused=True, materialize_grads=True)
     again = tuple(t.detach().clone().requires_grad_() for t in tensors)
     whole = plain(mechanism, *again, triangle(length))[:, :, :8]
     expected = torch.autograd.grad(whole.sum(), again, allow_unused=True, materialize_grads=True)
-    for one, other in zip(found, expected, strict=True):
-        assert close(one, other)
+    for gradient, wanted in zip(actual, expected, strict=True):
+        assert close(gradient, wanted)
 
 
 POISONS = pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf], ids=str)
@@ -549,8 +549,8 @@ def test_half_precision_streams_within_budget(name: str, dtype: torch.dtype) -> 
     if name in FADING:
         assert state.sums.dtype == torch.float32
         return
-    held = state.recent.keys if isinstance(state, KernelState) else state.keys
-    assert held.dtype == dtype
+    keys = state.recent.keys if isinstance(state, KernelState) else state.keys
+    assert keys.dtype == dtype
 
 
 @every_sum

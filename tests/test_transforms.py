@@ -86,9 +86,9 @@ every_case = pytest.mark.parametrize(("name", "mask"), CASES, ids=lambda name: n
 every_mechanism = pytest.mark.parametrize("name", REGISTRY)
 
 
-def close(found: Tensor, expected: Tensor) -> bool:
+def close(actual: Tensor, expected: Tensor) -> bool:
     """Equal, NaN where NaN is expected."""
-    return torch.allclose(found, expected, rtol=1e-11, atol=1e-11, equal_nan=True)
+    return torch.allclose(actual, expected, rtol=1e-11, atol=1e-11, equal_nan=True)
 
 
 def attend(name: str, mask: str, path: str | None = None) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
@@ -109,15 +109,15 @@ def test_vmap_over_any_input_is_the_loop(name: str, mask: str) -> None:
     stacked[1][1], stacked[2][1] = spoiled(stacked[1][1]), spoiled(stacked[2][1])
     call, plain = attend(name, mask), attend(name, mask, path="reference")
     for over in ((0, 0, 0), (0, None, None), (None, 0, None), (None, None, 0), (None, 0, 0)):
-        given = [many if axis == 0 else single for many, single, axis in zip(stacked, (q, k, v), over, strict=True)]
-        found = torch.vmap(call, in_dims=over)(*given)
+        arguments = [many if axis == 0 else single for many, single, axis in zip(stacked, (q, k, v), over, strict=True)]
+        mapped = torch.vmap(call, in_dims=over)(*arguments)
         for row in range(3):
-            expected = plain(*(t[row] if axis == 0 else t for t, axis in zip(given, over, strict=True)))
+            expected = plain(*(t[row] if axis == 0 else t for t, axis in zip(arguments, over, strict=True)))
             if row == 1 and 0 in over[1:]:  # the NaN shows where it is seen
                 seen = expected.isnan()
-                assert found[row][seen].isnan().all(), over
-                found[row][seen], expected[seen] = 0, 0
-            assert close(found[row], expected), over
+                assert mapped[row][seen].isnan().all(), over
+                mapped[row][seen], expected[seen] = 0, 0
+            assert close(mapped[row], expected), over
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch.func.jvp's own
@@ -129,13 +129,13 @@ def test_functional_gradients_are_autograds(name: str, mask: str) -> None:
     def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return (attend(name, mask)(q, k, v) * to).sum()
 
-    found = torch.func.grad(loss, argnums=(0, 1, 2))(*tensors)
+    gradients = torch.func.grad(loss, argnums=(0, 1, 2))(*tensors)
     leaves = [t.clone().requires_grad_() for t in tensors]
     expected = torch.autograd.grad(plain(*leaves), leaves, to, allow_unused=True, materialize_grads=True)
-    assert all(close(one, other) for one, other in zip(found, expected, strict=True))
+    assert all(close(actual, wanted) for actual, wanted in zip(gradients, expected, strict=True))
     _, tangent = torch.func.jvp(attend(name, mask), tensors, tuple(expected))
     # Forward and backward derivatives are one linear map, read from its two ends.
-    assert close((tangent * to).sum(), sum(one.square().sum() for one in expected))
+    assert close((tangent * to).sum(), sum(gradient.square().sum() for gradient in expected))
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")  # torch's kernel, batched by a loop
@@ -173,7 +173,7 @@ def test_tensors_without_numbers_have_the_right_shape(name: str, mask: str) -> N
     assert close(attend(name, mask)(*inputs()), expected), "something fake was kept"
 
 
-@pytest.mark.parametrize("name", [name for name, one in REGISTRY.items() if one.streams(K) is None])
+@pytest.mark.parametrize("name", [name for name, mechanism in REGISTRY.items() if mechanism.streams(K) is None])
 def test_a_stream_of_tensors_without_numbers(name: str) -> None:
     mechanism, (q, k, v) = REGISTRY[name], (t.to("meta") for t in inputs(200))
     sizes = {"batch": B, "num_kv_heads": G, "qk_length": K, "value_length": K, "capacity": 200}
@@ -215,8 +215,8 @@ def serves(program: Callable[..., list[Tensor]], layer: Layer, q: Tensor, k: Ten
     padding."""
     dirty = [torch.cat([t[:-1], spoiled(t[-1:])]) for t in (k, v)]
     results = program(q, k, v, real), program(q, *dirty, real), layer(q, k, v, real)
-    for mask, found, guarded, expected in zip(layer.masks, *results, strict=True):
-        assert close(found, expected), mask
+    for mask, out, guarded, expected in zip(layer.masks, *results, strict=True):
+        assert close(out, expected), mask
         shown = {"none": 0, "causal": q.shape[2] - 1}.get(mask, q.shape[2])  # queries that do not see the NaN
         assert close(guarded[:, :, :shown], expected[:, :, :shown]), mask
 
@@ -230,15 +230,15 @@ def test_export_with_a_dynamic_length(name: str, mask: str) -> None:
     """One program for all lengths, which lets nothing hidden through either."""
     layer = Layer(REGISTRY[name], mask)
 
-    def given(length: int) -> tuple[Tensor, ...]:
+    def example(length: int) -> tuple[Tensor, ...]:
         q, k, v = inputs(length)
         return q, k, v, torch.arange(length) < torch.tensor([[length], [length - 2]])
 
     length = {2: torch.export.Dim("length", max=4096)}
     shapes = {"q": length, "k": length, "v": length, "real": {1: length[2]}}
-    program = torch.export.export(layer, given(9), dynamic_shapes=shapes).module()
+    program = torch.export.export(layer, example(9), dynamic_shapes=shapes).module()
     for size in (2, 9, 300):
-        serves(program, layer, *given(size))
+        serves(program, layer, *example(size))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,7 +265,7 @@ def test_export_with_a_dynamic_batch_and_two_dynamic_lengths(name: str) -> None:
     masks = list(MADE)[:-1] if name == "softmax" else ["none", "lengths"]  # segments want as many queries as keys
     layer = Layer((REGISTRY | USERS)[name], *masks)
 
-    def given(batch: int, queries: int, keys: int) -> tuple[Tensor, ...]:
+    def example(batch: int, queries: int, keys: int) -> tuple[Tensor, ...]:
         q, (_, k, v) = inputs(queries)[0], inputs(keys)
         ends = keys - (torch.arange(batch) == batch - 1)[:, None] * 2  # the last row ends with padding
         return *(t[:1].repeat(batch, 1, 1, 1) for t in (q, k, v)), torch.arange(keys) < ends
@@ -277,9 +277,9 @@ def test_export_with_a_dynamic_batch_and_two_dynamic_lengths(name: str) -> None:
         "v": {0: batch, 2: keys},
         "real": {0: batch, 1: keys},
     }
-    program = torch.export.export(layer, given(2, 5, 9), dynamic_shapes=shapes).module()
+    program = torch.export.export(layer, example(2, 5, 9), dynamic_shapes=shapes).module()
     for size in ((2, 5, 9), (3, 8, 8), (4, 11, 4), (2, 1, 130)):
-        serves(program, layer, *given(*size))
+        serves(program, layer, *example(*size))
 
 
 @pytest.mark.parametrize("grouped", [False, True], ids=["heads", "grouped"])
@@ -325,14 +325,14 @@ def test_a_model_is_exported_once_for_all_batches_and_lengths(name: str) -> None
     torch.manual_seed(0)
     reader = Reader(MODELS[name]().double().eval())
 
-    def given(batch: int, length: int) -> tuple[Tensor, ...]:
+    def example(batch: int, length: int) -> tuple[Tensor, ...]:
         tokens, ends = torch.arange(batch * length).view(batch, length) % 23, length - torch.arange(batch)[:, None]
         return tokens, torch.arange(length) < ends
 
     sizes = {0: torch.export.Dim("batch", max=64), 1: torch.export.Dim("length", min=4, max=512)}
-    program = torch.export.export(reader, given(3, 9), dynamic_shapes=[sizes, sizes]).module()
+    program = torch.export.export(reader, example(3, 9), dynamic_shapes=[sizes, sizes]).module()
     for size in ((2, 5), (3, 9), (4, 200)):
-        assert torch.allclose(program(*given(*size)), reader(*given(*size)), rtol=1e-6, atol=1e-6)
+        assert torch.allclose(program(*example(*size)), reader(*example(*size)), rtol=1e-6, atol=1e-6)
 
 
 @torch.no_grad()
@@ -340,14 +340,14 @@ def test_a_transformer_is_exported_once_for_all_lengths_of_source_and_target() -
     torch.manual_seed(0)
     model = MODELS["t5"]().double().eval()
 
-    def given(batch: int, *lengths: int) -> tuple[Tensor, ...]:
+    def example(batch: int, *lengths: int) -> tuple[Tensor, ...]:
         return tuple(torch.arange(batch * length).view(batch, length) % 23 for length in lengths)
 
     batch, source, target = (torch.export.Dim(name, max=512) for name in ("batch", "source", "target"))
     shapes = [{0: batch, 1: source}, {0: batch, 1: target}]
-    program = torch.export.export(model, given(3, 9, 7), dynamic_shapes=shapes).module()
+    program = torch.export.export(model, example(3, 9, 7), dynamic_shapes=shapes).module()
     for size in ((3, 9, 7), (2, 12, 12), (1, 5, 60)):
-        assert torch.allclose(program(*given(*size)), model(*given(*size)), rtol=1e-6, atol=1e-6)
+        assert torch.allclose(program(*example(*size)), model(*example(*size)), rtol=1e-6, atol=1e-6)
 
 
 def test_dynamic_rotary_scaling_says_that_it_is_not_exported() -> None:
