@@ -5,29 +5,18 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.models.bloom.modeling_bloom import build_alibi_tensor
-from transformers.models.t5.modeling_t5 import T5Attention
 
 import regard as rg
-from regard.core import cpu
 from regard.core.calls.choice import refusal
 from regard.core.mechanisms import REGISTRY
 from regard.core.tensors import weighs_tokens
 from regard.models.layers.attention import Attend
 from regard.models.layers.block import Block, BlockConfig, Stack
-from regard.models.layers.linear import Linear, by_machine_code, by_onednn, lay_together, projections
 from regard.models.layers.network import ACTIVATIONS, PositionWise, RMSNorm
-from regard.models.layers.positions import Alibi, RelativeBias, Rotary, alibi_slopes, sinusoidal
+from regard.models.layers.positions import Rotary
 from regard.models.layers.ragged import Ragged
-from regard.models.layers.streaming import places
 
 CAUSAL = [name for name, mechanism in REGISTRY.items() if weighs_tokens(mechanism, 8)]
 
@@ -174,105 +163,6 @@ def test_inputs_that_cannot_be_are_named(options, call, message):
         call(rg.MultiHeadAttention(16, 4, **options), torch.randn(2, 5, 16))
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when it loads its exporter
-def test_rotations_outlive_an_export():
-    """Nothing that a tracer made may be kept for later calls."""
-    layer, x = rg.MultiHeadAttention(16, 4, rotary=Rotary(length=4, base=777.0)).eval(), torch.randn(1, 5, 16)
-    torch.export.export(layer, (x,))
-    assert type(layer(x)) is torch.Tensor
-
-
-def test_sinusoids_are_the_papers():
-    table = sinusoidal(torch.tensor([0, 7, 300]), 10)
-    for row, place in enumerate((0, 7, 300)):
-        for i in range(5):
-            angle = place / 10000 ** (2 * i / 10)
-            assert table[row, 2 * i].item() == pytest.approx(math.sin(angle), abs=3e-5)
-            assert table[row, 2 * i + 1].item() == pytest.approx(math.cos(angle), abs=3e-5)
-
-
-@pytest.mark.parametrize("pairing", ["halves", "neighbours"])
-def test_rotations_depend_on_the_distance_alone_and_keep_lengths(pairing):
-    rotary = Rotary(length=8, pairing=pairing)
-    q, k = torch.randn(1, 8).double(), torch.randn(1, 8).double()
-
-    def score(i, j):
-        return (rotary(q, torch.tensor([i])) * rotary(k, torch.tensor([j]))).sum()
-
-    assert score(9, 4) == pytest.approx(score(59, 54).item(), abs=1e-4)
-    assert score(9, 4) != pytest.approx(score(9, 5).item(), abs=1e-3)
-    assert rotary(q, torch.tensor([77])).norm() == pytest.approx(q.norm().item(), abs=1e-5)
-    assert torch.equal(rotary(q, torch.tensor([0])), q)
-
-
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
-@given(data=st.data())
-def test_frequencies_are_those_of_transformers_bit_by_bit(data):
-    kind = data.draw(st.sampled_from(["linear", "dynamic", "llama3"]))
-    length, context = 2 * data.draw(st.integers(2, 64)), data.draw(st.integers(16, 9000))
-    base, factor = data.draw(st.floats(10.0, 1e6)), data.draw(st.floats(1.0, 40.0))
-    low, high = data.draw(st.floats(0.5, 2.0)), data.draw(st.floats(2.5, 8.0))
-    reach = data.draw(st.integers(1, 3 * context))
-    scaling = rg.RotaryScaling(
-        kind=kind,
-        factor=factor,
-        low_frequency_factor=low,
-        high_frequency_factor=high,
-        original_context_length=context,
-    )
-    rotary = Rotary(length=length, base=base, scaling=scaling, context_length=context)
-    bands = {"low_freq_factor": low, "high_freq_factor": high, "original_max_position_embeddings": context}
-    theirs = {"rope_type": kind, "rope_theta": base, "factor": factor, **(bands if kind == "llama3" else {})}
-    config = transformers.LlamaConfig(head_dim=length, max_position_embeddings=context, rope_parameters=theirs)
-    beyond = torch.tensor(reach) if kind == "dynamic" and reach > context else None
-    expected, _ = ROPE_INIT_FUNCTIONS[kind](config, "cpu", seq_len=beyond)
-    assert torch.equal(rotary.frequencies(reach), expected)
-
-
-def test_dynamic_rotations_of_rows_are_those_of_each_alone():
-    rotary = Rotary(length=6, scaling=rg.RotaryScaling(kind="dynamic", factor=3.0), context_length=8)
-    positions = torch.stack([torch.arange(20).clamp(max=last) for last in (2, 7, 8, 19)])
-    for row, (cos, sin) in zip(positions, zip(*rotary.tables(positions), strict=True), strict=True):
-        assert all(map(torch.equal, (cos[0], sin[0]), rotary.tables(row)))
-    with pytest.raises(
-        ValueError, match="length: expected at least 4, since dynamic scaling divides by length - 2, got 2"
-    ):
-        Rotary(length=2, scaling=rotary.scaling)
-
-
-def test_rotations_in_half_precision_use_float32_tables():  # transformers#25681
-    rotary, x, place = Rotary(length=64), torch.randn(1, 64), torch.tensor([4001])
-    exact = rotary(x.double(), place)
-    error = (rotary(x.bfloat16(), place).double() - exact).abs().max()
-    cos, sin = rotary.tables(place)
-    rough = rotary.turn(x.bfloat16(), (cos.bfloat16(), sin.bfloat16())).double()
-    assert error <= (x.bfloat16().double() - x.double()).abs().max() * 3
-    assert error < (rough - exact).abs().max()
-    # a table of half-precision positions cannot tell them apart
-    assert torch.tensor(4001.0).bfloat16() == torch.tensor(4000.0).bfloat16()
-
-
-@pytest.mark.parametrize("heads", [1, 2, 8, 12, 20])
-def test_alibi_is_the_published_one(heads):
-    theirs = build_alibi_tensor(torch.ones(1, 9, dtype=torch.long), heads, torch.float32)
-    ours = Alibi(heads)(queries=1, keys=9)
-    # theirs counts from the first key, which softmax cannot tell from counting back from the query
-    expected = theirs.view(1, heads, 1, 9)
-    assert torch.allclose(ours - ours[..., :1], expected - expected[..., :1], atol=1e-5)
-    assert alibi_slopes(heads).shape == (heads,)
-
-
-@pytest.mark.parametrize("bidirectional", [True, False])
-def test_relative_buckets_are_t5s(bidirectional):
-    distance = torch.arange(-300, 301)[None]
-    for buckets, longest in ((32, 128), (8, 20), (16, 40)):
-        ours = RelativeBias(2, bidirectional=bidirectional, num_buckets=buckets, longest_distance=longest)
-        theirs = T5Attention._relative_position_bucket(distance, bidirectional, buckets, longest)
-        assert torch.equal(ours.buckets(distance), theirs)
-    bias = ours(queries=3, keys=7)
-    assert torch.equal(bias[:, :, -1:], ours(queries=1, keys=7))
-
-
 def test_norms_and_networks_are_torchs():
     x = torch.randn(3, 8)
     ours = RMSNorm(8, 1e-6)
@@ -318,144 +208,11 @@ def test_ragged_batches_do_no_work_for_padding():
     assert flops(rg.padding([100, 25, 50, 25])) == flops(None) // 2
 
 
-@pytest.mark.parametrize("missing", [None, "no machine code"])
-@pytest.mark.parametrize("rows", [1, 2, 4, 7, 128, 129])
-def test_every_product_agrees_and_is_counted(monkeypatch, rows, missing):
-    monkeypatch.setattr(cpu, "missing", cpu.missing if missing is None else lambda: missing)
-    x, layer = torch.randn(2, rows, 512), Linear(512, 8192)
-    with torch.no_grad():
-        assert by_machine_code(x, layer.weight) == (rows <= 4 and cpu.missing() is None)
-        assert by_onednn(x, layer.weight) == (rows <= 128 and cpu.MAY_COMPILE)
-        with FlopCounterMode(display=False) as counter:
-            out = layer(x)
-    assert counter.get_total_flops() == 2 * 2 * rows * 512 * 8192
-    exact = F.linear(x.double(), layer.weight.double(), layer.bias.double())
-    plain = F.linear(x, layer.weight, layer.bias)
-    assert (out - exact).abs().max() <= 4 * (plain - exact).abs().max() + 1e-6
-    for by in (by_machine_code, by_onednn):  # they have no gradient
-        assert not by(x, layer.weight)
-        assert not by(x.double(), layer.weight.double())
-    layer(x).sum().backward()
-    assert layer.weight.grad is not None
-
-
-@pytest.mark.skipif(cpu.missing() is not None, reason=str(cpu.missing()))
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(("rows", "width", "size"), [(1, 576, 576), (2, 1536, 192), (3, 1008, 777), (4, 1024, 99)])
-def test_few_rows_are_multiplied_in_machine_code_within_the_budget(rows, width, size, bias):
-    layer = Linear(width, size, bias=bias)
-    x = torch.randn(1, rows, width)
-    with torch.no_grad():
-        assert by_machine_code(x, layer.weight) == (width * size >= 100_000)
-        out, plain = layer(x), F.linear(x, layer.weight, layer.bias)
-        exact = F.linear(x.double(), layer.weight.double(), layer.bias.double() if bias else None)
-        assert (out - exact).abs().max() <= 2 * (plain - exact).abs().max() + 1e-6
-        x[0, 0, 5] = torch.nan
-        bad = layer(x)[0].isnan()
-    assert bad[0].all()
-    assert not bad[1:].any()
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when it loads its jvp
-def test_derivatives_and_transforms_take_torchs_product():
-    layer, x = Linear(512, 512), torch.randn(1, 512)
-    with torch.no_grad():
-        with forward_ad.dual_level():
-            out = forward_ad.unpack_dual(layer(forward_ad.make_dual(x, torch.ones_like(x))))
-        assert (out.tangent - layer.weight.sum(-1)).abs().max() < 1e-4
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_one_row_has_its_own_dtype_whatever_the_default_is(dtype):
-    layer, norm, x = Linear(512, 512), RMSNorm(512, 1e-8), torch.randn(1, 1, 512) * 1e-4
-    with torch.no_grad():
-        expected, scaled = layer(x), norm(x)
-        torch.set_default_dtype(dtype)
-        try:
-            outs = layer(x), norm(x)
-        finally:
-            torch.set_default_dtype(torch.float32)
-    assert torch.equal(outs[0], expected)
-    assert torch.equal(outs[1], scaled)
-
-
-def test_a_norm_without_gradients_is_the_formula():
-    norm, x = RMSNorm(64, 1e-5), torch.randn(3, 7, 64) * torch.logspace(-4, 4, 7)[:, None]
-    torch.nn.init.normal_(norm.weight)
-    exact = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight.double()
-    with torch.no_grad():
-        out = norm(x)
-    assert ((out - exact).norm(dim=-1) < 3e-7 * exact.norm(dim=-1)).all()
-
-
-def test_projections_map_over_a_batch_of_single_rows():
-    layer, x = Linear(512, 512), torch.randn(3, 1, 512)
-    with torch.no_grad():
-        assert (torch.func.vmap(layer)(x) - layer(x)).abs().max() < 1e-5
-
-
-@pytest.mark.parametrize("by", ["compile", "export", "vmap", "fake"])
-@torch.no_grad()
-def test_a_layer_without_bias_is_traced_and_transformed_where_no_gradient_is_recorded(by):
-    layer, x = rg.MultiHeadAttention(32, 4, bias=False), torch.randn(2, 5, 32)
-    if by == "compile":
-        out = torch.compile(layer, backend="eager", fullgraph=True)(x)
-    elif by == "export":
-        out = torch.export.export(layer, (x,)).module()(x)
-    elif by == "vmap":
-        many = {name: torch.stack([weight, weight]) for name, weight in layer.named_parameters()}
-        out = torch.vmap(lambda weights: torch.func.functional_call(layer, weights, (x,)))(many)[1]
-    else:
-        with FakeTensorMode():
-            assert rg.MultiHeadAttention(32, 4, bias=False)(torch.randn(2, 5, 32)).shape == x.shape
-        return
-    torch.testing.assert_close(out, layer(x))
-
-
-def test_projections_of_one_input_are_one_product_once_their_weights_lie_together():
-    layers = [Linear(1024, size, bias=False) for size in (1024, 512, 512)]
-    values = [layer.weight.clone() for layer in layers]
-    x = torch.randn(1, 1024)
-
-    def products():
-        with torch.no_grad(), torch.profiler.profile() as profile:
-            outs = projections(x, *layers)
-        for out, layer in zip(outs, layers, strict=True):
-            assert (out - F.linear(x, layer.weight)).abs().max() < 1e-5
-        return sum(
-            event.count
-            for event in profile.key_averages()
-            if event.key in ("regard::linear", "mkldnn::_linear_pointwise")
-        )
-
-    before = products()
-    lay_together(*layers)
-    assert all(torch.equal(layer.weight, value) for layer, value in zip(layers, values, strict=True))
-    assert (before, products()) == (3, 1)
-    called = []
-    layers[1].register_forward_hook(lambda *_: called.append(1))
-    assert products() == 3
-    assert called == [1], "a layer that somebody watches runs by itself"
-    layers[0].weight.data = values[0]
-    layers[1]._forward_hooks.clear()
-    assert products() == 3
-    projections(x, *layers)[2].sum().backward()
-    assert layers[2].weight.grad is not None
-
-
 def test_packing_is_undone_by_padding():
     valid = torch.rand(3, 7) > 0.4
     ragged, x = Ragged(valid), torch.randn(3, 7, 2)
     assert torch.equal(ragged.pack(x), x[valid])
     assert torch.equal(ragged.pad(ragged.pack(x)), x * valid[..., None])
-
-
-def test_places_count_real_tokens():  # transformers#25420
-    valid = torch.tensor([[False, False, True, True], [True, True, True, True]])
-    tokens = torch.zeros(2, 4, dtype=torch.long)
-    assert places(tokens, rg.padding(valid=valid)).tolist() == [[0, 0, 0, 1], [0, 1, 2, 3]]
-    assert places(tokens, None).tolist() == [0, 1, 2, 3]
-    assert places(tokens, rg.padding([2, 4]))[0, :2].tolist() == [0, 1]
 
 
 @torch.no_grad()
