@@ -68,7 +68,7 @@ class Forgetful(rg.Mechanism):
 
     def advance(self, q: Tensor, k: Tensor, v: Tensor, state: Any, rule: Any, bias: None) -> tuple[Tensor, FadingState]:
         """Add tokens to the sums one after another; padding adds nothing."""
-        new = state.receive(k, v, rule)
+        new = state.receive(q, k, v, rule)
         sums, total = new.state.sums, new.state.total
         queries, keys, values = phi(q.to(sums.dtype)), phi(new.k.to(sums.dtype)), new.v.to(sums.dtype)
         if new.real is not None:

@@ -184,7 +184,7 @@ class Averages(rg.UnnormalisedMechanism):
         return KeptState(mechanism=self, sizes=sizes, keys=keys, values=values)
 
     def advance(self, q, k, v, state, rule, bias):
-        new = state.receive(k, v, rule)
+        new = state.receive(q, k, v, rule)
         keys, values = new.k.to(state.keys.dtype).square().sum(-1, keepdim=True), new.v.to(state.values.dtype)
         keys, values = torch.cat([new.state.keys, keys], 2), torch.cat([new.state.values, values], 2)
         if not self.grows:  # the first is what came before

@@ -5,11 +5,13 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import regard as rg
 from regard.core.calls.choice import refusal
@@ -183,6 +185,46 @@ def test_a_stream_of_tensors_without_numbers(name: str) -> None:
         out, state = mechanism.extend(q[:, :, here], k[:, :, here], v[:, :, here], state, mask=rg.causal)
         assert out.shape == (B, H, high - low, K)
     assert state.length == 200
+
+
+class Operators(TorchDispatchMode):
+    """The names of the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", [name for name, one in REGISTRY.items() if one.streams(K) is None])
+def test_a_step_that_records_nothing_is_the_same_with_gradients_enabled(name: str) -> None:
+    mechanism, (q, k, v) = REGISTRY[name], inputs(6, torch.float32)
+    state = mechanism.start(batch=B, num_kv_heads=G, qk_length=K, value_length=K, capacity=16)
+    _, state = mechanism.extend(*(t[:, :, :5] for t in (q, k, v)), state, mask=rg.causal)
+    ran = []
+    for enabled in (False, True):
+        fork = state.reorder(torch.arange(B))  # with space of its own
+        with torch.set_grad_enabled(enabled), Operators() as operators:
+            mechanism.extend(*(t[:, :, 5:] for t in (q, k, v)), fork, mask=rg.causal)
+        ran.append(operators.names)
+    assert ran[0] == ran[1]
+
+
+@pytest.mark.parametrize("recorded", ["q", "k", "v"])
+@pytest.mark.parametrize("name", ["retention", "gated", "delta"])
+def test_a_nan_in_the_state_gives_no_gradient_whatever_is_recorded(name: str, recorded: str) -> None:
+    mechanism, (q, k, v) = REGISTRY[name], inputs()
+    state = mechanism.start(batch=B, num_kv_heads=G, qk_length=K, value_length=K, dtype=torch.float64)
+    _, state = mechanism.extend(q, spoiled(k), spoiled(v), state, mask=rg.causal)
+    tokens = {"q": q, "k": k, "v": v}
+    tokens[recorded] = tokens[recorded].clone().requires_grad_()
+    out, _ = mechanism.extend(*tokens.values(), state, mask=rg.causal)
+    assert out.isnan().all()
+    (grad,) = torch.autograd.grad(out, tokens[recorded], torch.ones_like(out))
+    assert bool((grad == 0).all())
 
 
 MADE: dict[str, Callable[[Tensor], rg.Mask | None]] = {

@@ -135,7 +135,7 @@ class RecurrentMechanism(UnnormalisedMechanism):
         rule: Mask | None,
         bias: Tensor | None,
     ) -> tuple[Tensor, Any]:
-        new = state.receive(k, v, rule)
+        new = state.receive(q, k, v, rule)
         if k.shape[2] == 0 or state.batch == 0:
             return new.attended(q.new_zeros(*q.shape[:3], v.shape[3]) + q[..., :0].sum())
         out, sums = self.walk(q, new.k, new.v, new.real, new.state.sums if state.length else None, keep=True)

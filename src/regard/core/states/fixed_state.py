@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.core.eager import transformed
+from regard.core.eager import recorded, transformed
 from regard.core.masks import Mask, Padding, causal
 from regard.core.masks.guard import bad_keys, cleaned, poisoned
 from regard.core.masks.padded import check_taken_in, join_padding, reorder_padding
@@ -91,8 +91,9 @@ class FixedState(State):
         changes: dict[str, Any] = {name: tensor.clone() for name, tensor in self._tensors().items() if frozen(tensor)}
         return replace(self, **changes) if changes else self
 
-    def receive(self, k: Tensor, v: Tensor, rule: Mask | None) -> "Received":
-        """New keys and values, prepared for a mechanism's `advance`, given a mask over the whole history.
+    def receive(self, q: Tensor, k: Tensor, v: Tensor, rule: Mask | None) -> "Received":
+        """New keys and values, prepared for a mechanism's `advance`, given a mask over the whole history. The queries
+        only decide whether gradients are recorded.
 
         ValueError if the mask hides a token that is already in the state: that cannot be undone.
         """
@@ -103,7 +104,7 @@ class FixedState(State):
         if fresh is not None:
             hidden = ~fresh.valid(count, k.device)[:, None]
             k, v = cleaned(k, hidden), cleaned(v, hidden)
-        derived = torch.is_grad_enabled() or transformed()
+        derived = recorded(q, k, v, *self._tensors().values()) or self.mechanism.learns(k.shape[3]) or transformed()
         bad = bad_keys(k, v) if count > 1 or derived else None
         if bad is None or not (derived and self.length):
             return Received(self, self, cleaned(k, bad), cleaned(v, bad), fresh, bad)
