@@ -58,7 +58,18 @@ def test_a_head_of_one_pattern_scores_1_on_it(name, causal):
         if flat.score[other] is not None:
             assert flat.score[other] == pytest.approx(1 if other == "uniform" else 0, abs=1e-6), other
     assert flat.top == "uniform"
+    assert flat.label == "diffuse"
+    assert sharp.label == name
     assert sharp.score["uniform"] == pytest.approx(0, abs=1e-6) or name in ("same word", "induction")
+
+
+@pytest.mark.parametrize("spread", [0.0, 1.0, 10.0])
+def test_random_heads_have_no_label_but_diffuse(spread):
+    generator = torch.Generator().manual_seed(0)
+    scores = spread * torch.randn(1, 144, 24, 24, generator=generator)
+    words = [f"word{place}" for place in range(22)]
+    labelled = patterns(Trace([layer_of(scores.softmax(-1))], tokens=["[CLS]", *words, "[SEP]"]))
+    assert {head.label for head in labelled.heads} == {"diffuse" if spread < 5 else None}
 
 
 def test_a_mixture_of_a_pattern_and_uniform_scores_its_parts():

@@ -18,6 +18,9 @@ Rows at padding, rows that see no target, and rows that see only targets carry n
 eighth pattern, uniform, the mass is the overlap with uniform weights, the sum over keys of min(w, 1/n), and the
 baseline is the overlap of a one-hot head, 1/n: its score is 1 for a uniform head, 0 for a one-hot one. A head that
 mixes a one-key pattern and uniform weights as a : 1 - a scores a and 1 - a.
+
+A head is labelled with its strongest pattern if that scores at least 0.4, "diffuse" if none does and its weights are
+nearly uniform, and not at all otherwise: the heads of a random model have no pattern.
 """
 
 from collections import Counter
@@ -37,8 +40,13 @@ if TYPE_CHECKING:
 PATTERNS = ("previous", "next", "first", "separator", "same word", "self", "induction", "uniform")
 COLOURS = ("#0072B2", "#56B4E9", "#E69F00", "#D55E00", "#009E73", "#CC79A7", "#F0E442", "#999999")
 """A colour for each pattern, from Okabe and Ito's palette."""
-LETTERS = ("P", "N", "F", "/", "W", "S", "I", "U")
+LETTERS = ("P", "N", "F", "/", "W", "S", "I", "D")
 """A letter for each pattern in the cells of a figure, for readers who cannot distinguish the colours."""
+LABELLED = 0.4
+"""The score from which a pattern labels a head."""
+DIFFUSE = "diffuse"
+NEARLY_UNIFORM = 0.5
+"""The score of uniform from which a head without a pattern is diffuse."""
 SEPARATORS = frozenset(
     ("[SEP]", "</s>", "<sep>", "<eos>", "<|endoftext|>", "<|im_end|>", "<|end_of_text|>", "<|eot_id|>", "<|end|>")
 )
@@ -58,6 +66,8 @@ class HeadPatterns:
     mass: dict[str, float | None]
     baseline: dict[str, float | None]
     score: dict[str, float | None]
+    rows: dict[str, int]
+    """How many rows, over the batch, each pattern was scored on."""
 
     @property
     def top(self) -> str | None:
@@ -65,10 +75,26 @@ class HeadPatterns:
         scored = {name: score for name, score in self.score.items() if score is not None}
         return max(scored, key=scored.__getitem__) if scored else None
 
+    @property
+    def label(self) -> str | None:
+        """What the head does, if it clearly does something: a pattern, or "diffuse"; None otherwise."""
+        shares = {name: self.score[name] or 0.0 for name in PATTERNS[:-1]}
+        strongest = max(shares, key=lambda name: (round(shares[name], 6), self.rows[name]))
+        if shares[strongest] >= LABELLED:
+            return strongest
+        return DIFFUSE if (self.score["uniform"] or 0.0) >= NEARLY_UNIFORM else None
+
+    @property
+    def strength(self) -> float:
+        """The score of the label's pattern; 0 without a label."""
+        if (label := self.label) is None:
+            return 0.0
+        return self.score["uniform" if label == DIFFUSE else label] or 0.0
+
     def __repr__(self) -> str:
-        top = self.top
-        strongest = "no pattern" if top is None else f"{top} {self.score[top]:.2f}"
-        return f"HeadPatterns(layer {self.layer}, head {self.head}, {self.kind}: {strongest})"
+        label = self.label
+        described = "no label" if label is None else f"{label} {self.strength:.2f}"
+        return f"HeadPatterns(layer {self.layer}, head {self.head}, {self.kind}: {described})"
 
     def _repr_html_(self) -> Html:
         columns = {"score": self.score, "mass": self.mass, "baseline": self.baseline}
@@ -97,18 +123,19 @@ class Patterns:
         return {"patterns": list(PATTERNS), "heads": [asdict(head) for head in self.heads]}
 
     def __str__(self) -> str:
-        lines = ["layer  head  kind   pattern     score   mass  baseline"]
+        lines = ["layer  head  kind   label       score   mass  baseline"]
         for head in self.heads:
             line = f"{head.layer:>5} {head.head:>5}  {head.kind:<5}  "
-            if (top := head.top) is not None:
-                line += f"{top:<10} {head.score[top]:>6.2f} {head.mass[top]:>6.2f}    {head.baseline[top]:>6.2f}"
-            lines.append(line + ("" if top else "-"))
+            if (label := head.label) is not None:
+                name = PATTERNS[_number_of(label)]
+                line += f"{label:<10} {head.strength:>6.2f} {head.mass[name]:>6.2f}    {head.baseline[name]:>6.2f}"
+            lines.append(line + ("" if label else "-"))
         return "\n".join(lines)
 
     def __repr__(self) -> str:
-        tops = Counter(head.top or "none" for head in self.heads)
-        counts = ", ".join(f"{name} {count}" for name, count in tops.most_common())
-        return f"Patterns of {len(self.heads)} heads, by the strongest: {counts or 'none'}"
+        labels = Counter(head.label or "none" for head in self.heads)
+        counts = ", ".join(f"{name} {count}" for name, count in labels.most_common())
+        return f"Patterns of {len(self.heads)} heads, by label: {counts or 'none'}"
 
     def _repr_html_(self) -> Html:
         layers, columns, places = self._grid()
@@ -118,25 +145,25 @@ class Patterns:
             for column in columns:
                 row[f"head {column}"] = _html_cell(places.get((*layer, column)))
             rows.append(row)
-        return table(rows, title="The strongest pattern of each head, and its score (1: all weight, 0: as uniform)")
+        return table(rows, title="The label of each head, and its score (1: all weight, 0: as uniform)")
 
     def plot(self) -> "Figure":
-        """A matplotlib figure: layers down, heads across, each head's strongest pattern by colour and letter; a low
-        score makes the colour pale."""
+        """A matplotlib figure: layers down, heads across, each head's label by colour and letter; a low score
+        makes the colour pale, and heads without a label are empty."""
         from regard.core.style import INK, QUIET, Patch, lattice, new_figure, to_rgba
 
         layers, columns, places = self._grid()
         size = (max(3.0, 0.34 * len(columns)) + 2.3, max(2.6, 0.34 * len(layers) + 1.2))
-        figure = new_figure(*size, title="Strongest pattern of each head")
+        figure = new_figure(*size, title="What each head does")
         axes = figure.subplots()
         cells = [[(1.0, 1.0, 1.0, 0.0)] * max(1, len(columns)) for _ in range(max(1, len(layers)))]
         for down, layer in enumerate(layers):
             for across, column in enumerate(columns):
                 head = places.get((*layer, column))
-                if head is None or (top := head.top) is None:
+                if head is None or (label := head.label) is None:
                     continue
-                number, strength = PATTERNS.index(top), min(1.0, max(0.0, head.score[top] or 0.0))
-                cells[down][across] = to_rgba(COLOURS[number], strength)
+                number = _number_of(label)
+                cells[down][across] = to_rgba(COLOURS[number], min(1.0, head.strength))
                 axes.text(across, down, LETTERS[number], ha="center", va="center", fontsize=7, color=INK)
         axes.imshow(cells, aspect="auto")
         lattice(axes, len(layers), len(columns))
@@ -146,7 +173,7 @@ class Patterns:
         axes.set_ylabel("layer", fontsize=8.5, color=QUIET)
         marks = [
             Patch(color=colour, label=f"{letter}  {name}")
-            for name, colour, letter in zip(PATTERNS, COLOURS, LETTERS, strict=True)
+            for name, colour, letter in zip((*PATTERNS[:-1], DIFFUSE), COLOURS, LETTERS, strict=True)
         ]
         figure.legend(handles=marks, loc="outside right center", fontsize=8, frameon=False, title="pale: low score",
                       title_fontsize=8)  # fmt: skip
@@ -168,12 +195,16 @@ def _number(value: float | None) -> str:
 
 
 def _html_cell(head: HeadPatterns | None) -> Html:
-    if head is None or (top := head.top) is None:
+    if head is None or (label := head.label) is None:
         return Html("")
-    colour = COLOURS[PATTERNS.index(top)]
+    colour = COLOURS[_number_of(label)]
     return Html(
-        f'<span style="border-left:.4em solid {colour};padding-left:.3em">{top}<br>{head.score[top]:.2f}</span>'
+        f'<span style="border-left:.4em solid {colour};padding-left:.3em">{label}<br>{head.strength:.2f}</span>'
     )
+
+
+def _number_of(label: str) -> int:
+    return PATTERNS.index("uniform" if label == DIFFUSE else label)
 
 
 def patterns(trace: Trace, separators: Sequence[str] | Sequence[int] | None = None) -> Patterns:
@@ -188,7 +219,7 @@ def patterns(trace: Trace, separators: Sequence[str] | Sequence[int] | None = No
     >>> layer = TracedLayer(
     ...     index=0, name="", kind="self", mechanism="", heads=(0,), rows=(0, 1, 2, 3), weights=weights)
     >>> print(patterns(Trace([layer])))
-    layer  head  kind   pattern     score   mass  baseline
+    layer  head  kind   label       score   mass  baseline
         0     0  self   previous     1.00   1.00      0.25
     """
     heads: list[HeadPatterns] = []
@@ -206,17 +237,18 @@ def _heads(trace: Trace, layer: TracedLayer, separators: Sequence[str] | Sequenc
     spoken = _spoken(trace, layer, batch, keys)
     counted = _counted_rows(layer, spoken[0], batch, weights.device)[:, None] & weights.sum(-1).isfinite()
     everyone = visible.sum(-1)
-    results: dict[str, tuple[Tensor, Tensor]] = {}
+    results: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
     for name, targets in _targets(layer, *spoken, separators, batch, keys).items():
         wanted = visible & targets.to(weights.device)[:, None]
         among = wanted.sum(-1)
         rows = counted & (among > 0) & (among < everyone)
         mass, baseline = (weights * wanted).sum(-1), (among / everyone.clamp(min=1)).expand(batch, heads, -1)
-        results[name] = _mean(mass, rows), _mean(baseline, rows)
+        results[name] = _mean(mass, rows), _mean(baseline, rows), rows.sum((0, 2)).expand(heads)
     even = 1 / everyone.clamp(min=1)
     overlap = torch.minimum(weights, even[..., None]).masked_fill(~visible, 0).sum(-1)
     rows = counted & (everyone > 1)
-    results["uniform"] = _mean(overlap, rows), _mean(even.expand(batch, heads, -1), rows)
+    shares = _mean(even.expand(batch, heads, -1), rows)
+    results["uniform"] = _mean(overlap, rows), shares, rows.sum((0, 2)).expand(heads)
     return [_head(layer, place, results) for place in range(heads)]
 
 
@@ -225,15 +257,17 @@ def _mean(numbers: Tensor, rows: Tensor) -> Tensor:
     return numbers.masked_fill(~rows, 0).sum((0, 2)) / rows.sum((0, 2))
 
 
-def _head(layer: TracedLayer, place: int, results: dict[str, tuple[Tensor, Tensor]]) -> HeadPatterns:
+def _head(layer: TracedLayer, place: int, results: dict[str, tuple[Tensor, Tensor, Tensor]]) -> HeadPatterns:
     mass: dict[str, float | None] = dict.fromkeys(PATTERNS)
     baseline: dict[str, float | None] = dict.fromkeys(PATTERNS)
     score: dict[str, float | None] = dict.fromkeys(PATTERNS)
-    for name, (masses, baselines) in results.items():
+    rows = dict.fromkeys(PATTERNS, 0)
+    for name, (masses, baselines, counts) in results.items():
+        rows[name] = int(counts[place])
         m, b = float(masses[place]), float(baselines[place])
         if m == m and b < 1:  # NaN means no rows
             mass[name], baseline[name], score[name] = m, b, (m - b) / (1 - b)
-    return HeadPatterns(layer.index, layer.name, layer.kind, layer.heads[place], mass, baseline, score)
+    return HeadPatterns(layer.index, layer.name, layer.kind, layer.heads[place], mass, baseline, score, rows)
 
 
 Spoken = list[list[str]] | None
