@@ -49,6 +49,44 @@ def test_what_it_cannot_serve_says_why(monkeypatch):
     assert "AVX2" in reason_against(q, k, v)
 
 
+WRONG = {
+    "q of 3 dimensions": ("q", {"q": (1, 1, 16)}),
+    "no query": ("q", {"q": (1, 1, 0, 16)}),
+    "q of float64": ("q", {"dtype": torch.float64}),
+    "another head dimension": ("k", {"q": (1, 1, 1, 64)}),
+    "another batch": ("k", {"q": (2, 1, 1, 16)}),
+    "heads in no groups": ("k", {"q": (1, 3, 1, 16), "k": (1, 2, 4, 16), "v": (1, 2, 4, 16)}),
+    "no key": ("k", {"k": (1, 1, 0, 16), "v": (1, 1, 0, 16)}),
+    "more values than keys": ("v", {"v": (1, 1, 4_000_000, 16)}),
+    "fewer values than keys": ("v", {"v": (1, 1, 1, 16)}),
+    "values of other heads": ("v", {"v": (1, 2, 4, 16)}),
+    "too long heads": ("v", {"v": (1, 1, 4, 512)}),
+    "spans of other rows": ("spans", {"spans": torch.tensor([[0, 4], [0, 4]])}),
+    "spans of one number": ("spans", {"spans": torch.tensor([[0]])}),
+    "spans of fractions": ("spans", {"spans": torch.tensor([[0.0, 4.0]])}),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_the_operators_refuse_what_does_not_fit(name):
+    argument, changed = WRONG[name]
+    shapes = {"q": (1, 1, 1, 16), "k": (1, 1, 4, 16), "v": (1, 1, 4, 16)}
+    q, k, v = (
+        torch.ones(1, dtype=changed.get("dtype", torch.float32)).expand(changed.get(x, shapes[x])) for x in "qkv"
+    )
+    with pytest.raises(ValueError, match=f"^{argument}: expected"):
+        torch.ops.regard.decode(q, k, v, 0.25, changed.get("spans"), None, None)
+    if argument != "spans":
+        with pytest.raises(ValueError, match=f"^{argument}: expected"):
+            torch.ops.regard.decode_part(q, k, v, 0.25, None)
+
+
+def test_spans_beyond_the_keys_end_with_them():
+    q, k, v = torch.randn(1, 1, 1, 16), torch.randn(1, 1, 4, 16), torch.randn(1, 1, 4, 16)
+    out = torch.ops.regard.decode(q, k, v, 0.25, torch.tensor([[-9, 50_000_000]]), None, None)
+    torch.testing.assert_close(out, rg.attend(q, k, v, path="reference"))
+
+
 def test_gradients_go_another_way_and_are_right():
     q, k, v = (t.requires_grad_() for t in tensors())
     grads = torch.autograd.grad(rg.attend(q, k, v).sum(), (q, k, v))

@@ -8,6 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import regard as rg
 from decode_calls import agree, reason_against, tensors
@@ -121,16 +123,39 @@ except ValueError as error:
     ]
 
 
-def test_where_our_tests_do_not_run_a_probe_must_come_out_right(monkeypatch):
-    """Four lanes are ARM's."""
-    monkeypatch.setattr(cpu, "LANES", 4)
-    for powers, reason in ((machine_code._POWERS, None), ((0.0, *machine_code._POWERS[1:5], 0.7, 1.0), "was off by")):
-        monkeypatch.setattr(machine_code, "_POWERS", powers)
-        for cached in (compiler._compiled, decode._program, probe.off):
-            cached.cache_clear()
-        assert (decode.missing() is None) if reason is None else reason in rg.explain(*tensors()).rejected["decode"]
-    for cached in (compiler._compiled, decode._program, probe.off):
+def forget():
+    for cached in (compiler._compiled, decode._program, probe._off):
         cached.cache_clear()
+
+
+@pytest.mark.parametrize("lanes", sorted({4, 8, cpu.LANES}))
+def test_code_is_probed_before_its_first_use_and_not_again_by_later_processes(monkeypatch, tmp_path, lanes):
+    """Four lanes are ARM's."""
+    monkeypatch.setattr(cpu, "LANES", lanes)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with monkeypatch.context() as broken:
+        broken.setattr(machine_code, "_POWERS", (0.0, *machine_code._POWERS[1:5], 0.7, 1.0))
+        for _ in range(2):  # a failure is not kept for later processes
+            forget()
+            assert "was off by" in rg.explain(*tensors()).rejected["decode"]
+    for compiles in (True, False):
+        forget()
+        if not compiles:
+            monkeypatch.setattr(probe, "_error", None)
+        assert rg.explain(*tensors()).path == "decode"
+    forget()
+
+
+def test_a_probe_is_no_part_of_what_is_counted_or_traced(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    q, k, v = tensors()
+    forget()
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        rg.attend(q, k, v)
+    assert counter.get_total_flops() == 2 * 2 * 6 * 50 * (32 + 16)
+    forget()
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
+        assert rg.attend(*(mode.from_tensor(x) for x in (q, k, v))).shape == (*q.shape[:3], 16)
 
 
 @pytest.mark.parametrize("system", ["darwin", "win32"])

@@ -36,10 +36,9 @@ def compiled(program: Callable[..., str], *sizes: Any) -> int:
 
 @cache
 def _compiled(program: Callable[..., str], sizes: tuple[Any, ...], lanes: int) -> int:
-    text, machine, processor = program(*sizes), *host(lanes)
-    name = hashlib.sha256(
-        "\n".join((*processor, llvmlite.__version__, str(llvm.llvm_version_info), text)).encode()
-    ).hexdigest()
+    text = program(*sizes)
+    name = hashlib.sha256("\n".join((*described(lanes), text)).encode()).hexdigest()
+    machine, _ = host(lanes)
     code = load(name)
     if code is None:
         code = machine.emit_object(optimized(text, machine))
@@ -60,6 +59,11 @@ def host(lanes: int) -> tuple[Any, tuple[str, ...]]:
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     return _machine(*processor), processor
+
+
+def described(lanes: int) -> tuple[str, ...]:
+    """What compiled code depends on besides its program: the processor, LLVM and llvmlite."""
+    return (*host(lanes)[1], llvmlite.__version__, str(llvm.llvm_version_info))
 
 
 def elsewhere(triple: str, processor: str, features: str) -> Any:

@@ -28,6 +28,8 @@ from regard.core.paths import probe, sdpa
 
 LONGEST = 256
 """The largest head dimension."""
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""The dtypes of queries."""
 MOST_IN_HALF = 64
 """Up to this many queries in half precision, reading the keys takes longer than the arithmetic, and matrix units do not
 help."""
@@ -51,28 +53,26 @@ def cannot(call: Call) -> str | None:
         return "made for the CPU"
     if call.structure.rest is not None or (call.structure.paddings and call.structure.rows is None):
         return "the keys that the mask shows are not an interval"
-    if (reason := missing()) is not None:
+    if (reason := cpu.missing()) is not None:
         return reason
-    if call.q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if call.q.dtype not in DTYPES:
         return "made for float32, bfloat16 and float16"
     if cpu.MATRIX_UNITS and call.q.dtype != torch.float32 and call.queries > MOST_IN_HALF:
         return f"more than {MOST_IN_HALF} queries in half precision are faster in this CPU's matrix units"
     if call.qk_length % cpu.LANES or call.value_length % cpu.LANES or max(call.qk_length, call.value_length) > LONGEST:
         return f"made for head dimensions that are multiples of {cpu.LANES}, up to {LONGEST}"
-    return _derived(call)
+    return _derived(call) or probe.off(call.q.dtype, call.scales is not None)
 
 
 def missing() -> str | None:
-    """Why JIT-compiled code cannot be used on this machine; None if it can.
+    """Why JIT-compiled code for float32 cannot be used on this machine; None if it can.
 
     >>> from regard.core.paths import decode
     >>> reason = decode.missing()
     >>> reason is None or isinstance(reason, str)
     True
     """
-    if (reason := cpu.missing()) is not None:
-        return reason
-    return probe.off(torch.ops.regard.decode) if cpu.LANES == 4 else None
+    return cpu.missing() or probe.off(torch.float32)
 
 
 def _derived(call: Call) -> str | None:
@@ -119,7 +119,7 @@ _LIBRARY.define(
 _LIBRARY.define(f"decode_part(Tensor q, Tensor k, Tensor v, float scale, int? after, {_SCALES}) -> (Tensor, Tensor)")
 
 
-def _decode(
+def compute(
     q: Tensor, k: Tensor, v: Tensor, scale: float, spans: Tensor | None, before: int | None, after: int | None,
     k_scales: Tensor | None = None, v_scales: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
@@ -128,14 +128,45 @@ def _decode(
     if it sees none.
 
     int8 keys and values have scales, (B, G, S, 1) in float32: a token's numbers are k[…, s, :] · k_scales[…, s, :]."""
-    return _attention(q, k, v, k_scales, v_scales, scale, _spans(len(q), spans), before, after, q.dtype)
+    _check(q, k, v)
+    return _attention(q, k, v, k_scales, v_scales, scale, _spans(len(q), k.shape[2], spans), before, after, q.dtype)
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise ValueError for sizes that would make the code read beyond its tensors. Attention checks its own calls, and
+    bypasses the operators where every microsecond counts."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.ndim != 4 or 0 in tensor.shape or not tensor.is_cpu:
+            raise ValueError(
+                f"{name}: expected a CPU tensor of 4 dimensions, none of them 0, got {tuple(tensor.shape)} on "
+                f"{tensor.device}"
+            )
+    if q.dtype not in DTYPES:
+        raise ValueError(f"q: expected float32, bfloat16 or float16, got {q.dtype}")
+    if k.shape[0] != q.shape[0] or k.shape[3] != q.shape[3] or q.shape[1] % k.shape[1]:
+        raise ValueError(
+            f"k: expected the batch and head dimension of q {tuple(q.shape)}, and a number of heads that divides its, "
+            f"got {tuple(k.shape)}"
+        )
+    if v.shape[:3] != k.shape[:3]:
+        raise ValueError(f"v: expected the batch, heads and length of k, {tuple(k.shape[:3])}, got {tuple(v.shape)}")
+    if max(q.shape[3], v.shape[3]) > LONGEST:
+        raise ValueError(f"v: expected head dimensions of at most {LONGEST}, got {q.shape[3], v.shape[3]}")
+
+
+def _checked_part(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, after: int | None,
+    k_scales: Tensor | None = None, v_scales: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    _check(q, k, v)
+    return _decode_part(q, k, v, scale, after, k_scales, v_scales)
 
 
 def _decode_part(
     q: Tensor, k: Tensor, v: Tensor, scale: float, after: int | None,
     k_scales: Tensor | None = None, v_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The same without spans, and its log-sum-exp (B, H, T), both in float32."""
+    """The same as `compute` without spans, and its log-sum-exp (B, H, T), both in float32."""
     tops = torch.empty(2, *q.shape[:3], dtype=torch.float32, device="cpu")
     out = _attention(q, k, v, k_scales, v_scales, scale, None, None, after, torch.float32, tops)
     return out, (tops[1].log2() + tops[0]) * log(2)
@@ -143,8 +174,8 @@ def _decode_part(
 
 def part(call: Call) -> tuple[Tensor, Tensor]:
     """Attention to a part of the keys, without padding or a window, and its log-sum-exp, both in float32."""
-    compute = _decode_part if direct(call.q, call.k, call.v) else torch.ops.regard.decode_part
-    return compute(call.q, call.k, call.v, sdpa.scale(call), call.structure.after, *(call.scales or (None, None)))
+    attend_part = _decode_part if direct(call.q, call.k, call.v) else torch.ops.regard.decode_part
+    return attend_part(call.q, call.k, call.v, sdpa.scale(call), call.structure.after, *(call.scales or (None, None)))
 
 
 def _attention(
@@ -247,13 +278,15 @@ def _program(
     return ctypes.CFUNCTYPE(None, ctypes.c_char_p)(code), -(-rows // chunk), chunk, size, ROOM
 
 
-def _spans(batch: int, spans: Tensor | None) -> list[Span] | None:
+def _spans(batch: int, keys: int, spans: Tensor | None) -> list[Span] | None:
     """The keys that each batch row may see; None: all."""
     if spans is None:
         return None
-    if len(spans) != batch:
-        raise ValueError(f"spans: expected one for each of {batch} batch rows, got {len(spans)}")
-    return [(low, high) for low, high in spans.tolist()]
+    if spans.shape != (batch, 2) or spans.dtype.is_floating_point or spans.dtype == torch.bool:
+        raise ValueError(
+            f"spans: expected two whole numbers for each of {batch} batch rows, got {spans.dtype} {tuple(spans.shape)}"
+        )
+    return [(max(low, 0), min(high, keys)) for low, high in spans.tolist()]
 
 
 def _shape(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
@@ -284,8 +317,7 @@ def _flops(
     """FLOPs of the visible pairs."""
     batch, heads, queries, qk_length = q.shape
     keys, pairs = k.shape[2], 0
-    for low, high in _spans(batch, spans) or [(0, keys)] * batch:
-        low, high = max(low, 0), min(high, keys)
+    for low, high in _spans(batch, keys, spans) or [(0, keys)] * batch:
         for position in range(keys - queries, keys):
             first = low if before is None else max(low, position - before)
             pairs += max(0, (high if after is None else min(high, position + after + 1)) - first)
@@ -296,11 +328,11 @@ def _part_flops(q: Tensor, k: Tensor, v: Tensor, scale: float, after: int | None
     return _flops(q, k, v, scale, None, None, after)
 
 
-for _name, _compute, _fake, _count in (
-    ("decode", _decode, _shape, _flops),
-    ("decode_part", _decode_part, _part_shapes, _part_flops),
+for _name, _run, _fake, _count in (
+    ("decode", compute, _shape, _flops),
+    ("decode_part", _checked_part, _part_shapes, _part_flops),
 ):
-    _LIBRARY.impl(_name, _compute, "CPU")
+    _LIBRARY.impl(_name, _run, "CPU")
     _LIBRARY.impl(_name, _underived(getattr(torch.ops.regard, _name).default), "Autograd")
     torch.library.register_fake(f"regard::{_name}", _fake)
     register_flop_formula(getattr(torch.ops.regard, _name), get_raw=True)(_count)
