@@ -7,6 +7,7 @@ import regard as rg
 from regard.core.mechanisms import REGISTRY
 from regard.core.tensors import weighs_tokens
 from regard.inference.interventions.change import ACTIVE
+from regard.inference.trace import Trace
 
 transformers = pytest.importorskip("transformers")
 
@@ -199,6 +200,56 @@ def test_a_mean_is_one_vector_for_every_token(builder):
     assert torch.equal(run(model, ids), before)
 
 
+@pytest.mark.parametrize("builder", builders().values(), ids=builders())
+def test_the_mean_of_a_trace_shows_no_token_what_comes_after_it(builder):
+    model, ids = builder(), tokens(1)
+    with rg.trace(model) as recorded:
+        run(model, tokens(3))
+    later = ids.clone()
+    later[0, -1] = (later[0, -1] + 1) % 40
+    with rg.intervene(model, layers=[0], mean=recorded):
+        whole, other = run(model, ids), run(model, later)
+    if builder is not bert:
+        assert torch.equal(whole[:, :-1], other[:, :-1])
+    with rg.trace(model) as again, rg.intervene(model, layers=[0], mean=recorded):
+        run(model, ids)
+    layer = recorded.layers[0]
+    values = layer.values.repeat_interleave(4 // layer.values.shape[1], 1)
+    outputs = (layer.weights @ values).mean((0, 2))
+    assert outputs.shape == (4, values.shape[3])
+    assert len(again.layers) == 3
+
+
+def test_the_mean_of_a_trace_also_serves_token_by_token_and_that_of_a_pass_does_not():
+    model, ids = decoder(), tokens()
+    with rg.trace(model) as recorded:
+        model(tokens(3))
+    with rg.intervene(model, layers=[1], mean=recorded):
+        whole = model(ids)
+        first, state = model.extend(ids[:, :4], model.start(batch=2))
+        rest, _ = model.extend(ids[:, 4:], state)
+    torch.testing.assert_close(torch.cat([first, rest], 1), whole, atol=2e-5, rtol=1e-4)
+    _, state = model.extend(ids[:, :4], model.start(batch=2))
+    with (
+        pytest.raises(ValueError, match="mean: expected whole passes, or mean=trace"),
+        rg.intervene(model, layers=[1], mean=True),
+    ):
+        model.extend(ids[:, 4:], state)
+
+
+@pytest.mark.parametrize("mechanism", ["retention", "gated", "delta"])
+def test_what_is_always_causal_serves_decoders_and_is_refused_elsewhere(mechanism):
+    model, ids = gpt2(), tokens()
+    with rg.intervene(model, mechanism=mechanism):
+        assert run(model, ids).isfinite().all()
+    for encoder in (
+        bert(),
+        rg.Encoder(rg.EncoderConfig(vocabulary_size=40, embedding_dim=16, num_layers=1, num_heads=2)),
+    ):
+        with pytest.raises(ValueError, match="causal"), rg.intervene(encoder, mechanism=mechanism):
+            encoder(ids)
+
+
 def test_a_mean_leaves_padding_out():
     layer, x = rg.MultiHeadAttention(16, 4).eval(), torch.randn(2, 6, 16)
     mask = rg.padding([6, 3])
@@ -255,6 +306,10 @@ def test_a_bias_by_position_goes_with_softmax_and_refuses_what_takes_none():
     ("options", "message"),
     [
         ({}, "expected silence, mean, hide, beta, mechanism, weights or values, got none"),
+        ({"silence": [2]}, "silence: expected True or False"),
+        ({"silence": True, "mean": True}, "mean: expected it without silence"),
+        ({"weights": Trace(), "beta": 2.0}, "weights: expected no beta and no mechanism"),
+        ({"hide": [99]}, "hide: expected positions of the 7 keys, got 99"),
         ({"beta": -1.0}, "beta: expected a number from 0 to inf"),
         ({"mechanism": "quadradic"}, "mechanism: expected one of"),
         ({"weights": torch.zeros(1)}, "weights: expected a trace, got Tensor"),
@@ -333,6 +388,7 @@ def test_effects_stop_when_they_are_watched_so():
         ((), {}, "inputs: expected what the model takes"),
         ((torch.zeros(2, 3, dtype=torch.long),), {}, "inputs: expected one sequence"),
         (("a text",), {}, "inputs: expected tensors for a model without a tokenizer"),
+        (("a text", "another"), {}, "inputs: expected one text, got 2 texts"),
         ((torch.zeros(1, 3, dtype=torch.long),), {"batch_size": 0}, "batch_size: expected"),
     ],
 )

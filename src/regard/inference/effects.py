@@ -29,6 +29,8 @@ class HeadEffect:
 
     layer: int
     head: int
+    kind: str
+    """"self" or "cross"."""
     distance: float
     """How far the output moves: the norm of the difference over that of the output."""
     divergence: float | None
@@ -87,6 +89,7 @@ class Effects:
             row: dict[str, object] = {
                 "layer": effect.layer,
                 "head": effect.head,
+                "kind": effect.kind,
                 "distance": f"{effect.distance:.3g}",
             }
             if effect.divergence is not None:
@@ -140,6 +143,12 @@ def effects(
         raise ValueError("inputs: expected what the model takes for one sequence, got nothing")
     if type(batch_size) is not int or batch_size < 1:
         raise ValueError(f"batch_size: expected a whole number of at least 1, got {batch_size!r}")
+    texts = sum(isinstance(value, str) for value in inputs)
+    wanted = 2 if isinstance(model, GenerativeModel) and model.reads_source else 1
+    if texts not in (0, wanted):
+        raise ValueError(
+            f"inputs: expected {'a source and a target' if wanted == 2 else 'one text'}, got {texts} texts"
+        )
     tensors = [_tokens(model, value) if isinstance(value, str) else value for value in inputs]
     if any(isinstance(value, Tensor) and value.shape[:1] != (1,) for value in (*tensors, *options.values())):
         raise ValueError("inputs: expected one sequence, tensors whose first size is 1, got more")
@@ -164,20 +173,21 @@ def _measure(
         result = model(*inputs, **options)
     output, logits = _read(model, result, predict)
     before = None if logits is None else logits.float().log_softmax(-1)
-    places = [(layer.index, head, len(layer.heads)) for layer in traced.layers for head in layer.heads]
+    places = [(layer, head) for layer in traced.layers for head in layer.heads]
     measured: list[HeadEffect] = []
     watch(0, len(places))
     for start in range(0, len(places), batch_size):
         group = places[start : start + batch_size]
         changes: dict[int, Tensor] = {}
-        for row, (layer, head, heads) in enumerate(group):
-            silenced = changes.setdefault(layer, torch.zeros(len(group), heads, dtype=torch.bool))
+        for row, (layer, head) in enumerate(group):
+            nothing = torch.zeros(len(group), len(layer.heads), dtype=torch.bool)
+            silenced = changes.setdefault(layer.index, nothing)
             silenced[row, head] = True
-        with applied(model, *(Change(layers=frozenset({layer}), silence=rows) for layer, rows in changes.items())):
+        with applied(model, *(Change(layers=frozenset({number}), silence=rows) for number, rows in changes.items())):
             repeated = dict(zip(options, _repeated(options.values(), len(group)), strict=True))
             result = model(*_repeated(inputs, len(group)), **repeated)
         outputs, logits = _read(model, result, predict)
-        for row, (layer, head, _) in enumerate(group):
+        for row, (layer, head) in enumerate(group):
             distance = (outputs[row].float() - output[0].float()).norm() / output[0].float().norm().clamp_min(1e-30)
             divergence: float | None = None
             top: tuple[tuple[str, float], ...] = ()
@@ -186,7 +196,14 @@ def _measure(
                 divergence = float((before[0].exp() * (before[0] - after)).sum(-1).mean())
                 top = _top(model, after)
             measured.append(
-                HeadEffect(layer=layer, head=head, distance=float(distance), divergence=divergence, top=top)
+                HeadEffect(
+                    layer=layer.index,
+                    head=head,
+                    kind=layer.kind,
+                    distance=float(distance),
+                    divergence=divergence,
+                    top=top,
+                )
             )
         watch(len(measured), len(places))
     return Effects(

@@ -4,8 +4,8 @@
         logits = model(tokens)
 
 Works on our models, whatever their mechanism, and on Hugging Face models, in whole passes and while generating. Heads
-that were not chosen are computed as without it, bit for bit. A trace inside shows the changed weights; its queries,
-keys and scores are the model's. Contexts nest: changes of the same head add up.
+of the same layer that were not chosen are computed as without it, bit for bit. A trace inside shows the changed
+weights; its queries, keys and scores are the model's. Contexts nest: changes of the same head add up.
 """
 
 import math
@@ -34,7 +34,7 @@ def intervene(
     layers: Sequence[int] | None = None,
     heads: Sequence[int] | None = None,
     silence: bool = False,
-    mean: bool = False,
+    mean: bool | Trace = False,
     hide: Sequence[int] = (),
     beta: float | None = None,
     mechanism: Mechanism | str | None = None,
@@ -46,11 +46,14 @@ def intervene(
     `layers` are numbered as in `trace`. What can be changed:
 
     - `silence`: the heads' outputs are 0;
-    - `mean`: each is its mean over all tokens of the pass, padding apart;
+    - `mean`: the mean of a head's outputs instead of them, over all tokens of the pass, padding apart, or over those
+      of a trace (`mean=trace`), which also serves token by token and shows no token what comes after it;
     - `hide`: keys at these positions are hidden; negative ones count from the end of each pass;
     - `beta`: another inverse temperature, from 0 (all visible keys alike) to inf (the best key alone);
     - `mechanism`: another mechanism, or the name of one;
     - `weights`, `values`: those of a trace of the same sizes, made with another input or another model.
+
+    Contexts nest. Changes of the same head add up; where two replace the same thing, the inner one counts.
 
     >>> import regard as rg, torch
     >>> layer = rg.MultiHeadAttention(16, 4)
@@ -60,11 +63,17 @@ def intervene(
     >>> torch.equal(y, layer(x)), trace.layers[0].weights.shape
     (False, torch.Size([1, 4, 6, 6]))
     """
+    if not isinstance(silence, bool):
+        raise ValueError(f"silence: expected True or False; heads=[…] chooses, got {silence!r}")
+    if weights is not None and (beta is not None or mechanism is not None):
+        raise ValueError("weights: expected no beta and no mechanism beside them, which they replace, got both")
+    if silence and mean:
+        raise ValueError("mean: expected it without silence, got both")
     change = Change(
         layers=None if layers is None else frozenset(chosen_numbers("layers", layers, 0)),
         heads=None if heads is None else chosen_numbers("heads", heads),
         silence=silence,
-        mean=mean,
+        mean=mean if isinstance(mean, bool) else _trace("mean", mean) or False,
         hide=chosen_numbers("hide", hide) if hide else (),
         beta=_beta(beta),
         mechanism=None if mechanism is None else as_mechanism(mechanism),

@@ -318,7 +318,7 @@ class Encoder(TextModel):
 
     def _has(self, head: str) -> None:
         if not getattr(self.config, head):
-            raise ValueError(f"model: expected one with {head} in its config, got {self.config}")
+            raise ValueError(f"model: expected one with {head} in its config, got one without")
 
 
 class _Words(nn.Module):

@@ -29,7 +29,8 @@ class Change:
     heads: tuple[int, ...] | None = None
     silence: bool | Bool[Tensor, "B H"] = False
     """All chosen heads, or which head of which sequence."""
-    mean: bool = False
+    mean: "bool | Trace" = False
+    """Over the tokens of the pass, or of a trace."""
     hide: tuple[int, ...] = ()
     """Positions of keys, negative ones from the end."""
     beta: float | None = None
@@ -60,7 +61,7 @@ class Changed:
     mechanism: Mechanism | None = None
     weights: Float[Tensor, "B h T S"] | None = None
     values: Float[Tensor, "B G S V"] | None = None
-    mean: bool = False
+    mean: bool | Float[Tensor, "1 h 1 V"] = False
     silence: bool | Bool[Tensor, "B h"] = False
 
     @property
@@ -116,8 +117,10 @@ def _together(heads: tuple[int, ...], changes: list[tuple[int, Change]], sizes: 
             total = replace(total, weights=_patched_weights(change.weights.layers[layer], heads, sizes))
         if change.values is not None:
             total = replace(total, values=_patched_values(change.values.layers[layer], sizes))
-        if change.mean:
-            total = replace(total, mean=True)
+        if isinstance(change.mean, bool):
+            total = replace(total, mean=total.mean if change.mean is False else True)
+        else:
+            total = replace(total, mean=_recorded_mean(change.mean.layers[layer], heads))
         if isinstance(change.silence, Tensor):
             total = replace(total, silence=change.silence[:, list(heads)])
         elif change.silence:
@@ -147,6 +150,18 @@ def _patched_values(layer: "TracedLayer", sizes: Sizes) -> Tensor:
     return _fitting("values", values, (sizes.batch, values.shape[1], sizes.keys, values.shape[3]), layer.index)
 
 
+def _recorded_mean(layer: "TracedLayer", heads: tuple[int, ...]) -> Float[Tensor, "1 h 1 V"]:
+    """The mean output of heads over the real tokens of a trace."""
+    weights, values = layer.need("weights"), layer.need("values")
+    if missing := [head for head in heads if head not in layer.heads]:
+        raise ValueError(f"mean: expected a trace of heads {list(heads)}, got one without {missing[0]}")
+    out = weights @ values.repeat_interleave(weights.shape[1] // values.shape[1], 1)
+    real = None
+    if layer.kind == "self" and layer.real is not None:
+        real = layer.real[:, list(layer.rows)]
+    return _mean(out[:, [layer.heads.index(head) for head in heads]], real)
+
+
 def _fitting(name: str, tensor: Tensor, expected: tuple[int, ...], layer: int) -> Tensor:
     if tensor.shape[0] == 1:
         tensor = tensor.expand(expected[0], *tensor.shape[1:])
@@ -162,6 +177,8 @@ class Run:
     out: Float[Tensor, "B H T V"]
     real: Bool[Tensor, "B T"] | None
     """Which queries are no padding; None if all."""
+    step: bool
+    """Whether these are new tokens after others, whose outputs are gone."""
     compute: Callable[[Changed], Float[Tensor, "B H T V"]]
     """The output of all heads with the changes that need attention again."""
 
@@ -172,7 +189,11 @@ def changed_output(run: Run, parts: list[Changed]) -> Float[Tensor, "B H T V"]:
     for part in parts:
         heads = list(part.heads)
         new = run.compute(part)[:, heads] if part.recomputes else run.out[:, heads]
-        if part.mean:
+        if isinstance(part.mean, Tensor):
+            new = part.mean.to(new).expand_as(new)
+        elif part.mean:
+            if run.step:
+                raise ValueError("mean: expected whole passes, or mean=trace for token-by-token ones, got a step")
             new = _mean(new, run.real).expand_as(new)
         if isinstance(part.silence, Tensor):
             # A picture's windows stand on the batch axis, those of an image together.
@@ -182,6 +203,13 @@ def changed_output(run: Run, parts: list[Changed]) -> Float[Tensor, "B H T V"]:
             new = torch.zeros_like(new)
         out = out.index_copy(1, torch.tensor(heads, device=out.device), new.to(out.dtype))
     return out
+
+
+def always_causal(mechanism: Mechanism) -> ValueError:
+    """The error for a mechanism that only decoders can have."""
+    return ValueError(
+        f"mechanism: expected one for tokens that see each other both ways, got {mechanism!r}, which is always causal"
+    )
 
 
 def _mean(out: Tensor, real: Tensor | None) -> Tensor:
@@ -201,6 +229,8 @@ class Place:
 
     def __init__(self, changes: Iterable[Change]) -> None:
         self.changes, self.numbers, self.seen = tuple(changes), dict[nn.Module, int](), set[int]()
+        self.keys = 0
+        """Of the longest changed run."""
 
     def enter(self, module: nn.Module, number: int) -> None:
         """A module begins a run of this number."""
@@ -212,10 +242,16 @@ class Place:
         chosen = {layer for change in self.changes for layer in change.layers or ()}
         if self.seen and (missing := sorted(chosen - self.seen)):
             raise ValueError(f"layers: expected some of those that ran, 0 to {max(self.seen)}, got {missing}")
+        places = [place for change in self.changes for place in change.hide]
+        if self.keys and (absent := [place for place in places if not -self.keys <= place < self.keys]):
+            raise ValueError(f"hide: expected positions of the {self.keys} keys, got {absent[0]}")
 
 
 def changes_of(module: nn.Module, sizes: Sizes) -> list[Changed]:
     """What is changed of the run that a module is in."""
+    for place in ACTIVE.get(module, ()):
+        if any(change.applies(place.numbers.get(module, -1)) for change in place.changes):
+            place.keys = max(place.keys, sizes.keys)
     current = [
         (place.numbers[module], change)
         for place in ACTIVE.get(module, ())

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from regard.core.attention import attend, weights
 from regard.core.families.mechanism import Mechanism
-from regard.core.masks import dense
+from regard.core.masks import Mask, causal, dense
 from regard.core.mechanisms import Softmax
-from regard.inference.interventions.change import Changed, Run, changed_output
+from regard.inference.interventions.change import Changed, Run, always_causal, changed_output
 
 
 def visible_pairs(mask: Any, keys: int) -> Tensor | None:
@@ -21,6 +21,13 @@ def visible_pairs(mask: Any, keys: int) -> Tensor | None:
     seen = mask[(None,) * (4 - mask.ndim)][..., :keys]
     seen = seen if seen.dtype == torch.bool else seen > torch.finfo(seen.dtype).min / 2
     return seen.expand(*seen.shape[:3], keys)
+
+
+def _rule(seen: Tensor) -> Mask:
+    """A mask by its table; `causal` if it is no more than that, which every mechanism of decoders takes."""
+    queries, keys = seen.shape[2:]
+    triangle = torch.ones(queries, keys, dtype=torch.bool, device=seen.device).tril(keys - queries)
+    return causal if bool((seen == triangle).all()) else dense(seen)
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +46,8 @@ class EagerCall:
     def changed(self, out: Tensor, weighed: Any, parts: list[Changed]) -> tuple[Tensor, Any]:
         """The output (B, T, H, V) and the weights with all changes."""
         again = {id(part): self.again(part) for part in parts if part.recomputes}
-        run = Run(out=out.transpose(1, 2), real=None, compute=lambda part: again[id(part)][0])
+        step = self.q.shape[2] == 1 < self.k.shape[2]
+        run = Run(out=out.transpose(1, 2), real=None, step=step, compute=lambda part: again[id(part)][0])
         for part in parts:
             if part.weighs and isinstance(weighed, Tensor):
                 heads = torch.tensor(part.heads, device=weighed.device)
@@ -83,7 +91,9 @@ class EagerCall:
             )
         mechanism: Mechanism = Softmax(beta=part.beta) if part.mechanism is None else part.mechanism
         seen = visible_pairs(mask, self.k.shape[2])
-        rule = None if seen is None else dense(seen.expand(-1, -1, self.q.shape[2], -1))
+        rule = None if seen is None else _rule(seen.expand(-1, -1, self.q.shape[2], -1))
+        if mechanism.ordered and rule is not causal and self.q.shape[2] > 1:
+            raise always_causal(mechanism)
         return (
             attend(self.q, self.k, values, mechanism, rule).to(self.q.dtype),
             weights(self.q, self.k, mechanism, rule),

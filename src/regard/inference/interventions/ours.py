@@ -13,7 +13,7 @@ from regard.core.families.mechanism import Mechanism
 from regard.core.masks import Mask, padding
 from regard.core.masks.structure import structure_of
 from regard.inference.calls import Histories, WholeCall
-from regard.inference.interventions.change import Changed, Run, changed_output, changes_of, sizes_of
+from regard.inference.interventions.change import Changed, Run, always_causal, changed_output, changes_of, sizes_of
 from regard.models.layers.attention import Attend
 
 
@@ -40,6 +40,10 @@ def changed_call(call: WholeCall, part: Changed) -> tuple[Mechanism, Mask | None
         rule = padding(valid=valid) if rule is None else rule & padding(valid=valid)
     if call.bias is not None and refusal(mechanism, bias=True) is not None:
         raise ValueError(f"mechanism: expected one that takes the layer's bias, got {mechanism!r}")
+    if mechanism.ordered and not call.mechanism.ordered:
+        structure = structure_of(call.rule, call.q.shape[2], call.k.shape[2])
+        if call.q.shape[2] > 1 and not (call.kind == "self" and structure.causal):
+            raise always_causal(mechanism)
     return mechanism, ordered(mechanism, rule), call.bias
 
 
@@ -100,5 +104,6 @@ class Adapter:
             tokens, keys = call.q.shape[2], call.k.shape[2]
             valid = structure_of(call.rule, tokens, keys).valid(keys, call.q.device)
             real = None if valid is None else valid[:, keys - tokens :].expand(call.q.shape[0], tokens)
-        run = Run(out=out, real=real, compute=lambda part: output(call, part))
+        step = call.kind == "self" and call.q.shape[2] < call.k.shape[2]
+        run = Run(out=out, real=real, step=step, compute=lambda part: output(call, part))
         return changed_output(run, parts), state
