@@ -34,6 +34,17 @@ def band() -> None:
     derived("band", 130, 70, 128, 128, rg.causal)
 
 
+def band_with_nan() -> None:
+    """Keys and values that are not finite: tiles are computed again, with their gradients."""
+    for size in (64, 128):
+        q, k, v = tokens(4, 200, size), tokens(2, 200, size), tokens(2, 200, size)
+        k[0, :, 150], v[1, :, 120] = torch.nan, torch.inf
+        leaves = [t.requires_grad_() for t in (q, k, v)]
+        out = rg.attend(*leaves, mask=rg.causal & rg.window(before=70), path="band")
+        grads = torch.autograd.grad(out[:, :, :100].float().sum(), leaves)
+        assert all(grad.isfinite().all() for grad in grads)
+
+
 def packed() -> None:
     derived("band", 130, 130, 64, 64, rg.causal & rg.segments(torch.arange(130)[None] // 41))
 
@@ -109,6 +120,7 @@ def fused(mechanism: rg.Mechanism) -> None:
 
 KERNELS = {
     "band": band,
+    "band_with_nan": band_with_nan,
     "packed": packed,
     "split": split,
     "mend": mend,

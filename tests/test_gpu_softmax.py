@@ -171,7 +171,7 @@ def test_a_cache_is_extended_without_waiting_for_the_gpu(storage, padded):
 
 REPEATED = {
     "band": (rg.Softmax(), rg.causal, 16, 16, 512, 512),
-    "cudnn": (rg.Softmax(), rg.causal, 16, 16, 2048, 2048),
+    "cudnn": (rg.Softmax(), rg.causal, 16, 16, 4096, 4096),
     "split": (rg.Softmax(), None, 16, 4, 1, 3000),
     "quadratic, one chunk": (rg.Quadratic(), rg.causal, 16, 16, 512, 512),
     "quadratic": (rg.Quadratic(), rg.causal, 16, 4, 3000, 3000),

@@ -12,7 +12,7 @@ import torch
 import regard as rg
 from regard.core.calls import repeats
 from regard.core.calls.call import Call
-from regard.core.kernels import band_attention, decode_attention
+from regard.core.kernels import band_attention, decode_attention, launch
 from regard.core.laws.case import within_budget
 from regard.core.paths import band, cudnn, split
 from regard.core.states.buffer import quantize
@@ -308,6 +308,35 @@ def test_calls_that_differ_are_chosen_each(chosen, monkeypatch):
     for rows in (1, 2, 3):
         rg.attend(q[:, :, :, :rows].contiguous(), k[:, :, :, :rows].contiguous(), v)
     assert 0 < len(repeats._kept_runs) <= 2
+
+
+def test_a_chain_launches_again_with_the_pointers_of_new_tensors(monkeypatch):
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
+    constant, calls = torch.zeros(4), []
+
+    def compiled(name):
+        return lambda *arguments: calls.append((name, arguments)), ("head",), (8,)
+
+    def run(q, k, number):
+        out, between = torch.empty_like(q), torch.empty(100)
+        first, second = (q, k, None, constant, between), (between, between[32:], out)
+        launch._recording.launches += [
+            (compiled("first"), (1, 2, 3), first, (number, 5)),
+            (compiled("second"), (4, 1, 1), second, ()),
+        ]
+        return out
+
+    chain = launch.Chain(run, constant)
+    chain(torch.zeros(3), torch.zeros(5), number=1)
+    q, k = torch.zeros(3), torch.zeros(5)
+    out = chain(q, k, number=9)
+    (_, first), (_, second) = calls
+    between = first[9]
+    pointers = q.data_ptr(), k.data_ptr(), None, constant.data_ptr(), between
+    assert first == (1, 2, 3, 7, "head", *pointers, 9, 5, 8)
+    assert second == (4, 1, 1, 7, "head", between, between + 128, out.data_ptr(), 8)
+    assert out.shape == q.shape
 
 
 def test_explain_says_why_not():

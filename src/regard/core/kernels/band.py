@@ -16,10 +16,12 @@ from regard.core.kernels.common import bad_rows, product, rows_of
 @triton.jit
 def visible(position, place, low, high, before, after, BEFORE: tl.constexpr, AFTER: tl.constexpr, WITHIN: tl.constexpr):
     """Which queries at `position` see which keys at `place`; one of them is a column, the other a row. WITHIN says that
-    all keys are within [low, high), or hidden by the band."""
-    if WITHIN and AFTER and not BEFORE:
+    keys beyond [low, high) are hidden by the band, or need not be hidden."""
+    if WITHIN and BEFORE and AFTER:
+        seen = (place >= position - before) & (place <= position + after)
+    elif WITHIN and AFTER:
         seen = place <= position + after
-    elif WITHIN and BEFORE and not AFTER:
+    elif WITHIN and BEFORE:
         seen = place >= position - before
     else:
         seen = (place >= low) & (place < high)
@@ -31,17 +33,31 @@ def visible(position, place, low, high, before, after, BEFORE: tl.constexpr, AFT
 
 
 @triton.jit
-def keys_of(base, row_stride, place, low, high, column, WIDTH: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr):
-    """The keys or values at `place`, 0 beyond [low, high); where all are within, without a mask."""
-    if MASKED:
-        tile = rows_of(base, row_stride, place, (place >= low) & (place < high), column, WIDTH, WIDTH == BLOCK)
+def tile_of(
+    base, row_stride, start, end, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr
+):
+    """ROWS rows of a matrix from row `start` on, 0 from row `end` on; without a mask if all rows are before `end`.
+
+    What differs from tile to tile is a single pointer, the same for all threads: pointers per row take registers.
+    """
+    row, column = tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    place = base + tl.cast(start, tl.int64) * row_stride + (row.to(tl.int64)[:, None] * row_stride + column[None, :])
+    if MASKED and WIDTH == BLOCK:
+        tile = tl.load(place, mask=(row < end - start)[:, None], other=0.0)
+    elif MASKED:
+        tile = tl.load(place, mask=(row < end - start)[:, None] & (column < WIDTH)[None, :], other=0.0)
     elif WIDTH == BLOCK:
-        tile = tl.load(base + place.to(tl.int64)[:, None] * row_stride + column[None, :])
+        tile = tl.load(place)
     else:
-        tile = tl.load(
-            base + place.to(tl.int64)[:, None] * row_stride + column[None, :], mask=(column < WIDTH)[None, :], other=0.0
-        )
+        tile = tl.load(place, mask=(column < WIDTH)[None, :], other=0.0)
     return tile
+
+
+@triton.jit
+def numbers_of(base, start, end, ROWS: tl.constexpr, OTHER: tl.constexpr):
+    """A number per row, for ROWS rows from `start` on; OTHER from `end` on."""
+    row = tl.arange(0, ROWS)
+    return tl.load(base + start + row, mask=row < end - start, other=OTHER)
 
 
 @triton.jit
@@ -65,10 +81,9 @@ def attend_step(
     AFTER: tl.constexpr, WITHIN: tl.constexpr, MASKED: tl.constexpr, CLEAN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One step of keys for a tile of queries."""
-    c, v = tl.arange(0, CB), tl.arange(0, VB)
     place = start + tl.arange(0, STEP)
-    k = keys_of(k_base, k_row, place, low, high, c, C, CB, MASKED)
-    values = keys_of(v_base, v_row, place, low, high, v, V, VB, MASKED)
+    k = tile_of(k_base, k_row, start, high, STEP, C, CB, MASKED)
+    values = tile_of(v_base, v_row, start, high, STEP, V, VB, MASKED)
     if CLEAN:
         bad = bad_rows(k, values)
         k = tl.where(bad[:, None], tl.zeros_like(k), k)
@@ -231,15 +246,15 @@ def spoiled_heads(base, o_head, o_row, group, shared, queries, V: tl.constexpr, 
 
 @triton.jit
 def queries_step(
-    grads, q, g, lse, delta, start, k_base, v_base, k_row, v_row, position, low, high, before, after, factor,
+    grads, q, g, lse, delta, start, begin, end, k_base, v_base, k_row, v_row, position, low, high, before, after,
+    factor,
     C: tl.constexpr, V: tl.constexpr, CB: tl.constexpr, VB: tl.constexpr, STEP: tl.constexpr, BEFORE: tl.constexpr,
-    AFTER: tl.constexpr, WITHIN: tl.constexpr, MASKED: tl.constexpr, CLEAN: tl.constexpr, PRECISION: tl.constexpr,
+    AFTER: tl.constexpr, WITHIN: tl.constexpr, CLEAN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What one step of keys adds to the gradients of a tile of queries."""
-    c, v = tl.arange(0, CB), tl.arange(0, VB)
     place = start + tl.arange(0, STEP)
-    k = keys_of(k_base, k_row, place, low, high, c, C, CB, MASKED)
-    values = keys_of(v_base, v_row, place, low, high, v, V, VB, MASKED)
+    k = tile_of(k_base, k_row, start, high, STEP, C, CB, True)
+    values = tile_of(v_base, v_row, start, high, STEP, V, VB, True)
     if CLEAN:
         bad = bad_rows(k, values)
         k = tl.where(bad[:, None], tl.zeros_like(k), k)
@@ -247,7 +262,7 @@ def queries_step(
     weights = tl.exp2(tl.dot(q, tl.trans(k), input_precision=PRECISION) * factor - lse[:, None])
     reached = tl.dot(g, tl.trans(values), input_precision=PRECISION) - delta[:, None]
     slopes = weights * reached
-    if MASKED:
+    if (start < begin) | (start >= end):
         seen = visible(position[:, None], place[None, :], low, high, before, after, BEFORE, AFTER, WITHIN)
         slopes = tl.where(seen, slopes, 0.0)
     return product(slopes.to(k.dtype), k, grads, PRECISION)
@@ -260,8 +275,8 @@ def band_queries_kernel(
     g_batch, g_head, g_row, dq_batch, dq_head, dq_row,
     queries, keys, heads, groups, before, after, factor, sequences, scale,
     C: tl.constexpr, V: tl.constexpr, CB: tl.constexpr, VB: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
-    BOUNDED: tl.constexpr, BEFORE: tl.constexpr, AFTER: tl.constexpr, NARROW: tl.constexpr, SIMPLE: tl.constexpr,
-    PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    BOUNDED: tl.constexpr, BEFORE: tl.constexpr, AFTER: tl.constexpr, PACKED: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The gradients of a tile of queries, and their delta = sum of gradient · output, which those of the keys need."""
     tile, line = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
@@ -292,29 +307,18 @@ def band_queries_kernel(
     k_base = K + batch * k_batch + group * k_head + origin * k_row
     v_base = VALUES + batch * v_batch + group * v_head + origin * v_row
     grads = tl.zeros([ROWS, CB], tl.float32)
-    if BEFORE:
-        for start in range(lowest, tl.minimum(begin, highest), STEP):
-            grads = queries_step(
-                grads, q, g, lse, delta, start, k_base, v_base, k_row, v_row, position, lowest, highest,
-                before, after, factor, C, V, CB, VB, STEP, BEFORE, AFTER and NARROW, not NARROW, True, False, PRECISION,
-            )  # fmt: skip
-    for start in range(begin, end, STEP):
+    for start in range(lowest, highest, STEP):
         grads = queries_step(
-            grads, q, g, lse, delta, start, k_base, v_base, k_row, v_row, position, lowest, highest,
-            before, after, factor, C, V, CB, VB, STEP, BEFORE, AFTER, False, False, False, PRECISION,
-        )  # fmt: skip
-    for start in range(end, highest, STEP):
-        grads = queries_step(
-            grads, q, g, lse, delta, start, k_base, v_base, k_row, v_row, position, lowest, highest,
-            before, after, factor, C, V, CB, VB, STEP, False, AFTER, SIMPLE, True, False, PRECISION,
+            grads, q, g, lse, delta, start, begin, end, k_base, v_base, k_row, v_row, position, lowest, highest,
+            before, after, factor, C, V, CB, VB, STEP, BEFORE, AFTER, not BOUNDED, False, PRECISION,
         )  # fmt: skip
     bad = tl.sum(tl.sum((grads - grads != 0).to(tl.int32), 1), 0)
     if bad > 0:
         grads = tl.zeros([ROWS, CB], tl.float32)
         for start in range(lowest, highest, STEP):
             grads = queries_step(
-                grads, q, g, lse, delta, start, k_base, v_base, k_row, v_row, position, lowest, highest,
-                before, after, factor, C, V, CB, VB, STEP, BEFORE, AFTER, False, True, True, PRECISION,
+                grads, q, g, lse, delta, start, highest, highest, k_base, v_base, k_row, v_row, position, lowest,
+                highest, before, after, factor, C, V, CB, VB, STEP, BEFORE, AFTER, False, True, PRECISION,
             )  # fmt: skip
     c = tl.arange(0, CB)
     place = Q_GRAD + batch * dq_batch + head * dq_head + (origin + t.to(tl.int64))[:, None] * dq_row + c[None, :]
@@ -340,23 +344,22 @@ def queries_of(
 @triton.jit
 def keys_step(
     k_grads, v_grads, k, values, start, q_base, g_base, o_base, q_row, g_row, o_row, LSE, DELTA, place, shift, queries,
-    low, high, before, after, factor,
+    first, last, low, high, before, after, factor,
     C: tl.constexpr, V: tl.constexpr, CB: tl.constexpr, VB: tl.constexpr, ROWS: tl.constexpr, BEFORE: tl.constexpr,
-    AFTER: tl.constexpr, MASKED: tl.constexpr, CLEAN: tl.constexpr, PRECISION: tl.constexpr,
+    AFTER: tl.constexpr, WITHIN: tl.constexpr, CLEAN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What one tile of queries adds to the gradients of a step of keys."""
     t = start + tl.arange(0, ROWS)
     if CLEAN:  # the gradients of queries whose output is NaN go nowhere, whatever they are
         q, g, lse, delta = queries_of(q_base, g_base, o_base, LSE, q_row, g_row, o_row, t, queries, C, V, CB, VB)
     else:
-        here = t < queries
-        lse = tl.load(LSE + t, mask=here, other=float("inf")) * 1.4426950408889634
-        delta = tl.load(DELTA + t, mask=here, other=0.0)
-        q = rows_of(q_base, q_row, t, here, tl.arange(0, CB), C, C == CB)
-        g = rows_of(g_base, g_row, t, here, tl.arange(0, VB), V, V == VB).to(q.dtype)
+        lse = numbers_of(LSE, start, queries, ROWS, float("inf")) * 1.4426950408889634
+        delta = numbers_of(DELTA, start, queries, ROWS, 0.0)
+        q = tile_of(q_base, q_row, start, queries, ROWS, C, CB, True)
+        g = tile_of(g_base, g_row, start, queries, ROWS, V, VB, True).to(q.dtype)
     weights = tl.exp2(tl.dot(k, tl.trans(q), input_precision=PRECISION) * factor - lse[None, :])
-    if MASKED:
-        seen = visible((t + shift)[None, :], place[:, None], low, high, before, after, BEFORE, AFTER, False)
+    if CLEAN | (start < first) | (start + ROWS > last):
+        seen = visible((t + shift)[None, :], place[:, None], low, high, before, after, BEFORE, AFTER, WITHIN)
         weights = tl.where(seen, weights, 0.0)
     v_grads = product(weights.to(g.dtype), g, v_grads, PRECISION)
     reached = tl.dot(values, tl.trans(g), input_precision=PRECISION)
@@ -397,8 +400,8 @@ def band_keys_kernel(
     g_batch, g_head, g_row, dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row,
     queries, keys, heads, groups, before, after, factor, sequences, scale,
     C: tl.constexpr, V: tl.constexpr, CB: tl.constexpr, VB: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
-    BOUNDED: tl.constexpr, BEFORE: tl.constexpr, AFTER: tl.constexpr, NARROW: tl.constexpr, SIMPLE: tl.constexpr,
-    PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    BOUNDED: tl.constexpr, BEFORE: tl.constexpr, AFTER: tl.constexpr, PACKED: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The gradients of STEP keys and values, over all query heads of their group."""
     tile, line = tl.program_id(0), tl.program_id(1)
@@ -414,10 +417,10 @@ def band_keys_kernel(
         low, high = tl.load(LOW + batch), tl.minimum(tl.load(HIGH + batch), keys)
     place = tile * STEP + tl.arange(0, STEP)
     inside = (place >= low) & (place < high)
-    k, values = clean_keys(
-        K + batch * k_batch + group * k_head + origin * k_row,
-        VALUES + batch * v_batch + group * v_head + origin * v_row, k_row, v_row, place, inside, C, V, CB, VB,
-    )  # fmt: skip
+    k_base = K + batch * k_batch + group * k_head + origin * k_row
+    v_base = VALUES + batch * v_batch + group * v_head + origin * v_row
+    k = rows_of(k_base, k_row, place, inside, tl.arange(0, CB), C, C == CB)
+    values = rows_of(v_base, v_row, place, inside, tl.arange(0, VB), V, V == VB)
     shift = keys - queries
     nearest, furthest = tl.maximum(tile * STEP, low), tl.minimum(tile * STEP + STEP, high) - 1
     # Queries that see one of these keys, and those that see all of them.
@@ -429,35 +432,22 @@ def band_keys_kernel(
         highest = tl.minimum(highest, furthest + before - shift + 1)
         last = tl.minimum(last, nearest + before - shift + 1)
     highest = tl.where(nearest > furthest, lowest, highest)  # padding alone: nobody sees it
-    begin = lowest + tl.cdiv(tl.maximum(first - lowest, 0), ROWS) * ROWS
-    end = begin + tl.maximum(tl.minimum(last, highest) - begin, 0) // ROWS * ROWS
     k_grads, v_grads = tl.zeros([STEP, CB], tl.float32), tl.zeros([STEP, VB], tl.float32)
     for r in range(shared):
         head = group * shared + r
         row = (batch * heads + head) * total + origin
         q_base = Q + batch * q_batch + head * q_head + origin * q_row
         g_base = GRAD + batch * g_batch + head * g_head + origin * g_row
-        for start in range(lowest, tl.minimum(begin, highest), ROWS):
+        for start in range(lowest, highest, ROWS):
             k_grads, v_grads = keys_step(
                 k_grads, v_grads, k, values, start, q_base, g_base, OUT, q_row, g_row, o_row, LSE + row, DELTA + row,
-                place, shift, queries, low, high, before, after, factor, C, V, CB, VB, ROWS, BEFORE, AFTER, True, False,
-                PRECISION,
-            )  # fmt: skip
-        for start in range(begin, end, ROWS):
-            k_grads, v_grads = keys_step(
-                k_grads, v_grads, k, values, start, q_base, g_base, OUT, q_row, g_row, o_row, LSE + row, DELTA + row,
-                place, shift, queries, low, high, before, after, factor, C, V, CB, VB, ROWS, BEFORE, AFTER, False,
-                False, PRECISION,
-            )  # fmt: skip
-        for start in range(end, highest, ROWS):
-            k_grads, v_grads = keys_step(
-                k_grads, v_grads, k, values, start, q_base, g_base, OUT, q_row, g_row, o_row, LSE + row, DELTA + row,
-                place, shift, queries, low, high, before, after, factor, C, V, CB, VB, ROWS, BEFORE, AFTER, True, False,
-                PRECISION,
+                place, shift, queries, first, last, low, high, before, after, factor, C, V, CB, VB, ROWS, BEFORE, AFTER,
+                not BOUNDED, False, PRECISION,
             )  # fmt: skip
     bad = tl.sum(tl.sum((k_grads - k_grads != 0).to(tl.int32), 1), 0)
     bad += tl.sum(tl.sum((v_grads - v_grads != 0).to(tl.int32), 1), 0)
     if bad > 0:
+        k, values = clean_keys(k_base, v_base, k_row, v_row, place, inside, C, V, CB, VB)
         k_grads, v_grads = tl.zeros([STEP, CB], tl.float32), tl.zeros([STEP, VB], tl.float32)
         for r in range(shared):
             head = group * shared + r
@@ -465,11 +455,11 @@ def band_keys_kernel(
             q_base = Q + batch * q_batch + head * q_head + origin * q_row
             g_base = GRAD + batch * g_batch + head * g_head + origin * g_row
             o_base = OUT + batch * o_batch + head * o_head + origin * o_row
-            for start in range(lowest, highest, ROWS):
+            for start in tl.range(lowest, highest, ROWS, num_stages=1):  # rare: no room is spent on a pipeline
                 k_grads, v_grads = keys_step(
                     k_grads, v_grads, k, values, start, q_base, g_base, o_base, q_row, g_row, o_row,
-                    LSE + row, DELTA + row, place, shift, queries, low, high, before, after, factor, C, V, CB, VB, ROWS,
-                    BEFORE, AFTER, True, True, PRECISION,
+                    LSE + row, DELTA + row, place, shift, queries, first, last, low, high, before, after, factor,
+                    C, V, CB, VB, ROWS, BEFORE, AFTER, False, True, PRECISION,
                 )  # fmt: skip
     store_keys(
         k_grads, v_grads, place, inside, keys, scale, K_GRAD + batch * dk_batch + group * dk_head + origin * dk_row,
@@ -510,15 +500,16 @@ def mend_backward_kernel(
             grads = tl.zeros([ROWS, CB], tl.float32)
             for start in range(0, tl.minimum(tile * ROWS + ROWS, queries), STEP):
                 grads = queries_step(
-                    grads, q, g, lse, delta, start, k_base, v_base, k_row, v_row, t, 0, queries, 0, 0, factor,
-                    C, V, CB, VB, STEP, False, True, False, True, True, PRECISION,
+                    grads, q, g, lse, delta, start, queries, queries, k_base, v_base, k_row, v_row, t, 0, queries,
+                    0, 0, factor,
+                    C, V, CB, VB, STEP, False, True, False, True, PRECISION,
                 )  # fmt: skip
             at = Q_GRAD + batch * dq_batch + head * dq_head + t.to(tl.int64)[:, None] * dq_row + c[None, :]
             tl.store(at, grads * scale, mask=here[:, None] & (c < C)[None, :])
             for start in range(tile * ROWS, queries, ROWS):
                 k_grads, v_grads = keys_step(
                     k_grads, v_grads, k, values, start, q_base, g_base, o_base, q_row, g_row, o_row, LSE + row, LSE, t,
-                    0, queries, 0, queries, 0, 0, factor, C, V, CB, VB, ROWS, False, True, True, True, PRECISION,
+                    0, queries, 0, 0, 0, queries, 0, 0, factor, C, V, CB, VB, ROWS, False, True, False, True, PRECISION,
                 )  # fmt: skip
         store_keys(
             k_grads, v_grads, t, here, queries, scale, K_GRAD + batch * dk_batch + group * dk_head,

@@ -30,10 +30,14 @@ class Launch(NamedTuple):
     keys: int
     warps: int
     stages: int
+    registers: int | None = None
+    """The most registers of a thread. The loop for tiles that are not finite, which hardly ever runs, would take all
+    there are, and leave room for fewer programs on a multiprocessor."""
 
     @property
-    def options(self) -> dict[str, int]:
-        return {"ROWS": self.queries, "STEP": self.keys, "num_warps": self.warps, "num_stages": self.stages}
+    def options(self) -> dict[str, int | None]:
+        sizes = {"ROWS": self.queries, "STEP": self.keys, "num_warps": self.warps, "num_stages": self.stages}
+        return {**sizes, "maxnreg": self.registers}
 
 
 class Tiles(NamedTuple):
@@ -45,18 +49,17 @@ class Tiles(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def tiles(longest: int, bytes_per_number: int, rows: int, before: bool, after: bool, packed: bool) -> Tiles:
-    """What was fastest on an H200, for heads of a length, so many queries over all heads and batch rows, keys that are
-    seen up to a limit before or after each query, and packed sequences."""
+def tiles(longest: int, bytes_per_number: int, rows: int) -> Tiles:
+    """What was fastest on an H200, for heads of a length and a number of queries over all heads and batch rows."""
     if bytes_per_number == 4:
         small = Launch(64, 32, 4, 2) if longest <= 64 else Launch(32, 32, 4, 1)
         return Tiles(small, small, small._replace(queries=32))
-    if longest <= 64:  # long tiles where there are enough of them to fill the chip
-        forward = Launch(128, 64, 4, 2 if before else 3) if rows >= 1 << 17 else Launch(64, 64, 4, 3)
-        if not after:
-            return Tiles(forward, Launch(64, 32, 4, 3), Launch(32, 64, 4, 3))
-        return Tiles(forward, Launch(64, 32, 4, 3), Launch(32, 128, 4, 3) if packed else Launch(128, 64, 4, 2))
-    return Tiles(Launch(64, 64, 4, 2 if rows >= 1 << 15 else 3), Launch(64, 64, 4, 2), Launch(32, 64, 4, 3))
+    few = rows < 1 << 17  # not enough programs to fill the chip twice: a deeper pipeline instead
+    if longest <= 64:
+        forward = Launch(64, 64, 4, 3, 168) if few else Launch(64, 64, 4, 2, 128)
+        return Tiles(forward, Launch(64, 32, 4, 3, 128), Launch(32, 64, 4, 2, 168))
+    forward = Launch(64, 64, 4, 3) if few else Launch(64, 32, 4, 3, 168)
+    return Tiles(forward, Launch(64, 64, 4, 2), Launch(32, 64, 4, 3))
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,9 +86,7 @@ class Work:
 
     def options(self, tile: Launch) -> dict[str, Any]:
         """What a kernel is compiled for: the mask, and its tiles."""
-        (_, _, _, _, before, after, _), bounded = self.sizes, self.flags["BOUNDED"]
-        narrow = bounded or before + after < tile.queries + tile.keys
-        return dict(NARROW=narrow, **self.flags, **self.lengths, **tile.options)
+        return dict(**self.flags, **self.lengths, **tile.options)
 
 
 def work_of(
@@ -119,14 +120,10 @@ def _work(
         longest=longest if packed else queries,
         scale=scale,
         flags=dict(
-            BOUNDED=bounded, BEFORE=before is not None, AFTER=after is not None, SIMPLE=not bounded and after == 0,
-            PACKED=packed > 0,
+            BOUNDED=bounded, BEFORE=before is not None, AFTER=after is not None, PACKED=packed > 0,
         ),
         lengths=dict(C=qk_length, V=value_length, CB=c, VB=width, PRECISION="tf32x3"),
-        tiles=tiles(
-            max(qk_length, value_length), q[2].itemsize, batch * heads * queries, before is not None, after is not None,
-            packed > 0,
-        ),
+        tiles=tiles(max(qk_length, value_length), q[2].itemsize, batch * heads * queries),
     )  # fmt: skip
 
 
@@ -135,12 +132,16 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """The output (B, H, T, V) and its log-sum-exp (B, H, T)."""
     tile = work.tiles.forward
+    (_, _, _, _, before, after, _), bounded = work.sizes, work.flags["BOUNDED"]
+    narrow = bounded or before + after < tile.queries + tile.keys
+    simple = work.flags["AFTER"] and after == 0 and not bounded
     out = q.new_empty(*work.rows, work.value_length)
     lse = q.new_empty(work.rows, dtype=torch.float32)
     launch(
         work.launches, "forward", band_kernel, _grid(work.longest, tile.queries, work.sequences * work.rows[1]),
         (q, k, v, *limits(bounds), parts, out, lse),
-        lambda: ((*_strides(q, k, v, out), *work.sizes, work.sequences), work.options(tile)),
+        lambda: ((*_strides(q, k, v, out), *work.sizes, work.sequences),
+                 dict(NARROW=narrow, SIMPLE=simple, **work.options(tile))),
     )  # fmt: skip
     return out, lse
 

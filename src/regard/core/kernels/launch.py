@@ -3,6 +3,7 @@ many a kernel runs. And launching all kernels of a call again, without the Pytho
 
 import threading
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -119,31 +120,37 @@ class Chain:
         self.index = 0
         self.out: tuple[Any, ...] | None = None
         """The sizes and dtype of the output; empty if they are those of the first input."""
-        self.scratch: tuple[Tensor, int] | None = None
-        """A tensor like the intermediate memory, and how many bytes that has."""
+        self.scratch: Tensor | None = None
+        """A tensor of the size of the intermediate memory, a single byte repeated."""
+        self.fixed: list[int | None] = []
+        """Pointers to constants, and None."""
+        self.moved: list[tuple[int, int]] = []
+        """Pointers into an input, the output or the intermediate memory: which of these, and how many bytes on."""
 
     def __call__(self, *inputs: Tensor, number: int | None = None) -> Any:
         if self.launches is None:
             return self._run(inputs, number) if self.plain else self._recorded(inputs, number)
-        bases, bits = [], 0
+        pointers: list[int | None] = []
+        bits = 0
         for x in inputs:
             pointer = x.data_ptr()
-            bases.append(pointer)
+            pointers.append(pointer)
             bits |= pointer
         if bits & 15 or torch._C._cuda_getDevice() != self.index:  # kernels were compiled for these
             return self._run(inputs, number)
         out, scratch = None, None
         if self.out is not None:
             out = inputs[0].new_empty(self.out[0], dtype=self.out[1]) if self.out else torch.empty_like(inputs[0])
-            bases.append(out.data_ptr())
+            pointers.append(out.data_ptr())
         if self.scratch is not None:
-            scratch = self.scratch[0].new_empty(self.scratch[1])
-            bases.append(scratch.data_ptr())
+            scratch = torch.empty_like(self.scratch)
+            pointers.append(scratch.data_ptr())
+        pointers += self.fixed
+        pointers += [pointers[base] + offset for base, offset in self.moved]  # type: ignore[operator]
         stream = torch._C._cuda_getCurrentRawStream(self.index)
         fresh = () if number is None else (number,)
-        for run, grid, head, places, numbers in self.launches:
-            pointers = [offset if base is None else bases[base] + offset for base, offset in places]
-            run(*grid, stream, *head, *pointers, *fresh, *numbers)
+        for run, grid, head, choose, numbers in self.launches:
+            run(*grid, stream, *head, *choose(pointers), *fresh, *numbers)
             fresh = ()
         return out
 
@@ -210,6 +217,20 @@ class Chain:
         if out is not None:
             alike = first.is_contiguous() and (out.shape, out.dtype) == (first.shape, first.dtype)
             self.out = () if alike else (out.shape, out.dtype)
-        self.scratch = (first.new_empty(0, dtype=torch.uint8), nbytes) if nbytes else None
+        self.scratch = first.new_empty(1, dtype=torch.uint8).expand(nbytes) if nbytes else None
         self.index = first.get_device()
-        return launches
+        return self._choosing(launches, between + (nbytes > 0))
+
+    def _choosing(self, launches: list[tuple[Any, ...]], bases: int) -> list[tuple[Any, ...]]:
+        """The launches with functions that choose their pointers from a list: those to the inputs, the output and the
+        intermediate memory (`bases` of them), `fixed` and `moved`."""
+        places = {place for *_, chosen, _ in launches for place in chosen}
+        self.fixed = [offset for base, offset in places if base is None]
+        self.moved = [(base, offset) for base, offset in places if base is not None and offset]
+        index: dict[tuple[int | None, int | None], int] = {(base, 0): base for base in range(bases)}
+        index |= {(None, offset): bases + at for at, offset in enumerate(self.fixed)}
+        index |= {place: bases + len(self.fixed) + at for at, place in enumerate(self.moved)}
+        return [
+            (run, grid, head, itemgetter(*(index[place] for place in chosen)), numbers)
+            for run, grid, head, chosen, numbers in launches
+        ]

@@ -20,9 +20,9 @@ from regard.core.masks.guard import finite
 from regard.core.paths import gpu, sdpa
 from regard.core.paths.torch_softmax import PLANNED
 
-LEAST = 1024
-"""Causal lengths from which cuDNN, with the second kernel, is faster than one of ours alone, twice that for short
-heads; with gradients it is at any length."""
+LEAST, LEAST_SHORT = 1024, 2048 + PLANNED
+"""Causal lengths from which cuDNN, with the second kernel, is faster than one of ours alone: for heads of more than 64
+numbers, and for shorter heads. With gradients cuDNN is faster at any length."""
 
 
 _CUDNN = torch._scaled_dot_product_cudnn_attention
@@ -43,7 +43,7 @@ def cannot(call: Call) -> str | None:
         return f"made for lengths that are multiples of {PLANNED}: each has a plan; and for equal heads, multiples of 8"
     if call.structure.causal and not call.square:
         return "cuDNN aligns causality to the first key, not the last, when T and S differ"
-    short = call.queries < (LEAST if call.qk_length > 64 else 2 * LEAST)
+    short = call.queries < (LEAST if call.qk_length > 64 else LEAST_SHORT)
     if call.structure.causal and short and not recorded(call.q, call.k, call.v):
         return "a short sequence: a kernel of ours is faster"
     return gpu.unfit(call)
