@@ -3,8 +3,12 @@
 The flash algorithm (Dao et al. 2022), forward and backward: a tile of queries walks only the keys that some of its rows
 may see; keys that all of its rows see need no mask. Causal, windows, padding, and as many queries as you like.
 
-A key that is hidden has weight 0, but 0 · NaN is NaN. So a result that is not finite is computed again, with bad keys
-and values set to 0, and NaN given to the queries that see one. Nobody has to look at the keys beforehand.
+A hidden key has weight 0, but 0 · NaN is NaN. So a tile whose result is not finite is computed again, with bad keys and
+values set to 0, and with NaN for the queries that see one. Keys need no look beforehand.
+
+Registers are what these kernels are short of. The forward pass has three loops over keys, for those at the two edges of
+the band and for those between, which need no mask. The gradients, with two sums in registers, have a single loop with a
+branch at the edges, and read the rows of their own tile from shared memory.
 """
 
 import triton
