@@ -48,7 +48,10 @@ def undefined(mechanism: "Mechanism", signature: str) -> ValueError:
 
 def runs_user_code(mechanism: "Mechanism") -> bool:
     """Whether a mechanism runs a user's code: its class, or a module or function among its fields."""
-    return not mechanism.shipped or any(callable(value) for value in vars(mechanism).values())
+    if not mechanism.shipped:
+        return True
+    names = mechanism.__dataclass_fields__  # `vars` would be shorter, but torch.compile of PyTorch 2.11 cannot trace it
+    return any(callable(getattr(mechanism, name)) for name in names)
 
 
 def is_user_code(function: Callable[..., Any]) -> bool:
