@@ -123,6 +123,16 @@ class Sequences(RuleBasedStateMachine):
         count = min(count, CAPACITY - past.state.length)
         self.grow(past, count, self.real(past.batch, count, hidden), poison)
 
+    @rule(data=st.data(), count=st.sampled_from([9, 1, 40]), hidden=st.sampled_from(["none", "left", "holes"]))
+    def fork(self, data: Any, count: int, hidden: str) -> None:
+        """Two continuations of one state, and two of the second."""
+        past = self.pick(data)
+        for _ in range(2):
+            few = min(count, CAPACITY - past.state.length)
+            self.grow(past, few, self.real(past.batch, few, "none"), "nothing")
+            self.grow(past, few, self.real(past.batch, few, hidden), "nothing")
+            past = self.histories[-1]
+
     def grow(self, past: History, count: int, new: Tensor, poison: str) -> None:
         """Extend a state by tokens of which `new` says which are real, and compare with the plain formula."""
         size, value_size = self.sizes
@@ -199,6 +209,7 @@ BY_MACHINE_CODE = {"sizes": (16, 16), "dtype": torch.float32, "error": 1e-5}
     ("name", "shared", "options"),
     [(name, 256, {}) for name in STREAMING]
     + [(name, 8, {}) for name in ("softmax", "uniform", "argmax")]
+    + [("softmax", 8, {"mechanism": rg.Softmax(softcap=2.0)})]
     + [
         ("softmax", shared, BY_MACHINE_CODE | {"storage": storage})
         for shared in (8, 256)
@@ -208,14 +219,74 @@ BY_MACHINE_CODE = {"sizes": (16, 16), "dtype": torch.float32, "error": 1e-5}
 def test_any_sequence_of_operations_is_its_history(
     name: str, shared: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where rows that repeat share a prefix at almost any length, and by machine code, of int8 numbers too."""
+    """Also where forks and repeated rows share prefixes at almost any length, and by machine code, of int8 too."""
     monkeypatch.setattr("regard.core.states.key_value_runs.SHARED", shared)
+    monkeypatch.setattr("regard.core.states.buffer.FORKED", shared)
     kind = type("Sequences", (Sequences,), {"mechanism": STREAMING[name], **options})
     limits = settings(
-        max_examples=25, stateful_step_count=8, phases=[Phase.generate], deadline=None, database=None, derandomize=True,
+        max_examples=15, stateful_step_count=8, phases=[Phase.generate], deadline=None, database=None, derandomize=True,
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
     run_state_machine_as_test(kind, settings=limits)
+
+
+def occupied(states: list[Any]) -> int:
+    """Bytes of all buffers of some states, each counted once."""
+    buffers = [buffer for state in states for run in state.runs for buffer in run.buffers]
+    tensors = {tensor.data_ptr(): tensor for buffer in buffers for tensor in buffer.tensors}
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "hidden", "storage"),
+    [
+        (rg.Softmax(), "nothing", None),
+        (rg.Softmax(), "left padding", torch.int8),
+        (rg.Softmax(), "window", None),
+        (rg.Softmax(), "holes", None),
+        (rg.Softmax(softcap=3.0), "window", torch.int8),
+        (rg.Argmax(), "left padding", None),
+    ],
+    ids=str,
+)
+def test_a_hundred_forks_of_a_prompt_hold_it_once(
+    mechanism: rg.Softmax, hidden: str, storage: torch.dtype | None
+) -> None:
+    """Memory of one prompt and a hundred tails, also for forks of a long fork, and the numbers of copies."""
+    length, longest = 4096, 4096 + 1300
+    x = torch.randn(2, 2, longest, 16, generator=torch.Generator().manual_seed(0))
+    valid = torch.ones(2, longest, dtype=torch.bool)
+    valid[1, :10] = hidden != "left padding"
+    valid[1, 5:9] &= hidden != "holes"
+    start = mechanism.start(batch=2, num_kv_heads=1, qk_length=16, value_length=16, capacity=longest, storage=storage)
+
+    def grown(state: Any, count: int) -> tuple[Tensor, Any, Any]:
+        low, high = state.length, state.length + count
+        mask = rg.causal & rg.padding(valid=valid[:, :high])
+        mask = mask & rg.window(before=high - 40) if hidden == "window" else mask
+        new = x[:, :, low:high]
+        return *mechanism.extend(new, new[:, :1].flip(3), new[:, 1:], state, mask), mask
+
+    def is_right(out: Tensor, state: Any, mask: Any) -> bool:
+        q = x[:, :, state.length - 1 : state.length]
+        expected = rg.attend(q, state.keys, state.values, mechanism, mask, path="reference")
+        return torch.allclose(out[:, :, -1:], expected, atol=1e-5)
+
+    padding = rg.padding(valid=valid[:, :length]).between(0, length, length)
+    prompt = start.append(x[:, :1, :length].flip(3), x[:, 1:, :length], padding)
+    size = occupied([prompt])
+    forks = [grown(prompt, 1)[1] for _ in range(99)]
+    first, branch, rule = grown(prompt, 1100)
+    assert is_right(first, branch, rule)
+    assert occupied([prompt, *forks, branch]) <= size + size // longest * (99 * 64 + 2200)
+    assert "shared=4096" in repr(branch)
+    assert is_right(*grown(forks[5], 1))
+    grown(branch, 1)
+    out, fork, rule = grown(branch, 1)
+    assert is_right(out, fork, rule)
+    assert occupied([branch, fork]) <= occupied([branch]) + size // longest * 64
+    assert is_right(*grown(fork.crop(length + 3), 2))
+    assert is_right(*grown(fork.crop(length - 3), 2))
 
 
 def test_a_hundred_continuations_of_a_prompt_hold_it_once() -> None:
@@ -282,7 +353,7 @@ def test_a_window_streams_for_ever_in_the_room_it_needs(name: str, hidden: bool)
 
 
 def test_what_cannot_be_merged_gets_copies_once() -> None:
-    """A window, a bias or a gradient over a shared prefix: right, and no copy at the next step."""
+    """A bias or a gradient over a shared prefix: right, and no copy at the next step."""
     mechanism, sizes = rg.Softmax(), {"num_kv_heads": G, "qk_length": K, "value_length": V, "dtype": torch.float64}
     generator = torch.Generator().manual_seed(0)
 
@@ -297,14 +368,10 @@ def test_what_cannot_be_merged_gets_copies_once() -> None:
     q, new_k, new_v = draw(3, H, 1, K), draw(3, G, 1, K), draw(3, G, 1, V)
     keys = torch.cat([k.expand(3, -1, -1, -1), new_k], 2), torch.cat([v.expand(3, -1, -1, -1), new_v], 2)
     bias = draw(1, 1, 1, 301)
-    for mask, term, query in (
-        (rg.causal & rg.window(before=9), None, q),
-        (rg.causal, bias, q),
-        (rg.causal, None, q.clone().requires_grad_()),
-    ):
-        out, longer = mechanism.extend(query, new_k, new_v, many, mask, bias=term)
+    for term, query in ((bias, q), (None, q.clone().requires_grad_())):
+        out, longer = mechanism.extend(query, new_k, new_v, many, rg.causal, bias=term)
         assert not longer.has_prefix
-        assert torch.allclose(out, rg.attend(q, *keys, mechanism, mask, bias=term, path="reference"), atol=1e-12)
+        assert torch.allclose(out, rg.attend(q, *keys, mechanism, rg.causal, bias=term, path="reference"), atol=1e-12)
 
 
 @pytest.mark.parametrize("learned", ["k", "v", "prefix"])
@@ -413,6 +480,39 @@ def test_threads_that_extend_one_state_are_all_right(name: str) -> None:
         for thread in threads:
             thread.join()
     assert not wrong
+
+
+@pytest.mark.parametrize("past", [20, 1100], ids=["copied", "shared"])
+def test_600_extensions_of_one_state_by_two_threads_are_all_right(past: int) -> None:
+    mechanism, kinds = rg.Softmax(), 6
+    generator = torch.Generator().manual_seed(0)
+    k, v = (torch.randn(1, 1, past, 16, generator=generator) for _ in range(2))
+    tokens = torch.randn(kinds, 3, 1, 1, 1, 16, generator=generator)
+    state = mechanism.start(batch=1, num_kv_heads=1, qk_length=16, value_length=16, capacity=past + 9).append(k, v)
+    expected = [
+        rg.attend(q, torch.cat([k, new_k], 2), torch.cat([v, new_v], 2), mechanism, path="reference")
+        for q, new_k, new_v in tokens
+    ]
+    forks: list[tuple[int, Tensor, Any]] = []
+    together = threading.Barrier(2)
+
+    def work(first: int) -> None:
+        together.wait()
+        for turn in range(300):
+            kind = (first + turn) % kinds
+            forks.append((kind, *mechanism.extend(*tokens[kind], state, mask=rg.causal)))
+
+    threads = [threading.Thread(target=work, args=(first,)) for first in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(forks) == 600
+    assert all(torch.allclose(out, expected[kind], atol=1e-6) for kind, out, _ in forks)
+    assert all(torch.equal(longer.keys[:, :, -1:], tokens[kind, 1]) for kind, _, longer in forks)
+    in_place = [longer for _, _, longer in forks if longer.buffer is state.buffer]
+    assert len(in_place) == 1
+    assert sum(longer.has_prefix for _, _, longer in forks) == (599 if past > 1000 else 0)
 
 
 @every_stream

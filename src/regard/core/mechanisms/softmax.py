@@ -91,8 +91,7 @@ class Softmax(ScoreMechanism):
         return scale if scale <= 1e6 else None
 
     def empty_state(self, sizes: Sizes, capacity: int, storage: torch.dtype | None = None) -> State:
-        # SDPA's kernels return the log-sum-exp, by which a shared prefix and the rest are merged.
-        may_share = self.sdpa_scale(sizes.qk_length) is not None
+        may_share = self.as_defined and torch.device(sizes.device).type == "cpu"
         return KeyValueState.empty(sizes, capacity, storage, may_share=may_share)
 
     def cost(self, work: Work) -> Cost:

@@ -116,7 +116,10 @@ _SCALES = "Tensor? k_scales=None, Tensor? v_scales=None"
 _LIBRARY.define(
     f"decode(Tensor q, Tensor k, Tensor v, float scale, Tensor? spans, int? before, int? after, {_SCALES}) -> Tensor"
 )
-_LIBRARY.define(f"decode_part(Tensor q, Tensor k, Tensor v, float scale, int? after, {_SCALES}) -> (Tensor, Tensor)")
+_LIBRARY.define(
+    f"decode_part(Tensor q, Tensor k, Tensor v, float scale, int? after, {_SCALES}, Tensor? spans=None, "
+    "int? before=None, int? offset=None) -> (Tensor, Tensor)"
+)
 
 
 def compute(
@@ -154,38 +157,48 @@ def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"v: expected head dimensions of at most {LONGEST}, got {q.shape[3], v.shape[3]}")
 
 
-def _checked_part(
+def compute_part(
     q: Tensor, k: Tensor, v: Tensor, scale: float, after: int | None,
-    k_scales: Tensor | None = None, v_scales: Tensor | None = None,
+    k_scales: Tensor | None = None, v_scales: Tensor | None = None, spans: Tensor | None = None,
+    before: int | None = None, offset: int | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The same as `compute` over a part of the keys, and its log-sum-exp (B, H, T), both in float32: the first query is
+    at position `offset`, counted from the part's first key (None: the last query is at the last key)."""
     _check(q, k, v)
-    return _decode_part(q, k, v, scale, after, k_scales, v_scales)
+    rows = _spans(len(q), k.shape[2], spans)
+    return _part(q, k, v, k_scales, v_scales, scale, rows, before, after, offset)
 
 
-def _decode_part(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, after: int | None,
-    k_scales: Tensor | None = None, v_scales: Tensor | None = None,
+def _part(
+    q: Tensor, k: Tensor, v: Tensor, k_scales: Tensor | None, v_scales: Tensor | None, scale: float,
+    spans: Sequence[Span] | None, before: int | None, after: int | None, offset: int | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The same as `compute` without spans, and its log-sum-exp (B, H, T), both in float32."""
     tops = torch.empty(2, *q.shape[:3], dtype=torch.float32, device="cpu")
-    out = _attention(q, k, v, k_scales, v_scales, scale, None, None, after, torch.float32, tops)
+    out = _attention(q, k, v, k_scales, v_scales, scale, spans, before, after, torch.float32, tops, offset)
     return out, (tops[1].log2() + tops[0]) * log(2)
 
 
-def part(call: Call) -> tuple[Tensor, Tensor]:
-    """Attention to a part of the keys, without padding or a window, and its log-sum-exp, both in float32."""
-    attend_part = _decode_part if direct(call.q, call.k, call.v) else torch.ops.regard.decode_part
-    return attend_part(call.q, call.k, call.v, sdpa.scale(call), call.structure.after, *(call.scales or (None, None)))
+def part(
+    call: Call, spans: Sequence[Span] | None, before: int | None, after: int | None, offset: int
+) -> tuple[Tensor, Tensor]:
+    """Attention to a part of the keys and its log-sum-exp, both in float32, with the limits of `compute_part`."""
+    k_scales, v_scales = call.scales or (None, None)
+    if direct(call.q, call.k, call.v):
+        return _part(call.q, call.k, call.v, k_scales, v_scales, sdpa.scale(call), spans, before, after, offset)
+    rows = None if spans is None else torch.tensor(spans)
+    return torch.ops.regard.decode_part(
+        call.q, call.k, call.v, sdpa.scale(call), after, k_scales, v_scales, rows, before, offset
+    )
 
 
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, k_scales: Tensor | None, v_scales: Tensor | None, scale: float,
     spans: Sequence[Span] | None, before: int | None, after: int | None, result: torch.dtype,
-    tops: Tensor | None = None,
+    tops: Tensor | None = None, offset: int | None = None,
 ) -> Tensor:  # fmt: skip
     """The output, (B, H, T, V), in the dtype `result`. `tops`, (2, B, H, T), receives each query's largest score, in
-    base 2, and the sum of weights relative to it. Every line here counts: a whole decode step takes a few
-    microseconds."""
+    base 2, and the sum of weights relative to it; `offset` is the position of the first query. Every line here counts:
+    a whole decode step takes a few microseconds."""
     batch, heads, queries, qk_length = q.shape
     _, groups, keys, value_length = v.shape
     kind, stored = q.dtype, k.dtype
@@ -216,7 +229,7 @@ def _attention(
     size = 8 * units + 4 * tasks * chunk * (value_length + 2)
     room = torch.empty(size, dtype=torch.uint8, device="cpu") if size > most else None
     arguments = (
-        0, tasks, parts, chunks, chunk, groups, rows, queries, keys - queries,
+        0, tasks, parts, chunks, chunk, groups, rows, queries, keys - queries if offset is None else offset,
         FAR if before is None else before, FAR if after is None else after, 0 if spans is None else 2,
         q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(),
         0 if tops is None else tops.data_ptr(), 0 if room is None else room.data_ptr(),
@@ -312,25 +325,30 @@ def _underived(operator: Any) -> Any:
 
 def _flops(
     q: Tensor, k: Tensor, v: Tensor, scale: float, spans: Tensor | None, before: int | None, after: int | None,
-    *_: Any, **__: Any,
+    *_: Any, offset: int | None = None, **__: Any,
 ) -> int:  # fmt: skip
     """FLOPs of the visible pairs."""
     batch, heads, queries, qk_length = q.shape
     keys, pairs = k.shape[2], 0
+    start = keys - queries if offset is None else offset
     for low, high in _spans(batch, keys, spans) or [(0, keys)] * batch:
-        for position in range(keys - queries, keys):
+        for position in range(start, start + queries):
             first = low if before is None else max(low, position - before)
             pairs += max(0, (high if after is None else min(high, position + after + 1)) - first)
     return 2 * heads * pairs * (qk_length + v.shape[3])
 
 
-def _part_flops(q: Tensor, k: Tensor, v: Tensor, scale: float, after: int | None, *_: Any, **__: Any) -> int:
-    return _flops(q, k, v, scale, None, None, after)
+def _part_flops(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, after: int | None, k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None, spans: Tensor | None = None, before: int | None = None, offset: int | None = None,
+    **_: Any,
+) -> int:  # fmt: skip
+    return _flops(q, k, v, scale, spans, before, after, offset=offset)
 
 
 for _name, _run, _fake, _count in (
     ("decode", compute, _shape, _flops),
-    ("decode_part", _checked_part, _part_shapes, _part_flops),
+    ("decode_part", compute_part, _part_shapes, _part_flops),
 ):
     _LIBRARY.impl(_name, _run, "CPU")
     _LIBRARY.impl(_name, _underived(getattr(torch.ops.regard, _name).default), "Autograd")

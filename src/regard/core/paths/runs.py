@@ -42,14 +42,8 @@ def usable_state(
     """The state in a form that this attention can use: without shared prefixes if they cannot be attended to apart."""
     if state.whole or not state.has_prefix:
         return state
-    for run in state.runs:
-        part, keys = part_of(mask, run.rows, run.begin, state.length), state.length - run.begin
-        if run.prefix is None:
-            continue
-        derived = recorded or run.derived or run.prefix.derived
-        if shared.cannot(mechanism, q, keys, part, bias, derived) is not None:
-            return state.apart()
-    return state
+    derived = recorded or any([run.derived for run in state.runs])
+    return state if shared.cannot(mechanism, q, bias, derived) is None else state.apart()
 
 
 def step(
@@ -80,6 +74,9 @@ def over_runs(
     if state.whole:
         k, v, scales = state.buffer.stored(state.length)
         return _run(Call(mechanism, q, k, v, mask, bias, scales))
+    if len(state.runs) == 1 and state.runs[0].prefixes:
+        run = state.runs[0]
+        return shared.attend(mechanism, q, run, state.length, part_of(mask, run.rows, run.begin, state.length))
     causal = structure_of(mask, q.shape[2], state.length).causal
     outputs = q.new_zeros(*q.shape[:3], state.buffer.values.shape[3])
     if transformed():  # so that a transform over keys or values only reaches the output
@@ -90,10 +87,10 @@ def over_runs(
             continue
         # Causal queries before the run's first key see only padding: their output is 0.
         first = max(0, q.shape[2] - keys) if causal else 0
-        if run.prefix is not None:
-            outputs[list(run.rows)] = shared.attend(mechanism, run.of(q), run, state.length)
-            continue
         part = part_of(mask, run.rows, run.begin, state.length)
+        if run.prefixes:
+            outputs[list(run.rows)] = shared.attend(mechanism, run.of(q), run, state.length, part)
+            continue
         scores = bias
         if bias is not None:
             scores = run.of(bias.expand(*q.shape[:3], state.length))[:, :, first:, run.begin :]

@@ -1,7 +1,8 @@
 """Memory of a KV cache: every position is written once, and all states of one history share it.
 
-The first to append at the end claims the next positions and writes in place; the second (a fork, another thread) copies
-the history once, at its length.
+The first to append at the end claims the next positions and writes in place. The second (a fork, another thread) keeps
+a long history by reference, as a prefix, and writes to a buffer of its own (key_value_runs.py); a short one it copies,
+at its length.
 """
 
 import threading
@@ -16,6 +17,8 @@ from regard.core import eager
 
 LEAST_ROOM = 64
 """The least number of positions of a copy, if its capacity allows."""
+FORKED = 1024
+"""A fork shares its history from this many tokens on: below, a copy costs less than attention to two parts."""
 _claiming = threading.Lock()
 """Taken while positions are claimed, for some hundred nanoseconds: one lock serves all buffers."""
 
@@ -60,6 +63,8 @@ class Buffer:
     """With scales: the dtype in which keys and values are read."""
     closed: bool = field(default_factory=lambda: _in_inference_mode())
     """Whether it was made in inference mode: outside of it, it must not be written to."""
+    outgrown: bool = False
+    """Whether a state that filled it has gone on in a larger copy."""
 
     _layout: Any = field(default=None, init=False, repr=False)
 
@@ -100,6 +105,14 @@ class Buffer:
         self.used = end
         return True
 
+    def outgrow(self, start: int) -> bool:
+        """True for the first caller that cannot go on in place after the last position: it alone is no fork."""
+        with _claiming:
+            if self.outgrown or self.used != start:
+                return False
+            self.outgrown = True
+            return True
+
     def moved(self, low: int, high: int, room: int, rows: Tensor | None = None, recorded: bool = False) -> "Buffer":
         """A copy of the positions [low, high), with room for more; `rows` selects and repeats rows."""
 
@@ -133,8 +146,11 @@ class Buffer:
             return keys, values, None
         return keys, values, (self.scales[0].narrow(2, 0, length), self.scales[1].narrow(2, 0, length))
 
-    def extended(self, start: int, k: Tensor, v: Tensor, capacity: int, recorded: bool) -> "Buffer":
-        """The first `start` tokens and new ones: written in place if the next positions can be claimed, else in a copy.
+    def extended(
+        self, start: int, k: Tensor, v: Tensor, capacity: int, recorded: bool, may_share: bool
+    ) -> "Buffer | None":
+        """The first `start` tokens and new ones: written in place if the next positions can be claimed, else in a copy;
+        None for a fork that `may_share` the first tokens and has enough of them.
 
         `recorded` says that autograd will save views for the gradients of other tensors.
         """
@@ -150,6 +166,8 @@ class Buffer:
             return Buffer(keys, values, end, recorded=True)
         buffer = self
         if not self.claim(start, end):
+            if may_share and start >= FORKED and not torch.compiler.is_compiling() and not self.outgrow(start):
+                return None
             buffer = self.moved(0, start, roomy(end, capacity))
             buffer.used = end
         buffer._write(start, k, v)

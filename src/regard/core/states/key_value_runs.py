@@ -25,9 +25,9 @@ class Prefix:
     """The row in the buffer, for each row of the run."""
 
     @property
-    def derived(self) -> bool:
-        """Whether autograd records its tensors."""
-        return recorded(*self.buffer.tensors)
+    def in_order(self) -> bool:
+        """Whether each row of the run has its row of the buffer: the prefix of a fork."""
+        return self.places == tuple(range(len(self.buffer.keys)))
 
     def of(self, chosen: list[int]) -> "Prefix":
         """The prefix for selected rows of the run, without histories that none of them uses."""
@@ -45,6 +45,7 @@ class Run:
     """Keys and values of some batch rows from one position on, in one buffer.
 
     A batch of prompts of unequal length, padded on the left, is kept in a few runs, so that padding takes no memory.
+    What histories have in common (forks, repeated rows) is stored once, in prefixes.
     """
 
     rows: tuple[int, ...]
@@ -53,40 +54,52 @@ class Run:
     """The position of its first key."""
     waiting: bool = True
     """Whether none of its rows has had a real token: it has no keys yet, and may still begin later."""
-    prefix: Prefix | None = None
-    """Its first tokens, if they are stored separately; the buffer has the tokens after them."""
+    prefixes: tuple[Prefix, ...] = ()
+    """Its first tokens, if they are shared, in order; the buffer has the tokens after them."""
 
     @property
     def prefix_length(self) -> int:
-        """The number of tokens in the prefix."""
-        return 0 if self.prefix is None else self.prefix.length
+        """The number of tokens in the prefixes."""
+        return sum([prefix.length for prefix in self.prefixes])
 
     def read(self, which: int, length: int) -> Tensor:
         """The keys (0) or values (1) of a history of `length` tokens, (rows, G, length - begin, ·)."""
         count = max(0, length - self.begin)
-        if self.prefix is None:
+        if not self.prefixes:
             return self.buffer.read(which, count)
-        first = self.prefix.buffer.read(which, self.prefix.length)[list(self.prefix.places)]
-        return torch.cat([first, self.buffer.read(which, count - self.prefix.length)], dim=2)
+        shared = [prefix.buffer.read(which, prefix.length)[list(prefix.places)] for prefix in self.prefixes]
+        return torch.cat([*shared, self.buffer.read(which, count - self.prefix_length)], dim=2)
 
     def apart(self, length: int) -> "Run":
-        """The run with all its tokens in one buffer, without a shared prefix."""
-        if self.prefix is None:
+        """The run with all its tokens in one buffer, without shared prefixes."""
+        if not self.prefixes:
             return self
-        prefix, rest = self.prefix, length - self.begin - self.prefix.length
-        places = torch.tensor(self.prefix.places, device=self.buffer.keys.device)
-        buffer = prefix.buffer.moved(0, prefix.length, prefix.length + max(rest, self.buffer.room), places)
-        for whole, tail in zip(buffer.tensors, self.buffer.tensors, strict=True):
-            whole.narrow(2, prefix.length, rest).copy_(tail.narrow(2, 0, rest))
-        buffer.used = prefix.length + rest
-        return replace(self, buffer=buffer, prefix=None)
+        rest = length - self.begin - self.prefix_length
+        buffer = self.buffer.blank(len(self.rows), self.prefix_length + max(rest, self.buffer.room))
+        for part in (*self.prefixes, Prefix(self.buffer, rest, tuple(range(len(self.rows))))):
+            for whole, tensor in zip(buffer.tensors, part.buffer.tensors, strict=True):
+                tokens = tensor.narrow(2, 0, part.length)
+                whole.narrow(2, buffer.used, part.length).copy_(tokens if part.in_order else tokens[list(part.places)])
+            buffer.used += part.length
+        return replace(self, buffer=buffer, prefixes=())
+
+    def forked(self, length: int, room: int) -> "Run":
+        """The run of another continuation: the history stays where it is, new tokens get a buffer with this room."""
+        shared = length - self.begin - self.prefix_length
+        prefix = Prefix(self.buffer, shared, tuple(range(len(self.rows))))
+        buffer = self.buffer.blank(len(self.rows), room)
+        return replace(self, buffer=buffer, prefixes=(*self.prefixes, prefix))
 
     def cropped(self, length: int) -> "Run":
         """The run of a shorter history."""
-        count = max(0, length - self.begin)
-        if self.prefix is None or count >= self.prefix.length:
+        left, prefixes = max(0, length - self.begin), []
+        if left >= self.prefix_length:
             return self
-        return replace(self, prefix=replace(self.prefix, length=count) if count else None)
+        for prefix in self.prefixes:
+            if left > 0:
+                prefixes.append(replace(prefix, length=min(left, prefix.length)))
+            left -= prefix.length
+        return replace(self, prefixes=tuple(prefixes))
 
     def of(self, tensor: Tensor) -> Tensor:
         """The rows of this run from a tensor (B, …): a view if they are adjacent."""
@@ -115,21 +128,27 @@ class Run:
         rows = tuple(new for new, old in enumerate(index) if old in self.rows)
         if not rows:
             return None
-        kept, places = max(0, length - self.begin), [self.rows.index(index[new]) for new in rows]
-        prefix = None if self.prefix is None else self.prefix.of(places)
-        if prefix is None and may_share and kept >= SHARED and len(set(places)) < len(places) and not self.derived:
+        places = [self.rows.index(index[new]) for new in rows]
+        kept = max(0, length - self.begin - self.prefix_length)
+        room = capacity - self.begin - self.prefix_length
+        prefixes = tuple(prefix.of(places) for prefix in self.prefixes)
+        if may_share and kept >= SHARED and len(set(places)) < len(places) and not self.derived:
             prefix = Prefix(self.buffer, kept, tuple(range(len(self.rows)))).of(places)
-            buffer = self.buffer.blank(len(rows), roomy(0, capacity - self.begin - kept))
-            return replace(self, rows=rows, buffer=buffer, prefix=prefix)
-        kept, room = kept - self.prefix_length, capacity - self.begin - self.prefix_length
+            buffer = self.buffer.blank(len(rows), roomy(0, room - kept))
+            return replace(self, rows=rows, buffer=buffer, prefixes=(*prefixes, prefix))
         room = roomy(kept, room) if kept else min(room, self.buffer.room)
         place = torch.tensor(places, device=self.buffer.keys.device)
-        return replace(self, rows=rows, buffer=self.buffer.moved(0, kept, room, place), prefix=prefix)
+        return replace(self, rows=rows, buffer=self.buffer.moved(0, kept, room, place), prefixes=prefixes)
 
     @property
     def derived(self) -> bool:
         """Whether autograd records what it holds."""
-        return recorded(*self.buffer.tensors)
+        return any([recorded(*buffer.tensors) for buffer in self.buffers])
+
+    @property
+    def buffers(self) -> list[Buffer]:
+        """All its memory: of the prefixes, and of the tokens after them."""
+        return [*(prefix.buffer for prefix in self.prefixes), self.buffer]
 
 
 def _together(begins: dict[int, int], start: int, end: int) -> list[tuple[tuple[int, ...], int]]:

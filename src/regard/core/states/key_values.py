@@ -14,7 +14,7 @@ from torch import Tensor
 
 from regard.core.masks import Padding, Window
 from regard.core.masks.padded import join_padding, reorder_padding
-from regard.core.states.buffer import Buffer
+from regard.core.states.buffer import Buffer, roomy
 from regard.core.states.key_value_runs import Run
 from regard.core.states.state import Sizes, State, Stored, check_tokens, row_index
 
@@ -47,7 +47,8 @@ class KeyValueState(State):
     mechanism: None = None
     """None: keys and values are the same for every mechanism that keeps them."""
     may_share: bool = False
-    """Whether repeated batch rows share their first tokens: for mechanisms that can attend to parts and merge them."""
+    """Whether forks and repeated batch rows share their first tokens: for mechanisms that can attend to parts and merge
+    them."""
     forgotten: int = 0
     """How many of the first tokens were dropped: they had left the sliding window, and room was needed."""
 
@@ -73,12 +74,12 @@ class KeyValueState(State):
     @property
     def whole(self) -> bool:
         """Whether all rows are in one run from the first position on."""
-        return len(self.runs) == 1 and self.runs[0].begin == 0 and self.runs[0].prefix is None
+        return len(self.runs) == 1 and self.runs[0].begin == 0 and not self.runs[0].prefixes
 
     @property
     def has_prefix(self) -> bool:
-        """Whether some rows share their first tokens."""
-        return any(run.prefix is not None for run in self.runs)
+        """Whether some rows share their first tokens, with each other or with other states."""
+        return any([run.prefixes for run in self.runs])
 
     def apart(self) -> "KeyValueState":
         """The state without shared prefixes."""
@@ -100,7 +101,7 @@ class KeyValueState(State):
     @property
     def layout(self) -> Any:
         run = self.runs[0]
-        if len(self.runs) > 1 or self.padding is not None or run.begin or run.waiting or run.prefix is not None:
+        if len(self.runs) > 1 or self.padding is not None or run.begin or run.waiting or run.prefixes:
             return None
         return run.buffer.layout
 
@@ -141,8 +142,7 @@ class KeyValueState(State):
 
     @property
     def nbytes(self) -> int:
-        tensors = [tensor for run in self.runs for tensor in run.buffer.tensors]
-        tensors += [tensor for run in self.runs if run.prefix is not None for tensor in run.prefix.buffer.tensors]
+        tensors = [tensor for run in self.runs for buffer in run.buffers for tensor in buffer.tensors]
         table = None if self.padding is None else self.padding.table
         tensors += [] if table is None else [table]
         return sum(t.numel() * t.element_size() for t in tensors)
@@ -186,7 +186,12 @@ class KeyValueState(State):
             keys, values = keys[:, :, early:], values[:, :, early:]
         first = run.begin + run.prefix_length
         room = self.capacity + self.forgotten - first
-        buffer = run.buffer.extended(max(self.length, run.begin) - first, keys, values, room, recorded)
+        start = max(self.length, run.begin) - first
+        buffer = run.buffer.extended(start, keys, values, room, recorded, self.may_share)
+        if buffer is None:
+            run = run.forked(self.length, roomy(keys.shape[2], room - start))
+            buffer = run.buffer.extended(0, keys, values, room - start, recorded, False)
+            assert buffer is not None
         return run if buffer is run.buffer else replace(run, buffer=buffer)
 
     def forget(self, first: int) -> "KeyValueState":
@@ -227,7 +232,7 @@ class KeyValueState(State):
             runs=tuple(
                 run.cropped(length)
                 if run.begin < length or (len(self.runs) == 1 and run.begin == 0)
-                else replace(run, begin=length, waiting=True, prefix=None)
+                else replace(run, begin=length, waiting=True, prefixes=())
                 for run in self.runs
             ),
             length=length,
@@ -235,7 +240,9 @@ class KeyValueState(State):
         )
 
     def __repr__(self) -> str:
-        return f"KeyValueState(length={self.length}, capacity={self.capacity}, nbytes={self.nbytes})"
+        shared = max(run.prefix_length for run in self.runs)
+        text = f", shared={shared}" if shared else ""
+        return f"KeyValueState(length={self.length}, capacity={self.capacity}, nbytes={self.nbytes}{text})"
 
     def windowed(self, window: Window, new: int) -> "KeyValueState":
         if self.length + new <= self.capacity:
