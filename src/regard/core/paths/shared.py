@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from regard.core import cpu
 from regard.core.calls.call import Call
 from regard.core.eager import transformed
 from regard.core.masks import Mask, Span, causal
@@ -56,6 +57,8 @@ def cannot(mechanism: Any, q: Tensor, bias: Tensor | None, recorded: bool) -> st
 def attend(mechanism: Any, q: Tensor, run: Run, length: int, mask: Mask | None) -> Tensor:
     """The output of a run's newest queries, (rows, H, T, K) -> (rows, H, T, V). `mask` is for the rows of the run and
     counts positions from where the run begins."""
+    if not q.numel():
+        return q.new_zeros(*q.shape[:3], run.buffer.values.shape[3])
     total = length - run.begin
     structure = structure_of(mask, q.shape[2], total)
     pieces = list(_parts(run, total))
@@ -98,12 +101,16 @@ def _kernel(
     scales = None if part.scales is None else (part.scales[0][parents], part.scales[1][parents])
     call = Call(mechanism, q, part.k[parents], part.v[parents], scales=scales)
     offset = total - call.queries - part.first
-    if decode.cannot(call) is None:
+    limited = spans is not None or structure.windowed
+    # Rows of one parent are heads here; decode's limit for half precision counts them as queries.
+    together = 1 if part.places is None else len(part.places) // len(part.k)
+    crowded = cpu.MATRIX_UNITS and q.dtype.itemsize == 2 and together * call.queries > decode.MOST_IN_HALF
+    if (limited or not crowded) and decode.cannot(call) is None:
         here = None if spans is None else spans[parents]
         out, lse = decode.part(call, here, structure.before, structure.after, offset)
         # A query may see nothing here, or nothing at all: the difference of two infinities would be NaN.
         return out, lse if here is None and structure.before is None else lse.clamp(min=_LEAST)
-    if spans is not None or structure.windowed:
+    if limited:
         return None
     return _flash(call, causal if structure.causal and part.first + part.count == total else None)
 
@@ -223,10 +230,10 @@ def _by_parent(
 
 
 @lru_cache(maxsize=64)
-def _grouped(places: tuple[int, ...]) -> tuple[Tensor | None, list[int], Tensor]:
+def _grouped(places: tuple[int, ...]) -> tuple[list[int] | None, list[int], list[int]]:
     """Rows in the order of their parents (None: as they are), how many each parent has, and the index of each row among
-    them."""
-    parents = torch.tensor(places)
-    rows = parents.argsort(stable=True)
-    in_order = list(places) == sorted(places)
-    return None if in_order else rows, parents.bincount().tolist(), rows.argsort()
+    them. Lists, since a tensor that is made under a trace must not be kept."""
+    rows = sorted(range(len(places)), key=lambda row: (places[row], row))
+    counts = [places.count(parent) for parent in sorted(set(places))]
+    in_order = rows == list(range(len(places)))
+    return None if in_order else rows, counts, sorted(range(len(rows)), key=lambda row: rows[row])
