@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import regard as rg
+from regard.core import user_code
 from regard.core.mechanisms import REGISTRY
 
 B, H, G, T, S, K, V = 2, 4, 2, 5, 7, 3, 6
@@ -421,10 +422,15 @@ WRITING = {
 MODES = {"gradients": torch.enable_grad, "none": torch.no_grad, "inference": torch.inference_mode}
 
 
+@pytest.mark.parametrize("watched", [False, True], ids=["copied", "watched"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("verb", ["attend", "weights", "extend"])
 @pytest.mark.parametrize("name", WRITING)
-def test_a_formula_that_writes_in_place_is_refused_before_anything_is_lost(name: str, verb: str, mode: str) -> None:
+def test_a_formula_that_writes_in_place_is_refused_before_anything_is_lost(
+    name: str, verb: str, mode: str, watched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if watched:  # as with many keys
+        monkeypatch.setattr(user_code, "COPIED", 0)
     mechanism = WRITING[name]()
     with MODES[mode]():
         q, k, v = torch.randn(B, H, T, K), torch.randn(B, G, T, K), torch.randn(B, G, T, V)
@@ -449,9 +455,15 @@ def test_a_formula_that_writes_in_place_is_refused_before_anything_is_lost(name:
     assert all(torch.equal(tensor, other) for tensor, other in zip(tensors, before, strict=True))
 
 
+@pytest.mark.parametrize("watched", [False, True], ids=["copied", "watched"])
 @pytest.mark.parametrize("verb", ["attend", "weights", "extend"])
 @pytest.mark.parametrize("argument", ["q", "k"])
-def test_a_formula_that_writes_at_some_sizes_changes_nothing_at_any(argument: str, verb: str) -> None:
+def test_a_formula_that_writes_at_some_sizes_changes_nothing_at_any(
+    argument: str, verb: str, watched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if watched:
+        monkeypatch.setattr(user_code, "COPIED", 0)
+
     def similarity(self: Any, q: Tensor, k: Tensor) -> Tensor:
         x = {"q": q, "k": k}[argument]
         return ((x.mul_(2) if x.shape[-2] > 20 else x) * 0).sum() + (q @ k.mT).exp()
@@ -474,6 +486,29 @@ def test_a_formula_that_writes_at_some_sizes_changes_nothing_at_any(argument: st
         else:
             run()
         assert all(torch.equal(tensor, other) for tensor, other in zip((q, k, v), before, strict=True))
+
+
+@torch.no_grad()
+def test_a_stream_copies_no_keys_for_a_users_formula_and_remembers_few_shapes() -> None:
+    """Every step has a new length."""
+    inputs: list[Tensor] = []
+
+    def similarity(self: Any, q: Tensor, k: Tensor) -> Tensor:
+        inputs.append(k)
+        return (q @ k.mT).exp()
+
+    mechanism = stating(rg.Mechanism, similarity=similarity)
+    state = mechanism.start(batch=1, num_kv_heads=1, qk_length=256, value_length=1, capacity=8192)
+    k, v = torch.randn(1, 1, 4200, 256), torch.randn(1, 1, 4200, 1)
+    state = state.append(k, v)
+    for _ in range(3):
+        inputs.clear()
+        _, state = mechanism.extend(k[:, :, :1], k[:, :, :1], v[:, :, :1], state)
+        assert [t.data_ptr() for t in inputs] == [state.keys.data_ptr()]
+    few = k[:, :, :1]
+    for keys in range(1, 300):
+        rg.attend(few, k[:, :, :keys], v[:, :, :keys], mechanism)
+    assert len(user_code._safe[mechanism]) <= user_code.MOST_SHAPES
 
 
 def test_a_formula_that_writes_later_on_is_refused_when_it_does() -> None:

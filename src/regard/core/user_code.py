@@ -1,11 +1,14 @@
 """A user's code: what is required of a user's class, and a check that its formulas do not write to their inputs."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from regard.core.eager import transformed, untouched
@@ -59,33 +62,80 @@ def is_user_code(function: Callable[..., Any]) -> bool:
     return not (function.__module__ or "").startswith("regard.")
 
 
-_watched: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_safe: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """By mechanism: formulas, with shapes, that were observed not to write to their inputs."""
+MOST_SHAPES = 256
+"""So many of them are remembered: each step of a stream has a new shape."""
+COPIED = 1 << 20
+"""Inputs of up to this many numbers are copied. Above, watching the operators takes less time, at any size."""
 
 
 def read_only(mechanism: "Mechanism", name: str, formula: Callable[..., Any], *tensors: Tensor) -> Any:
     """`formula(*tensors)`; ValueError if a user's formula writes to its inputs, which belong to the caller or to a KV
-    cache. For new shapes the formula gets copies, so that nothing is lost; later it gets the tensors themselves, and
-    their version counters show a write that depends on numbers, after the fact. Tensors made in inference mode have no
-    version counter, but copies made outside of it do. A write to `x.data` is not noticed."""
+    cache. For new shapes the formula gets copies, or its operators are watched, so that nothing is lost; later it gets
+    the tensors themselves, and their version counters show a write that depends on numbers, after the fact. Tensors
+    made in inference mode have no version counter, but copies made outside of it do. A write to `x.data` is not
+    noticed where nothing is watched."""
     if not runs_user_code(mechanism) or torch.compiler.is_compiling() or transformed():
         return formula(*tensors)
-    plain = untouched()  # no copies under a dispatch mode, which may count operators or memory
+    plain = untouched()  # nothing to copy or watch under a dispatch mode, which may count operators or memory
+    watch: AbstractContextManager[object] = nullcontext()
     if plain:
-        safe: set[Any] = _watched.setdefault(mechanism, set())
+        safe: set[Any] = _safe.setdefault(mechanism, set())
         key = name, *(tensor.shape for tensor in tensors)
         if key not in safe:
-            tensors = tuple(_counting_copy(tensor) for tensor in tensors)
+            if sum(tensor.numel() for tensor in tensors) <= COPIED:
+                tensors = tuple(_counting_copy(tensor) for tensor in tensors)
+            else:
+                watch = _Watch(tensors)
     versions = _versions(tensors)
-    result = formula(*tensors)
-    if _versions(tensors) != versions:
+    try:
+        with watch:
+            result = formula(*tensors)
+        written = _versions(tensors) != versions
+    except _Written:
+        written = True
+    if written:
         raise ValueError(
             f"{name}: expected a formula that does not change its inputs, got {mechanism!r}, which "
             "writes to them in place (x.mul_(2) or x[…] = 2 instead of x * 2)"
         )
     if plain:
+        if len(safe) >= MOST_SHAPES:
+            safe.clear()
         safe.add(key)
     return result
+
+
+class _Written(Exception):  # noqa: N818 - not an error yet
+    """An operator is about to write to an input."""
+
+
+class _Watch(TorchDispatchMode):
+    """Raises before an operator writes to the memory of some tensors."""
+
+    def __init__(self, tensors: tuple[Tensor, ...]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.memory = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # to skip it, torch would import all of it first: seconds
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        schema = getattr(func, "_schema", None)
+        if schema is not None and schema.is_mutable:
+            for number, argument in enumerate(schema.arguments):
+                value = args[number] if number < len(args) else kwargs.get(argument.name)
+                if argument.is_write and any(self._watches(x) for x in tree_leaves(value)):
+                    raise _Written
+        return func(*args, **kwargs)
+
+    def _watches(self, value: Any) -> bool:
+        return isinstance(value, Tensor) and value.untyped_storage().data_ptr() in self.memory
 
 
 def _counting_copy(tensor: Tensor) -> Tensor:
