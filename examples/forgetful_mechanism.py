@@ -21,13 +21,10 @@ from torch import Tensor
 from torch.nn.functional import elu
 
 import regard as rg
-from regard.core.masks.structure import EVERYTHING, Structure
-from regard.core.states.fixed_state import FixedState
-from regard.core.states.state import Sizes
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class FadingState(FixedState):
+class FadingState(rg.FixedState):
     """Sums over the tokens so far, (B, G, K, V) and (B, G, K); the library reorders, counts and saves the fields."""
 
     sums: Tensor
@@ -52,16 +49,11 @@ class Forgetful(rg.Mechanism):
         fade = similar.new_tensor(self.rate) ** distance.clamp(min=0)
         return self.normalise((similar * fade).masked_fill(~seen, 0))
 
-    def streams(self, qk_length: int, structure: Structure = EVERYTHING) -> str | None:
-        """Why a mask cannot be streamed, if so: sums cannot drop a key, so only causal and padding masks can."""
-        hides = structure.rest is not None or structure.windowed
-        return f"mask: expected causal, padding, both or none to stream {self!r}, got another" if hides else None
-
     def state_type(self, qk_length: int) -> type[FadingState]:
         """The class of its state."""
         return FadingState
 
-    def empty_state(self, sizes: Sizes, capacity: int, storage: torch.dtype | None = None) -> FadingState:
+    def empty_state(self, sizes: rg.Sizes, capacity: int) -> FadingState:
         """The state before the first token."""
         sums, total = sizes.zeros(sizes.qk_length, sizes.value_length), sizes.zeros(sizes.qk_length)
         return FadingState(mechanism=self, sizes=sizes, sums=sums, total=total)

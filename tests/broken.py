@@ -10,9 +10,7 @@ from torch import nn
 import regard as rg
 from regard.core.calls.call import Call
 from regard.core.calls.choice import Path
-from regard.core.masks.structure import EVERYTHING
 from regard.core.paths import reference
-from regard.core.states.fixed_state import FixedState
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +146,7 @@ class Undercounts(Similar):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class KeptState(FixedState):
+class KeptState(rg.FixedState):
     """Keys and values, or their running sums: a state of one's own that grows, or does not."""
 
     keys: torch.Tensor
@@ -175,10 +173,7 @@ class Averages(rg.UnnormalisedMechanism):
     def state_type(self, qk_length):
         return KeptState
 
-    def streams(self, qk_length, structure=EVERYTHING):
-        return "mask: expected causal" if structure.rest is not None or structure.windowed else None
-
-    def empty_state(self, sizes, capacity, storage=None):
+    def empty_state(self, sizes, capacity):
         tokens = 0 if self.grows else 1
         keys, values = sizes.zeros(tokens, 1), sizes.zeros(tokens, sizes.value_length)
         return KeptState(mechanism=self, sizes=sizes, keys=keys, values=values)

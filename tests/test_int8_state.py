@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import regard as rg
+from broken import Averages
 from int8_models import decoder
 from regard.core import cpu
 from regard.core.calls.call import Call
@@ -128,8 +129,8 @@ def test_gradients_and_sums_are_refused():
         rg.Softmax().extend(q, k.requires_grad_(), v, begin(), rg.causal)
     with torch.no_grad():
         rg.Softmax().extend(q, k, v, begin(), rg.causal)
-    for mechanism in (rg.Elu(), rg.Quadratic()):
-        with pytest.raises(ValueError, match=r"storage: expected None, .* keeps sums, not keys and values"):
+    for mechanism in (rg.Elu(), rg.Quadratic(), rg.Retention(), Averages(grows=False), Averages(grows=True)):
+        with pytest.raises(ValueError, match=r"storage: expected None, since the state of .* is no KV cache"):
             mechanism.start(**SIZES, storage=torch.int8)
     with pytest.raises(ValueError, match=r"storage: expected torch\.int8 or None, got torch\.uint8"):
         rg.Softmax().start(**SIZES, storage=torch.uint8)

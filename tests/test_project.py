@@ -196,6 +196,14 @@ def test_every_public_name_has_a_docstring_with_an_example(name):
     assert ">>> " in (thing.__doc__ or ""), f"rg.{name} has no runnable example"
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*mechanism.py")), ids=lambda path: path.name)
+def test_a_mechanism_of_ones_own_needs_public_names_alone(path):
+    tree = ast.parse(path.read_text())
+    imported = {name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names}
+    imported |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert not [module for module in imported if module.startswith("regard.")]
+
+
 def test_the_cpu_guard_sets_a_limit_only_where_tiles_are_forbidden():
     assert tiles_are_forbidden("flags : amx_tile", permitted=False)
     assert not tiles_are_forbidden("flags : amx_tile", permitted=True)

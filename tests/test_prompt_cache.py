@@ -79,7 +79,7 @@ def test_a_prompt_in_int8_goes_on_in_int8(name, tmp_path):
 
 @torch.no_grad()
 def test_what_cannot_be_stored_in_int8_is_refused():
-    with pytest.raises(ValueError, match=r"storage: expected None, .* keeps sums"):
+    with pytest.raises(ValueError, match=r"storage: expected None, since .* is no KV cache"):
         rg.generate(made("kernel"), [[1]], storage=torch.int8)
     with pytest.raises(ValueError, match=r"storage: expected torch.int8 or None, got torch.int16"):
         rg.generate(made("t5"), [[1]], storage=torch.int16)

@@ -189,7 +189,7 @@ def test_other_masks_and_biases_are_refused_with_a_reason(mechanism: rg.Mechanis
     }
     state = mechanism.start(batch=B, num_kv_heads=G, qk_length=K, value_length=V, dtype=torch.float64)
     for name, mask in masks.items():
-        message = rf"^mask: expected causal, padding, both or none for .*: its sums cannot drop a key, got {name}"
+        message = rf"^mask: expected causal, padding, both or none for .*: its state cannot drop a key, got {name}"
         for call in (
             lambda mask=mask: rg.attend(q, k, v, mechanism, mask),
             lambda mask=mask: rg.weights(q, k, mechanism, mask),

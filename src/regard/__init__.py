@@ -53,6 +53,9 @@ if TYPE_CHECKING:
     from regard.core.mechanisms import Softmax as Softmax
     from regard.core.mechanisms import Taylor as Taylor
     from regard.core.mechanisms import Uniform as Uniform
+    from regard.core.states.fixed_state import FixedState as FixedState
+    from regard.core.states.state import Sizes as Sizes
+    from regard.core.states.state import State as State
     from regard.inference.effects import Effects as Effects
     from regard.inference.effects import effects as effects
     from regard.inference.generation import Generated as Generated
@@ -98,6 +101,8 @@ _HOMES = {
     "regard.core.mechanisms": (
         "Argmax Channel Delta Elu Gated Kernel Polynomial Quadratic RandomFeatures Retention Softmax Taylor Uniform"
     ),
+    "regard.core.states.fixed_state": "FixedState",
+    "regard.core.states.state": "Sizes State",
     "regard.models.davit": "DaViT DaViTConfig",
     "regard.models.decoder": "Decoder DecoderConfig",
     "regard.models.encoder": "Encoder EncoderConfig",

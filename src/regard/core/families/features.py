@@ -24,7 +24,7 @@ from regard.core.calls.repeats import Step
 from regard.core.cost import COUNTED, Cost, Work, count_formula, key_value_bytes, score_cost
 from regard.core.families.mechanism import Mechanism
 from regard.core.masks import Mask, Window
-from regard.core.masks.structure import EVERYTHING, Structure, padding_between, structure_of
+from regard.core.masks.structure import padding_between, structure_of
 from regard.core.paths import blocks, chunked, fused, fused_stream, reference, stream, sums_cost
 from regard.core.paths.slots import Clock, Slot, SumSlot
 from regard.core.states.kernel_state import KernelState
@@ -152,20 +152,12 @@ class FeatureMechanism(Mechanism):
         how = "by the kernels of `fused`" if why is None else f"by PyTorch's operators: {why}"
         return (f"a state is extended by such tokens {how}",)
 
-    def streams(self, qk_length: int, structure: Structure = EVERYTHING) -> str | None:
-        if self.linear(qk_length) and (structure.rest is not None or structure.windowed):
-            kind = f"{structure.rest!r}" if structure.rest is not None else "a window"
-            return f"mask: expected causal, padding, both or none for {self!r}: its sums cannot drop a key, got {kind}"
-        return None
-
     def state_type(self, qk_length: int) -> type[Any]:
         return KernelState if self.linear(qk_length) else KeyValueState
 
-    def empty_state(self, sizes: Sizes, capacity: int, storage: torch.dtype | None = None) -> State:
+    def empty_state(self, sizes: Sizes, capacity: int) -> State:
         if not self.linear(sizes.qk_length):
-            return super().empty_state(sizes, capacity, storage)
-        if storage is not None:
-            raise ValueError(f"storage: expected None, {self!r} keeps sums, not keys and values, got {storage}")
+            return super().empty_state(sizes, capacity)
         return KernelState(
             mechanism=self,
             sums=sizes.zeros(self.summed_length(sizes.qk_length), sizes.value_length),

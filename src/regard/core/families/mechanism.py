@@ -254,8 +254,12 @@ class Mechanism:
         return None if call.bias is None else f"bias: expected none, {self!r} has no additive scores, got one"
 
     def streams(self, qk_length: int, structure: Structure = EVERYTHING) -> str | None:
-        """Why there is no token-by-token form under a mask of this structure, as an error message; None if there is."""
-        return None
+        """Why there is no token-by-token form under a mask of this structure, as an error message; None if there is.
+        Only a KV cache can hide a key that it has taken in."""
+        if (structure.rest is None and not structure.windowed) or self.state_type(qk_length).keeps_keys:
+            return None
+        kind = f"{structure.rest!r}" if structure.rest is not None else "a window"
+        return f"mask: expected causal, padding, both or none for {self!r}: its state cannot drop a key, got {kind}"
 
     def paths(self) -> tuple[Path, ...]:
         """The paths of this mechanism, best first; the last can compute every call."""
@@ -293,13 +297,14 @@ class Mechanism:
         check_start(self, batch, num_kv_heads, qk_length, value_length, capacity, dtype, device)
         if storage not in (None, torch.int8):
             raise ValueError(f"storage: expected torch.int8 or None, got {storage!r}")
-        sizes = Sizes(batch, num_kv_heads, qk_length, value_length, dtype, device)
-        return self.empty_state(sizes, capacity, storage)
+        if storage is not None and not self.state_type(qk_length).keeps_keys:
+            raise ValueError(f"storage: expected None, since the state of {self!r} is no KV cache, got {storage}")
+        return self.empty_state(Sizes(batch, num_kv_heads, qk_length, value_length, dtype, device, storage), capacity)
 
-    def empty_state(self, sizes: Sizes, capacity: int, storage: torch.dtype | None = None) -> State:
+    def empty_state(self, sizes: Sizes, capacity: int) -> State:
         """The empty state, after its sizes are checked. A mechanism that keeps something other than keys and values
         returns its state here, and extends it in `advance`."""
-        return KeyValueState.empty(sizes, capacity, storage)
+        return KeyValueState.empty(sizes, capacity, sizes.storage)
 
     def state_type(self, qk_length: int) -> type[Any]:
         """The class of its states, for this head dimension."""

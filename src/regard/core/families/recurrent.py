@@ -26,7 +26,7 @@ from regard.core.eager import symbolic
 from regard.core.families.mechanism import UnnormalisedMechanism
 from regard.core.masks import Mask
 from regard.core.masks.guard import bad_keys, cleaned
-from regard.core.masks.structure import EVERYTHING, Structure, reached, structure_of
+from regard.core.masks.structure import reached, structure_of
 from regard.core.paths import reference
 from regard.core.paths.exact import choose_scores
 from regard.core.states.fixed_state import FixedState
@@ -109,21 +109,13 @@ class RecurrentMechanism(UnnormalisedMechanism):
     def refuses(self, call: Call) -> str | None:
         return super().refuses(call) or self.streams(call.qk_length, call.structure)
 
-    def streams(self, qk_length: int, structure: Structure = EVERYTHING) -> str | None:
-        if structure.rest is None and not structure.windowed:
-            return None
-        kind = f"{structure.rest!r}" if structure.rest is not None else "a window"
-        return f"mask: expected causal, padding, both or none for {self!r}: its sums cannot drop a key, got {kind}"
-
     def paths(self) -> tuple[Path, ...]:
         return (RECURRENT, reference.PATH)
 
     def state_type(self, qk_length: int) -> type[Any]:
         return RecurrentState
 
-    def empty_state(self, sizes: Sizes, capacity: int, storage: torch.dtype | None = None) -> State:
-        if storage is not None:
-            raise ValueError(f"storage: expected None, {self!r} keeps sums, not keys and values, got {storage}")
+    def empty_state(self, sizes: Sizes, capacity: int) -> State:
         return RecurrentState(mechanism=self, sizes=sizes, sums=sizes.zeros(sizes.qk_length, sizes.value_length))
 
     def advance(

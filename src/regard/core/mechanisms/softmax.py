@@ -90,9 +90,9 @@ class Softmax(ScoreMechanism):
         scale = self._beta(qk_length)
         return scale if scale <= 1e6 else None
 
-    def empty_state(self, sizes: Sizes, capacity: int, storage: torch.dtype | None = None) -> State:
+    def empty_state(self, sizes: Sizes, capacity: int) -> State:
         may_share = self.as_defined and torch.device(sizes.device).type == "cpu"
-        return KeyValueState.empty(sizes, capacity, storage, may_share=may_share)
+        return KeyValueState.empty(sizes, capacity, sizes.storage, may_share=may_share)
 
     def cost(self, work: Work) -> Cost:
         if type(self).score is not Softmax.score:

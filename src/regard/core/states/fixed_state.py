@@ -21,6 +21,35 @@ class FixedState(State):
     A subclass is a frozen dataclass with tensors as its fields. Reordering rows, counting bytes and saving work on
     these fields. A field may also be None (a tensor that does not exist yet), a number, a string or a bool, the same
     for all rows; other fields cannot be saved. The state cannot be cropped, since the tokens are not kept.
+
+    Its mechanism creates it in `empty_state`, names its class in `state_type`, and extends it in `advance`: `receive`
+    prepares new keys and values, and `attended` gives the output and the longer state.
+
+    >>> import regard as rg, torch
+    >>> from dataclasses import dataclass
+    >>> @dataclass(frozen=True, eq=False, kw_only=True)
+    ... class Sum(rg.FixedState):
+    ...     total: torch.Tensor
+    >>> @dataclass(frozen=True, kw_only=True)
+    ... class Summing(rg.UnnormalisedMechanism):  # every weight is 1
+    ...     ordered = True
+    ...     def weigh(self, q, k, visible, bias=None):
+    ...         seen = torch.ones(q.shape[2], k.shape[2]).tril(k.shape[2] - q.shape[2])
+    ...         return (seen if visible is None else seen * visible).expand(*q.shape[:3], k.shape[2])
+    ...     def state_type(self, qk_length):
+    ...         return Sum
+    ...     def empty_state(self, sizes, capacity):
+    ...         return Sum(mechanism=self, sizes=sizes, total=sizes.zeros(1, sizes.value_length))
+    ...     def advance(self, q, k, v, state, rule, bias):
+    ...         new = state.receive(q, k, v, rule)
+    ...         totals = new.state.total + new.v.cumsum(2)
+    ...         heads = q.shape[1] // k.shape[1]
+    ...         return new.attended(totals.repeat_interleave(heads, 1), total=totals[:, :, -1:])
+    >>> q = k = v = torch.ones(1, 2, 3, 4)
+    >>> state = Summing().start(batch=1, num_kv_heads=2, qk_length=4, value_length=4)
+    >>> out, state = Summing().extend(q, k, v, state)
+    >>> torch.equal(out, rg.attend(q, k, v, Summing())), state.length, state.nbytes
+    (True, 3, 32)
     """
 
     def __init_subclass__(cls, **options: Any) -> None:

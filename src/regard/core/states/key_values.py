@@ -6,7 +6,7 @@ length.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +35,8 @@ class KeyValueState(State):
     >>> state.length, longer.length, longer.nbytes
     (0, 3, 512)
     """
+
+    keeps_keys: ClassVar[bool] = True
 
     runs: tuple[Run, ...]
     """Every batch row belongs to exactly one run."""

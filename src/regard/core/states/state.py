@@ -8,7 +8,7 @@ Mechanisms that attend to every key again keep keys and values (key_values.py), 
 """
 
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -18,7 +18,17 @@ from regard.core.masks import Padding, Window
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of a state: batch, key/value heads, head dimensions; and its dtype and device."""
+    """The sizes of a state: batch, key/value heads, head dimensions; and its dtype and device. A mechanism's
+    `empty_state` gets them.
+
+    >>> import regard as rg, torch
+    >>> sizes = rg.Sizes(
+    ...     batch=2, num_kv_heads=4, qk_length=8, value_length=16, dtype=torch.bfloat16, device="cpu"
+    ... )
+    >>> sums = sizes.zeros(sizes.qk_length, sizes.value_length)
+    >>> tuple(sums.shape), sums.dtype
+    ((2, 4, 8, 16), torch.float32)
+    """
 
     batch: int
     num_kv_heads: int
@@ -26,6 +36,8 @@ class Sizes:
     value_length: int
     dtype: torch.dtype
     device: torch.device | str
+    storage: torch.dtype | None = None
+    """The dtype in which a KV cache keeps keys and values, if it is another."""
 
     def zeros(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Zeros (B, G, …) on the state's device, in float32 or better by default."""
@@ -67,8 +79,16 @@ class Stored(Protocol):
 
 class State:
     """The interface of a state. A new kind of state implements the methods that raise here; the others have
-    defaults."""
+    defaults. `FixedState` implements all of them for tensors whose size does not grow.
 
+    >>> import regard as rg
+    >>> state = rg.Softmax().start(batch=3, num_kv_heads=2, qk_length=8, value_length=8, capacity=16)
+    >>> isinstance(state, rg.State), state.length, state.nbytes, state.reorder([2, 0]).batch
+    (True, 0, 6144, 2)
+    """
+
+    keeps_keys: ClassVar[bool] = False
+    """Whether it is a KV cache: any mask can hide its keys again, and they can be stored in int8."""
     length: Any
     """The number of tokens so far, including padding."""
     mechanism: Any
@@ -155,7 +175,11 @@ def check_tokens(
 
 def row_index(index: Tensor, rows: int, device: torch.device) -> Tensor:
     """Batch rows as a tensor on a device, or ValueError."""
-    index = torch.as_tensor(index, device=device)
+    try:
+        index = torch.as_tensor(index, device=device)
+    except (RuntimeError, TypeError, ValueError):
+        kind = type(index).__name__
+        raise ValueError(f"index: expected whole numbers of shape (B,), got {kind} {index!r:.60}") from None
     index = index if index.numel() else index.long()  # an empty list has no integer dtype
     if index.ndim != 1 or index.dtype.is_floating_point or index.dtype == torch.bool:
         raise ValueError(f"index: expected whole numbers of shape (B,), got {index.dtype} {tuple(index.shape)}")
