@@ -1,5 +1,6 @@
 """Attention inside what PyTorch does with functions: threads, compilation, and transforms of whole functions."""
 
+import asyncio
 import math
 import threading
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import regard as rg
 from regard.core.calls.choice import refusal
-from regard.core.masks.guard import all_finite
+from regard.core.masks.guard import all_finite, finite
 from regard.core.mechanisms import REGISTRY
 from regard.core.paths import gpu
 from regard.core.tensors import weighs_tokens
@@ -70,6 +71,35 @@ def test_all_finite_is_a_policy_of_its_own_thread(compiled: bool) -> None:
         out = call(q, spoiled(k), spoiled(v))
     assert torch.equal(out[:, :, :-1], expected)
     assert out[:, :, -1].isnan().all()
+
+
+@pytest.mark.parametrize("name", ["softmax", "elu", "gated"])
+def test_all_finite_is_a_policy_of_its_own_task(name: str) -> None:
+    """A task that trusts its numbers, and waits, leaves the guard to the other tasks of the event loop."""
+    q, k, v = inputs()
+    expected = rg.attend(q, k, v, REGISTRY[name], rg.causal, path="reference")[:, :, :-1]
+    inside, done = asyncio.Event(), asyncio.Event()
+
+    async def trust() -> None:
+        with all_finite():
+            inside.set()
+            await done.wait()
+            assert finite()
+        assert not finite()
+
+    async def serve() -> None:
+        await inside.wait()
+        with all_finite():  # entered and left by one task, while another is inside
+            pass
+        out = rg.attend(q, spoiled(k), spoiled(v), REGISTRY[name], rg.causal, path="reference")
+        done.set()
+        assert close(out[:, :, :-1], expected)
+        assert out[:, :, -1].isnan().all()
+
+    async def both() -> None:
+        await asyncio.gather(trust(), serve())
+
+    asyncio.run(both())
 
 
 LEFT = torch.arange(T) >= torch.tensor([[2], [0]])

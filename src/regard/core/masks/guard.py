@@ -10,6 +10,7 @@ import math
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor
@@ -17,20 +18,24 @@ from torch import Tensor
 from regard.core.masks import Mask
 from regard.core.masks.structure import reached
 
+_finite: ContextVar[bool] = ContextVar("finite", default=False)
+"""What this thread, or this task of an event loop, assumes."""
 
-class _Policy(threading.local):
-    """What this thread assumes. A thread-local, since torch.compile cannot trace a ContextVar."""
+
+class _Compiled(threading.local):
+    """The same for compiled calls, by thread: torch.compile cannot trace a ContextVar."""
 
     finite = False
 
 
-_policy = _Policy()
+_compiled = _Compiled()
 
 
 @contextmanager
 def all_finite() -> Iterator[None]:
     """A context in which keys and values are assumed finite and the guard is left out: for training, where a NaN
-    anywhere makes the loss NaN, which the loop checks. Other threads keep the guard.
+    anywhere makes the loss NaN, which the loop checks. Other threads and other tasks of an event loop keep the guard;
+    in compiled calls other threads do.
 
     >>> import torch
     >>> from regard.core.masks.guard import all_finite, bad_keys
@@ -41,21 +46,26 @@ def all_finite() -> Iterator[None]:
     ...     print(bad_keys(spoiled, spoiled))
     None
     """
-    before, _policy.finite = _policy.finite, True
+    traced = torch.compiler.is_compiling()
+    before, _compiled.finite = (_compiled.finite if traced else _finite.get()), True
+    if not traced:
+        _finite.set(True)
     try:
         yield
     finally:
-        _policy.finite = before
+        _compiled.finite = before
+        if not traced:
+            _finite.set(before)
 
 
 def finite() -> bool:
-    """Whether this thread assumes that keys and values are finite."""
-    return _policy.finite
+    """Whether keys and values are assumed finite here."""
+    return _compiled.finite if torch.compiler.is_compiling() else _finite.get()
 
 
 def bad_keys(k: Tensor, v: Tensor) -> Tensor | None:
     """Which keys (B, G, S) have a NaN or infinity in the key or its value; None where all are assumed finite."""
-    return None if _policy.finite else not_finite(k, v)
+    return None if finite() else not_finite(k, v)
 
 
 def not_finite(k: Tensor, v: Tensor) -> Tensor:
