@@ -229,7 +229,7 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("name", [name for name, one in REGISTRY.items() if one.streams(K) is None])
+@pytest.mark.parametrize("name", [name for name, mechanism in REGISTRY.items() if mechanism.streams(K) is None])
 def test_a_step_that_records_nothing_is_the_same_with_gradients_enabled(name: str) -> None:
     mechanism, (q, k, v) = REGISTRY[name], inputs(6, torch.float32)
     state = mechanism.start(batch=B, num_kv_heads=G, qk_length=K, value_length=K, capacity=16)

@@ -113,7 +113,7 @@ class KeyValueState(State):
         length, buffer = self.length, self.runs[0].buffer
         if length - self.forgotten >= self.capacity or not buffer.claim(length, length + 1):
             return None
-        longer = object.__new__(KeyValueState)  # past the constructor, which takes three times as long
+        longer = object.__new__(KeyValueState)  # past the constructor, which takes twice as long
         longer.__dict__.update(self.__dict__, length=length + 1)
         return longer
 
