@@ -243,6 +243,26 @@ def test_a_step_that_records_nothing_is_the_same_with_gradients_enabled(name: st
     assert ran[0] == ran[1]
 
 
+@pytest.mark.parametrize("rows", [1, B])
+@pytest.mark.parametrize("name", [name for name, one in REGISTRY.items() if one.streams(K) is None])
+def test_padding_alone_stays_in_the_autograd_graph(name: str, rows: int) -> None:
+    """Whatever is recorded, whole and streamed, as the first tokens and as later ones."""
+    mechanism = REGISTRY[name]
+    hidden = rg.causal & rg.padding(valid=torch.zeros(rows, 2 * T, dtype=torch.bool))
+    for recorded in range(3):
+        tokens = [t[:rows].clone().requires_grad_(number == recorded) for number, t in enumerate(inputs())]
+        state = mechanism.start(batch=rows, num_kv_heads=G, qk_length=K, value_length=K, dtype=torch.float64)
+        first, state = mechanism.extend(*tokens, state, mask=rg.causal & rg.padding([0] * rows))
+        later, _ = mechanism.extend(*tokens, state, mask=hidden)
+        whole = rg.attend(*tokens, mechanism, mask=rg.causal & rg.padding([0] * rows))
+        for out in (first, later, whole):
+            (grad,) = torch.autograd.grad(out.sum(), tokens[recorded], retain_graph=True)
+            assert not out.any()
+            assert not grad.any()
+        with torch.no_grad():
+            assert not mechanism.extend(*tokens, state, mask=hidden)[0].requires_grad
+
+
 @pytest.mark.parametrize("recorded", ["q", "k", "v"])
 @pytest.mark.parametrize("name", ["retention", "gated", "delta"])
 def test_a_nan_in_the_state_gives_no_gradient_whatever_is_recorded(name: str, recorded: str) -> None:

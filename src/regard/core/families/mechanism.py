@@ -29,7 +29,7 @@ from regard.core.calls.call import Call, in_own_dtype, ordered
 from regard.core.calls.checks import check_extend, check_start
 from regard.core.calls.choice import Path
 from regard.core.cost import Cost, Work, accumulator, own_state_cost, score_cost, similarity_flops
-from regard.core.eager import symbolic
+from regard.core.eager import recorded, symbolic
 from regard.core.masks import Mask, MaskFunction, Window, as_mask
 from regard.core.masks.structure import EVERYTHING, Structure, padding_between, with_padding
 from regard.core.paths import blocks, exact, reference, runs
@@ -370,12 +370,15 @@ class Mechanism:
         total = state.length + k.shape[2]
         fresh = padding_between(rule, state.length, total, total)
         state = with_space(state, rule, k.shape[2])
-        recorded = q.requires_grad or (bias is not None and bias.requires_grad) or self.learns(k.shape[3])
-        longer = state.append(k, v, fresh, recorded=recorded)
+        derived = q.requires_grad or (bias is not None and bias.requires_grad) or self.learns(k.shape[3])
+        longer = state.append(k, v, fresh, recorded=derived)
         if longer.padding is not None:
             rule = with_padding(rule, longer.padding)
-        longer = usable_state(self, q, longer, rule, bias, recorded)
-        return over_runs(self, q, longer, rule, bias), longer
+        longer = usable_state(self, q, longer, rule, bias, derived)
+        out = over_runs(self, q, longer, rule, bias)
+        if recorded(q, k, v) and not out.requires_grad:
+            out = out + sum(t[..., :0].sum() for t in (q, k, v))  # only padding was read: 0, and part of the graph
+        return out, longer
 
     slotted: ClassVar[bool] = True
     """Whether a GPU can capture its decode steps as a CUDA graph, through `slot`."""
