@@ -225,6 +225,63 @@ def test_a_layer_names_what_it_cannot_register():
         attention(rg.Kernel(feature_map=nn.Linear(5, 5)))
 
 
+CONSTANT = torch.randn(4, 6, dtype=torch.float64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turned(rg.Mechanism):
+    """A user's mechanism whose formula reads a global."""
+
+    def similarity(self, q, k):
+        return torch.sigmoid(q @ CONSTANT @ CONSTANT.mT @ k.mT)
+
+
+CONSTANTS = {
+    "a closure": lambda: rg.Kernel(feature_map=(lambda W: lambda x: torch.relu(x @ W))(CONSTANT)),
+    "a default": lambda: rg.Kernel(feature_map=lambda x, W=CONSTANT: torch.relu(x @ W)),
+    "a partial": lambda: rg.Kernel(feature_map=functools.partial(by_argument, CONSTANT)),
+    "a method": lambda: rg.Kernel(feature_map=Map(CONSTANT).method),
+    "an object": lambda: rg.Kernel(feature_map=Map(CONSTANT)),
+    "a gate": lambda: rg.Gated(gate=lambda k: -(k @ CONSTANT @ CONSTANT.mT).abs()),
+    "a global": Turned,
+}
+
+
+@pytest.mark.parametrize("name", CONSTANTS)
+def test_a_layer_refuses_a_constant_that_it_could_not_move_or_save(name):
+    message = r"mechanism: expected its tensors in fields, as .* captures (W|CONSTANT|argument 0) \(4, 6\)$"
+    with pytest.raises(ValueError, match=message), torch.device("cpu"):
+        rg.MultiHeadAttention(8, 2, mechanism=CONSTANTS[name]())
+
+
+def test_numbers_and_tensors_made_by_a_formula_are_no_constants():
+    half = torch.tensor(0.5)
+
+    def features(x):
+        mask = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=x.dtype, device=x.device)
+        return torch.relu(x * mask + torch.arange(4, device=x.device) * half) + x.new_ones(4)
+
+    layer = rg.MultiHeadAttention(8, 2, mechanism=rg.Kernel(feature_map=features))
+    assert layer.double()(torch.randn(1, 3, 8, dtype=torch.float64)).dtype == torch.float64
+
+
+@pytest.mark.parametrize("holder", [tuple, list, lambda parts: dict(enumerate(parts))], ids=["tuple", "list", "dict"])
+@pytest.mark.parametrize("grad", [True, False], ids=["learned", "constant"])
+def test_tensors_within_a_field_are_refused_by_the_fields_name(holder, grad):
+    @dataclass(frozen=True, kw_only=True)
+    class Heated(rg.Mechanism):
+        heats: object
+
+        def similarity(self, q, k):
+            return torch.sigmoid(self.heats[0] * (q @ k.mT) + self.heats[1])
+
+    heats = holder([nn.Parameter(torch.ones(1), requires_grad=grad) for _ in range(2)])
+    with pytest.raises(ValueError, match=r"^heats: expected tensors in fields of their own, or in an nn.ParameterList"):
+        attention(Heated(heats=heats))
+    attention(Heated(heats=nn.ParameterList([torch.ones(1), torch.ones(1)])))
+    attention(Heated(heats=(1.0, 2.0)))
+
+
 def small_kernel():
     return rg.Kernel(feature_map=nn.Sequential(nn.Linear(4, 5), nn.Softplus()).double())
 

@@ -7,6 +7,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from regard.core.user_code import runs_user_code
 
 if TYPE_CHECKING:
     from regard.core.families.mechanism import Mechanism
@@ -176,6 +180,50 @@ def named_tensors(value: Any, name: str = "", depth: int = 3) -> dict[str, Tenso
 def _attributes(thing: object) -> dict[str, Any]:
     """The attributes of an object; a module stands for itself."""
     return {type(thing).__name__: thing} if isinstance(thing, nn.Module) else dict(getattr(thing, "__dict__", {}))
+
+
+class _Reads(TorchDispatchMode):
+    """Records the tensors that operators read and that no operator before them made."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call] # torch's own
+        self.made: list[Tensor] = []
+        self.read: list[Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.ops.aten.lift_fresh.default:  # of a tensor made of Python's numbers
+            self.read += [
+                value
+                for value in tree_leaves((args, kwargs))
+                if isinstance(value, Tensor) and not any(value is other for other in (*self.made, *self.read))
+            ]
+        result = func(*args, **(kwargs or {}))
+        self.made += [value for value in tree_leaves(result) if isinstance(value, Tensor)]
+        return result
+
+
+def constants(mechanism: "Mechanism", qk_length: int) -> list[Tensor]:
+    """Tensors without gradient that the weights are computed from and that the mechanism does not list, wherever they
+    are: in a closure, a global, an object. A tensor of a single number without dimensions counts as a number.
+
+    >>> import regard as rg, torch
+    >>> from regard.core.tensors import constants
+    >>> W = torch.randn(4, 6)
+    >>> constants(rg.Kernel(feature_map=lambda x: torch.relu(x @ W)), 4)[0] is W
+    True
+    """
+    if not runs_user_code(mechanism):
+        return []
+    x = probe(mechanism, (1, 1, 1, qk_length))
+    computing = fitted(mechanism, x.dtype)
+    with torch.no_grad(), made_on(x.device), _Reads() as reads:
+        computing.compare(x, x)
+    listed = [x, *flat(computing)]
+    return [
+        tensor
+        for tensor in reads.read
+        if tensor.ndim and not tensor.requires_grad and not any(tensor is other for other in listed)
+    ]
 
 
 def leaves(tensor: Tensor) -> list[Tensor]:

@@ -23,7 +23,7 @@ class Kernel(FeatureMechanism):
     """Kernel attention with any feature map: a function (…, K) -> (…, C), or a module, whose parameters learn.
 
     A learned feature map should be a module, which a layer registers. Tensors that a plain function captures do get
-    gradients, but a layer could not register them and refuses them by name.
+    gradients, but a layer could not train, move or save them and refuses them by name, learned or not.
 
     The features of a query and a key must have an inner product of at least 0; `regard.check` tests it.
 

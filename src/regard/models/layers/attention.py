@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from regard.core.attention import attend, weights
 from regard.core.calls.call import ordered
@@ -26,7 +27,7 @@ from regard.core.masks.structure import structure_of
 from regard.core.mechanisms import Softmax, named
 from regard.core.paths import gpu, split
 from regard.core.paths.slots import Slot
-from regard.core.tensors import named_tensors, replaced
+from regard.core.tensors import constants, named_tensors, replaced
 from regard.models.layers.linear import Linear, projections
 from regard.models.layers.positions import Rotary, Tables
 from regard.models.layers.ragged import Ragged
@@ -68,29 +69,48 @@ def without_mechanisms(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def check_learned(mechanism: Mechanism, qk_length: int) -> None:
-    """Raise ValueError for a mechanism with parameters that a layer cannot register, or one that fails at qk_length."""
-    for name, tensor in mechanism.tensors().items():
-        if isinstance(tensor, Tensor) and tensor.requires_grad and not isinstance(tensor, nn.Parameter):
+    """Raise ValueError for a mechanism with tensors that a layer cannot register, or one that fails at qk_length."""
+    for name, value in vars(mechanism).items():
+        if isinstance(value, Tensor) and value.requires_grad and not isinstance(value, nn.Parameter):
             raise ValueError(
                 f"{name}: expected an nn.Parameter, which a layer can register, got a tensor with requires_grad"
             )
+        if isinstance(value, tuple | list | dict) and any(
+            isinstance(part, Tensor | nn.Module) for part in tree_leaves(value)
+        ):
+            raise ValueError(
+                f"{name}: expected tensors in fields of their own, or in an nn.ParameterList, nn.ModuleList or other "
+                f"module, which a layer can register, got a {type(value).__name__} of them"
+            )
+    names = _captured_names(mechanism)
     try:
-        strays = mechanism.captured(qk_length)
+        learned, plain = mechanism.captured(qk_length), constants(mechanism, qk_length)
     except RuntimeError as error:
+        if names:  # of another dtype or size, perhaps
+            raise _stray("tensors", mechanism, list(names.values())) from error
         raise ValueError(
             f"mechanism: expected one that works with qk_length = {qk_length}, got {type(mechanism).__name__}, "
             f"which raises {str(error).splitlines()[0]}"
         ) from error
-    if strays:
-        holders = (*vars(mechanism).values(), type(mechanism).similarity)
-        names = {id(tensor): name for holder in holders for name, tensor in named_tensors(holder).items()}
-        listed = ", ".join(
-            f"{names.get(id(tensor), 'tensor without a name')} {tuple(tensor.shape)}" for tensor in strays
-        )
-        raise ValueError(
-            f"mechanism: expected its learned tensors in fields, as nn.Parameter or nn.Module, so that a layer "
-            f"registers them, got {type(mechanism).__name__}, whose function captures {listed}"
-        )
+    if learned or plain:
+        raise _stray("learned tensors" if learned else "tensors", mechanism, learned or plain)
+
+
+def _stray(kind: str, mechanism: Mechanism, tensors: list[Tensor]) -> ValueError:
+    """The error for tensors that a layer could not train, move or save."""
+    names = {id(tensor): name for name, tensor in _captured_names(mechanism).items()}
+    listed = ", ".join(f"{names.get(id(tensor), 'tensor without a name')} {tuple(tensor.shape)}" for tensor in tensors)
+    return ValueError(
+        f"mechanism: expected its {kind} in fields, as nn.Parameter, tensor or nn.Module, so that a layer registers "
+        f"them, got {type(mechanism).__name__}, whose function captures {listed}"
+    )
+
+
+def _captured_names(mechanism: Mechanism) -> dict[str, Tensor]:
+    """Tensors that the functions of a mechanism refer to and that are none of its fields."""
+    formulas = [] if mechanism.shipped else [value for value in vars(type(mechanism)).values() if callable(value)]
+    functions = [value for value in vars(mechanism).values() if not isinstance(value, Tensor | nn.Module)]
+    return {name: tensor for function in (*functions, *formulas) for name, tensor in named_tensors(function).items()}
 
 
 class Attend(nn.Module):
