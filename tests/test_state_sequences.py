@@ -253,7 +253,7 @@ def test_a_hundred_forks_of_a_prompt_hold_it_once(
     mechanism: rg.Softmax, hidden: str, storage: torch.dtype | None
 ) -> None:
     """Memory of one prompt and a hundred tails, also for forks of a long fork, and the numbers of copies."""
-    length, longest = 4096, 4096 + 1300
+    length, longest = 4096, 4096 + 2300
     x = torch.randn(2, 2, longest, 16, generator=torch.Generator().manual_seed(0))
     valid = torch.ones(2, longest, dtype=torch.bool)
     valid[1, :10] = hidden != "left padding"
@@ -276,9 +276,9 @@ def test_a_hundred_forks_of_a_prompt_hold_it_once(
     prompt = start.append(x[:, :1, :length].flip(3), x[:, 1:, :length], padding)
     size = occupied([prompt])
     forks = [grown(prompt, 1)[1] for _ in range(99)]
-    first, branch, rule = grown(prompt, 1100)
+    first, branch, rule = grown(prompt, 2100)
     assert is_right(first, branch, rule)
-    assert occupied([prompt, *forks, branch]) <= size + size // longest * (99 * 64 + 2200)
+    assert occupied([prompt, *forks, branch]) <= size + size // longest * (99 * 64 + 2300)
     assert "shared=4096" in repr(branch)
     assert is_right(*grown(forks[5], 1))
     grown(branch, 1)
@@ -482,7 +482,7 @@ def test_threads_that_extend_one_state_are_all_right(name: str) -> None:
     assert not wrong
 
 
-@pytest.mark.parametrize("past", [20, 1100], ids=["copied", "shared"])
+@pytest.mark.parametrize("past", [20, 2100], ids=["copied", "shared"])
 def test_600_extensions_of_one_state_by_two_threads_are_all_right(past: int) -> None:
     mechanism, kinds = rg.Softmax(), 6
     generator = torch.Generator().manual_seed(0)

@@ -81,7 +81,7 @@ def _by_kernels(mechanism: Any, q: Tensor, pieces: list[_Part], structure: Struc
         return None
     if structure.paddings and structure.rows is None:
         return None
-    merged: tuple[Tensor, ...] | None = None
+    results: list[tuple[Tensor, ...]] = []
     for part in pieces:
         spans = None if structure.rows is None else _spans(part, structure.rows)
         if structure.rows is not None and spans is None:
@@ -89,17 +89,22 @@ def _by_kernels(mechanism: Any, q: Tensor, pieces: list[_Part], structure: Struc
         computed = _by_parent(q, part.places, partial(_kernel, mechanism, part, structure, total, spans))
         if computed is None:
             return None
-        merged = computed if merged is None else parts.merge(*merged, *computed)
-    assert merged is not None
-    return merged[0]
+        results.append(computed)
+    *earlier, (last, last_lse) = results
+    out, lse = earlier[0]
+    for second, second_lse in earlier[1:]:
+        out, lse = parts.merge(out, lse, second, second_lse)
+    return last.lerp(out, torch.sigmoid(lse - last_lse)[..., None])  # as parts.merge, without the log-sum-exp of all
 
 
 def _kernel(
     mechanism: Any, part: _Part, structure: Structure, total: int, spans: list[Span] | None, q: Tensor, parents: slice
 ) -> tuple[Tensor, Tensor] | None:
     """The output over a part and its log-sum-exp, by JIT-compiled code or by PyTorch; None if neither can."""
-    scales = None if part.scales is None else (part.scales[0][parents], part.scales[1][parents])
-    call = Call(mechanism, q, part.k[parents], part.v[parents], scales=scales)
+    k, v, scales = part.k, part.v, part.scales
+    if part.places is not None:
+        k, v, scales = k[parents], v[parents], scales and (scales[0][parents], scales[1][parents])
+    call = Call(mechanism, q, k, v, scales=scales)
     offset = total - call.queries - part.first
     limited = spans is not None or structure.windowed
     # Rows of one parent are heads here; decode's limit for half precision counts them as queries.
