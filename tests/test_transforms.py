@@ -244,7 +244,7 @@ def test_a_step_that_records_nothing_is_the_same_with_gradients_enabled(name: st
 
 
 @pytest.mark.parametrize("rows", [1, B])
-@pytest.mark.parametrize("name", [name for name, one in REGISTRY.items() if one.streams(K) is None])
+@pytest.mark.parametrize("name", [name for name, mechanism in REGISTRY.items() if mechanism.streams(K) is None])
 def test_padding_alone_stays_in_the_autograd_graph(name: str, rows: int) -> None:
     """Whatever is recorded, whole and streamed, as the first tokens and as later ones."""
     mechanism = REGISTRY[name]
