@@ -194,6 +194,19 @@ def test_a_backward_pass_of_many_gradients_is_the_loop(name: str, queries: int) 
             assert all(map(close, torch.vmap(pull)(many), loop)), mask
 
 
+@pytest.mark.parametrize("name", ["quadratic", "elu"])
+def test_batched_gradients_through_running_sums(name: str) -> None:
+    """More keys than a chunk has; a second derivative of batched gradients is refused, not wrong."""
+    leaves = [t.requires_grad_() for t in inputs(300)]
+    out = rg.attend(*leaves, REGISTRY[name], rg.causal)
+    many = torch.randn(2, *out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    loop = [torch.autograd.grad(out, leaves, grad, retain_graph=True) for grad in many]
+    found = torch.autograd.grad(out, leaves, many, is_grads_batched=True, retain_graph=True)
+    assert all(close(grad, torch.stack(single)) for grad, single in zip(found, zip(*loop, strict=True), strict=True))
+    with pytest.raises(NotImplementedError, match=r"second derivatives of batched gradients .* path='reference'"):
+        torch.autograd.grad(out, leaves, many, is_grads_batched=True, create_graph=True)
+
+
 @every_case
 def test_tensors_without_numbers_have_the_right_shape(name: str, mask: str) -> None:
     expected = attend(name, mask)(*inputs())
