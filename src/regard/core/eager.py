@@ -157,8 +157,9 @@ def surely_equal(first: int, second: int) -> bool:
     >>> surely_equal(3, 3), surely_equal(3, 4)
     (True, False)
     """
-    if not symbolic(first, second):
-        return bool(first == second)
+    equal = first == second
+    if not isinstance(equal, torch.SymBool):
+        return bool(equal)
     from torch.fx.experimental.symbolic_shapes import statically_known_true  # imports sympy, which only a trace needs
 
-    return statically_known_true(first == second)
+    return statically_known_true(equal)
