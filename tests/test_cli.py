@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -378,6 +379,11 @@ def test_overhead_is_what_ours_takes_beyond_its_kernels(name: str, monkeypatch: 
     beyond = (result.ours_ms - result.peer_ms) * 1e3
     assert f" {beyond:.0f} beyond; " in result.note
     assert result.ours_ms > 0 < result.peer_ms
+    allowed = int(result.note.partition("beyond; ")[2].split()[0])
+    assert result.passed == (beyond <= allowed)
+    slow = replace(result, ratio=result.peer_ms / (result.peer_ms + 1.01e-3 * allowed))
+    quick = replace(result, ratio=result.peer_ms / (result.peer_ms + 0.99e-3 * allowed))
+    assert (slow.passed, quick.passed) == (False, True)
 
 
 @pytest.mark.parametrize("name", ["mine.py:Cauchy", "elu", "channel"])

@@ -192,6 +192,31 @@ def test_the_lengths_drawn_include_the_edges():
     assert {0, 1, 63, CHUNK - 1, CHUNK, CHUNK + 1} <= set(LENGTHS)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Unpadded(Averages):
+    """A mechanism that is not defined under padding."""
+
+    def refuses(self, call):
+        return "mask: expected no padding, got some" if call.structure.paddings else super().refuses(call)
+
+
+def test_laws_that_add_padding_do_not_apply_to_a_mechanism_that_refuses_it():
+    report = rg.check(
+        Unpadded(grows=False), masks=["none", "causal", "padding left"], heads=["GQA"], dtypes=["float32"]
+    )
+    assert report.ok, str(report)
+    excused = {cell.law for cell in report.cells if cell.mask == "none" and cell.reason.startswith("mask: expected no")}
+    assert excused == {"padded", "empty"}
+
+
+def test_a_report_says_which_laws_do_not_apply():
+    report = rg.check(rg.Retention(), laws=["normalised", "groups", "extremes"], masks=["causal"], dtypes=["float32"])
+    notes = [note for note in report.notes() if note.startswith("not applicable: ")]
+    assert [note.split(": ")[1] for note in notes] == ["normalised", "groups", "extremes"]
+    whole = rg.check(rg.Elu(), laws=["gradients", "curved"], masks=["causal"], heads=["MHA"], dtypes=["float32"])
+    assert whole.notes()[0].startswith("not applicable: gradients, curved: ")
+
+
 def test_an_unknown_law_is_named():
     with pytest.raises(ValueError, match=r"laws: expected some of streamed, .* got 'gravity'"):
         rg.check(rg.Softmax(), laws=["gravity"])

@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import regard as rg
 from memory import Allocations
+from regard.core.calls.call import ordered
 from regard.core.mechanisms import delta
 from regard.core.mechanisms.delta import Rate
 from regard.core.mechanisms.gated import Gate
@@ -344,6 +345,13 @@ def test_no_length_is_too_long_to_count() -> None:
     work = rg.Work(query_length=10**15, key_length=10**15, mask=rg.causal)
     assert rg.cost(rg.Retention(), work).flops < rg.cost(rg.Softmax(), work).flops / 10**9
     assert rg.crossover(rg.Softmax(), rg.Retention(), replace(work, query_length=512, key_length=512)) < 1024
+
+
+@pytest.mark.parametrize("mask", [None, rg.causal, rg.causal & rg.padding([3]), rg.padding([3]) & rg.causal], ids=repr)
+def test_a_mask_that_is_causal_is_not_made_causal_again(mask: rg.Mask | None) -> None:
+    q = torch.randn(1, 2, 5, 4)
+    assert str(rg.explain(q, q, q, rg.Retention(), mask)).count("causal") == 1
+    assert ordered(rg.Retention(), mask) is (rg.causal if mask is None else mask)
 
 
 # A mechanism of one file, outside the package

@@ -78,7 +78,7 @@ def bench(
 
 
 def _goal(goal: float | None) -> str:
-    return "" if goal is None else f"{goal:g}×"
+    return "" if goal is None else f"{goal:.3g}×"
 
 
 def _bench_row(result: "Result") -> dict[str, str]:

@@ -86,7 +86,8 @@ def _measure(make: Callable[[], tuple[Callable[[], Any], Callable[[], Any]]], al
     ours, peer = (seconds / CALLS for seconds in interleaved([many(call) for call in make()], bench.rounds))
     beyond = (ours - peer) * 1e6
     note = f"{ours * 1e6:.0f} µs, {beyond:.0f} beyond; {allowed} allowed"
-    return Result(bench.name, bench.title, bench.peer, None, peer / ours, ours * 1e3, peer * 1e3, note)
+    goal = peer / (peer + allowed * 1e-6)  # the ratio at which ours takes what is allowed beyond the peer
+    return Result(bench.name, bench.title, bench.peer, goal, peer / ours, ours * 1e3, peer * 1e3, note)
 
 
 def _bench(name: str, title: str, peer: str, make: Any, allowed: int) -> Bench:

@@ -133,10 +133,10 @@ def ordered(mechanism: "Mechanism", mask: Mask | None) -> Mask | None:
 
     >>> import regard as rg
     >>> from regard.core.calls.call import ordered
-    >>> ordered(rg.Softmax(), None), ordered(rg.Retention(), None)
-    (None, causal)
+    >>> ordered(rg.Softmax(), None), ordered(rg.Retention(), None), ordered(rg.Retention(), rg.causal)
+    (None, causal, causal)
     """
-    if not mechanism.ordered:
+    if not mechanism.ordered or (mask is not None and causal in mask.terms().bands):
         return mask
     return causal if mask is None else causal & mask
 

@@ -48,7 +48,7 @@ def check(
     >>> print(rg.check(rg.Elu(), laws=["groups"], masks=["causal"], dtypes=["float64"]))
     Elu(): every law holds
       groups       held        2 of 2 cells   query head h reads key/value head h // (H // G)
-      not applicable: every query head has keys of its own
+      not applicable: groups: every query head has keys of its own
     """
     if not isinstance(mechanism, Mechanism):
         raise ValueError(f"mechanism: expected a mechanism like rg.Softmax(), got {mechanism!r}")

@@ -79,8 +79,12 @@ class Report:
 
     def notes(self) -> list[str]:
         """Why laws do not apply, and where they are broken."""
-        reasons = dict.fromkeys(cell.reason for cell in self.cells if cell.outcome == "not applicable")
-        return [*(f"not applicable: {reason}" for reason in reasons), *map(_broken, self.broken)]
+        laws: dict[str, dict[str, None]] = {}  # ordered, without repetition
+        for cell in self.cells:
+            if cell.outcome == "not applicable":
+                laws.setdefault(cell.reason, {})[cell.law] = None
+        reasons = (f"not applicable: {', '.join(names)}: {reason}" for reason, names in laws.items())
+        return [*reasons, *map(_broken, self.broken)]
 
     def __str__(self) -> str:
         laws = [

@@ -189,6 +189,12 @@ def _row(rule: Mask | None, case: Case, row: int) -> Mask | None:
     return dense(rule.visible(case.batch, 1, case.queries, case.keys)[row : row + 1])
 
 
+def _no_padding(mechanism: Mechanism, case: Case) -> str | None:
+    """Why a mechanism is not defined under padding, which the law adds to the mask."""
+    rule, pads = case.rule(), padding([case.keys // 2] * case.batch)
+    return mechanism.refuses(Call(mechanism, *case.tensors(), pads if rule is None else rule & pads))
+
+
 @torch.no_grad()
 def _padded(mechanism: Mechanism, case: Case) -> None:
     q, k, v = case.tensors()
@@ -616,10 +622,16 @@ LAWS: dict[str, Law] = {
         Law("streamed", "whole = streamed = streamed in any chunks", _streamed, _no_stream, square=True),
         Law("forked", "a forked, reordered or cropped state is its own history", _forked, _no_stream, square=True),
         Law("batched", "batch = one by one", _batched, always),
-        Law("padded", "padded = unpadded", _padded, always, square=True),
+        Law("padded", "padded = unpadded", _padded, _no_padding, square=True),
         Law("weights", "weights @ v = output, asking changes nothing, chosen rows are those of all", _weighed, always),
         Law("normalised", "weights ≥ 0, rows sum to 1", _normalised, always),
-        Law("empty", "a query with no visible key gives exactly 0, and finite gradients", _blind, always, square=True),
+        Law(
+            "empty",
+            "a query with no visible key gives exactly 0, and finite gradients",
+            _blind,
+            _no_padding,
+            square=True,
+        ),
         Law(
             "leakless", "nothing masked leaks, not even NaN, and gets gradient exactly 0", _leakless, _no_hidden, SHORT
         ),
