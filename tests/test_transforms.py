@@ -201,8 +201,8 @@ def test_batched_gradients_through_running_sums(name: str) -> None:
     out = rg.attend(*leaves, REGISTRY[name], rg.causal)
     many = torch.randn(2, *out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     loop = [torch.autograd.grad(out, leaves, grad, retain_graph=True) for grad in many]
-    found = torch.autograd.grad(out, leaves, many, is_grads_batched=True, retain_graph=True)
-    assert all(close(grad, torch.stack(single)) for grad, single in zip(found, zip(*loop, strict=True), strict=True))
+    batched = torch.autograd.grad(out, leaves, many, is_grads_batched=True, retain_graph=True)
+    assert all(close(grad, torch.stack(single)) for grad, single in zip(batched, zip(*loop, strict=True), strict=True))
     with pytest.raises(NotImplementedError, match=r"second derivatives of batched gradients .* path='reference'"):
         torch.autograd.grad(out, leaves, many, is_grads_batched=True, create_graph=True)
 
