@@ -80,7 +80,7 @@ def _widest(tensors: list[Tensor]) -> torch.dtype | None:
     return reduce(torch.promote_types, [tensor.dtype for tensor in tensors]) if tensors else None
 
 
-def fitted(mechanism: M, dtype: torch.dtype) -> M:
+def fitted(mechanism: "Mechanism", dtype: torch.dtype) -> "Mechanism":
     """The mechanism for inputs of this dtype: with its floating-point tensors cast up to the widest dtype among them
     and the inputs, in which its formula then computes; the mechanism itself if nothing is narrower. Autograd records
     the casts.
@@ -101,7 +101,7 @@ def fitted(mechanism: M, dtype: torch.dtype) -> M:
     return cast(mechanism, widest)
 
 
-def cast(mechanism: M, dtype: torch.dtype) -> M:
+def cast(mechanism: "Mechanism", dtype: torch.dtype) -> "Mechanism":
     """The mechanism with its floating-point tensors in a dtype, as they are in a model of that dtype."""
     return replaced(mechanism, {name: _cast(value, dtype) for name, value in mechanism.tensors().items()})
 

@@ -7,7 +7,7 @@ w_ts = phi(q_t)·phi(k_s) / sum over visible s' of phi(q_t)·phi(k_s')
 from collections.abc import Callable
 from dataclasses import dataclass
 from operator import index
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float
@@ -51,7 +51,8 @@ class Kernel(FeatureMechanism):
     def feature_length(self, qk_length: int) -> int:
         x = probe(self, (0, 1, qk_length))  # no tokens, so that nothing is computed or counted
         with torch.no_grad(), made_on(x.device):
-            return fitted(self, x.dtype).features(x).shape[-1]
+            computing: Any = fitted(self, x.dtype)
+            return int(computing.features(x).shape[-1])
 
 
 @dataclass(frozen=True, kw_only=True)
