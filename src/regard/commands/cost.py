@@ -133,10 +133,10 @@ def _chosen(texts: Sequence[str]) -> dict[str, rg.Mechanism]:
 def _lengths(texts: Sequence[str] | None) -> list[int]:
     """Lengths from options that may repeat and may have several numbers, separated by commas."""
     lengths = []
-    for part in (part.strip() for text in texts or [] for part in text.split(",")):
+    for typed, part in ((text, part.strip()) for text in texts or [] for part in text.split(",")):
         length = int(part) if part.isdecimal() and len(part) <= len(str(LONGEST)) else 0
         if not 1 <= length <= LONGEST:
-            raise ValueError(f"length: expected whole numbers from 1 to {LONGEST:,}, got {part[:40]!r}")
+            raise ValueError(f"length: expected whole numbers from 1 to {LONGEST:,}, got {typed[:40]!r}")
         lengths.append(length)
     return list(dict.fromkeys(lengths))
 

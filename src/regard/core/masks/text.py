@@ -16,5 +16,5 @@ def window_from_text(name: str, text: str) -> Window:
     """
     numbers = text.split(",")
     if len(numbers) > 2 or not all(number.isascii() and number.isdigit() for number in numbers):
-        raise ValueError(f"{name}: expected BEFORE or BEFORE,AFTER, like 15 or 8,8, got {text!r:.40}")
+        raise ValueError(f"{name}: expected BEFORE or BEFORE,AFTER of at least 0, like 15 or 8,8, got {text!r:.40}")
     return Window(*map(int, numbers))

@@ -1,5 +1,7 @@
 """The shipped mechanisms, by name. Lists anywhere (commands, laws, benchmarks, README) are derived from `REGISTRY`."""
 
+from difflib import get_close_matches
+
 from regard.core.families.mechanism import Mechanism
 from regard.core.mechanisms.channel import Channel
 from regard.core.mechanisms.delta import Delta
@@ -27,6 +29,17 @@ REGISTRY: dict[str, Mechanism] = {
 }
 
 
+def hint(name: object) -> str:
+    """The mechanism whose name may have been meant, for errors.
+
+    >>> from regard.core.mechanisms import hint
+    >>> hint("sofmax"), hint("nothing like it")
+    ('; did you mean softmax?', '')
+    """
+    close = get_close_matches(str(name), REGISTRY, n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
 def named(name: str) -> Mechanism:
     """The mechanism of a name, or an error that lists the names.
 
@@ -35,7 +48,7 @@ def named(name: str) -> Mechanism:
     Quadratic(c=1.0)
     """
     if name not in REGISTRY:
-        raise ValueError(f"mechanism: expected one of {', '.join(REGISTRY)}, got {name!r}")
+        raise ValueError(f"mechanism: expected one of {', '.join(REGISTRY)}, got {name!r}{hint(name)}")
     return REGISTRY[name]
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from regard.core.families.mechanism import Mechanism
-from regard.core.mechanisms import REGISTRY
+from regard.core.mechanisms import REGISTRY, hint
 
 CHOICES = f"{', '.join(REGISTRY)}; or your own: FILE.py:NAME, MODULE:NAME"
 """What a command's help says after "one of"."""
@@ -46,7 +46,7 @@ def lookup(text: str) -> Mechanism | type[Mechanism]:
         return REGISTRY[text]
     place, _, name = text.rpartition(":")
     if not place or not name:
-        raise ValueError(f"mechanism: expected one of {CHOICES}, got {text!r}")
+        raise ValueError(f"mechanism: expected one of {CHOICES}, got {text!r}{_hint(text)}")
     module = _imported(place, text)
     if not hasattr(module, name):
         there = [key for key, value in vars(module).items() if _is_mechanism(value)]
@@ -59,6 +59,11 @@ def lookup(text: str) -> Mechanism | type[Mechanism]:
         kind = f"the class {thing.__name__}" if isinstance(thing, type) else f"a {type(thing).__name__}"
         raise ValueError(f"mechanism: expected a regard.Mechanism, got {text!r}, which is {kind}")
     return thing
+
+
+def _hint(text: str) -> str:
+    """What may have been meant: a file without the name in it, or a shipped mechanism."""
+    return f"; write {text}:NAME" if text.endswith(".py") else hint(text)
 
 
 def made(thing: Mechanism | type[Mechanism], text: str | None = None) -> Mechanism:
