@@ -159,6 +159,11 @@ def test_masks_of_a_fixed_length_are_shown_at_it():
     assert image.shape == (9, 3)
     assert rg.window2d(grid=(2, 3), radius=1).plot().axes[0].images[0].get_array().shape == (6, 6)
     assert (rg.causal & rg.dense(torch.ones(4, 4, dtype=torch.bool))).length == 4
+    table = torch.ones(2, 6, dtype=torch.bool).tril(3)
+    for mask in (rg.dense(table), rg.causal & rg.dense(table), ~~rg.dense(table)):
+        (image,) = pixels(mask._repr_html_())
+        assert image.shape[:2] == pixels(mask.draw(2, 6)._repr_html_())[0].shape[:2]
+        assert len(mask.plot().axes[0].images[0].get_array()) == 2
     beyond = torch.ones(3, dtype=torch.bool)
     assert (rg.causal & (lambda b, h, q, k: beyond[k]))._repr_html_() is None  # a user's table of three keys
 

@@ -73,6 +73,11 @@ class Mask:
         """How many keys the mask is made for; None is any number."""
         return None
 
+    @property
+    def rows_drawn(self) -> int | None:
+        """How many queries a picture of the mask has; None is as many as keys."""
+        return None
+
     def __call__(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         raise NotImplementedError
 
@@ -166,12 +171,15 @@ class Mask:
         >>> rg.causal.plot(8).axes[0].get_title("left").strip()
         'causal'
         """
-        return self.draw(queries or self.length or SHOWN, keys, batch=batch, head=head).plot()
+        length = self.length or SHOWN
+        rows = queries or self.rows_drawn or length
+        return self.draw(rows, keys or (None if queries else length), batch=batch, head=head).plot()
 
     def _repr_html_(self) -> Html | None:
         length, (sequences, _) = self.length or SHOWN, self.sizes
         try:
-            drawings = [self.draw(length, batch=row) for row in range(min(sequences or 1, MOST_SHOWN))]
+            shape = self.rows_drawn or length, length
+            drawings = [self.draw(*shape, batch=row) for row in range(min(sequences or 1, MOST_SHOWN))]
         except (RuntimeError, IndexError, TypeError, ValueError):  # of a user's function, made for another length
             return None
         words = f"{length:,} tokens" if sequences is None else f"{length:,} tokens, {sequences:,} sequences"
@@ -196,6 +204,10 @@ class _Pair(Mask):
     def length(self) -> int | None:
         left, right = self.left.length, self.right.length
         return right if left is None else left
+
+    @property
+    def rows_drawn(self) -> int | None:
+        return self.left.rows_drawn or self.right.rows_drawn
 
     def fits(self, batch: int, heads: int, queries: int, keys: int) -> None:
         self.left.fits(batch, heads, queries, keys)
@@ -276,6 +288,10 @@ class Not(Mask):
     @property
     def length(self) -> int | None:
         return self.inner.length
+
+    @property
+    def rows_drawn(self) -> int | None:
+        return self.inner.rows_drawn
 
     def __call__(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return ~self.inner(batch, head, query, key)

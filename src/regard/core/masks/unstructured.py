@@ -46,6 +46,11 @@ class Dense(Mask):
     def length(self) -> int | None:
         return self.table.shape[3]
 
+    @property
+    def rows_drawn(self) -> int | None:
+        rows = self.table.shape[2]
+        return rows if rows > 1 else None
+
     def fits(self, batch: int, heads: int, queries: int, keys: int) -> None:
         b, h, t, s = self.table.shape
         if b not in (1, batch) or h not in (1, heads) or t not in (1, queries, keys) or s != keys:
