@@ -63,6 +63,34 @@ def test_a_head_of_one_pattern_scores_1_on_it(name, causal):
     assert sharp.score["uniform"] == pytest.approx(0, abs=1e-6) or name in ("same word", "induction")
 
 
+def test_statistics_of_heads_that_are_known():
+    real = torch.ones(1, 8, dtype=torch.bool)
+    real[0, :2] = False  # padded on the left: the first real token is the third
+    uniform = real.double() / 6
+    weights = torch.stack([torch.eye(8).double().roll(-1, 1), uniform.expand(8, 8)])[None]
+    weights[..., 2, :] = torch.eye(8).double()[2]  # the first real row sees itself alone
+    previous, spread = Trace([layer_of(weights, real=real)]).statistics()
+    assert (previous.entropy, previous.distance) == (pytest.approx(0), pytest.approx(5 / 6))
+    assert previous.first == pytest.approx(2 / 6)
+    assert spread.entropy == pytest.approx(5 / 6 * torch.tensor(6.0).log())
+    assert spread.first == pytest.approx((1 + 5 / 6) / 6)
+
+
+def test_a_comparison_is_the_share_of_weight_that_moved():
+    before = torch.eye(8)[None, None].repeat(2, 3, 1, 1)
+    after = before.clone()
+    after[:, 1] = 0.75 * before[:, 1] + 0.25 * before[:, 1].roll(1, -1)
+    after[:, 2] = before[:, 2].roll(1, -1)
+    compared = Trace([layer_of(before)]).compare(Trace([layer_of(after)]))
+    assert [head.change for head in compared.heads] == pytest.approx([0, 0.25, 1])
+    assert compared.strongest[0].head == 2
+    assert "Comparison of 3 heads" in repr(compared)
+    with pytest.raises(ValueError, match="other: expected weights"):
+        Trace([layer_of(before)]).compare(Trace([layer_of(before[:1])]))
+    with pytest.raises(ValueError, match="other: expected a trace of the layers"):
+        Trace([layer_of(before)]).compare(Trace())
+
+
 @pytest.mark.parametrize("spread", [0.0, 1.0, 10.0])
 def test_random_heads_have_no_label_but_diffuse(spread):
     generator = torch.Generator().manual_seed(0)

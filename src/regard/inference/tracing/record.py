@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from regard.inference.tracing.gather import Gathered
     from regard.inference.tracing.patterns import Patterns
+    from regard.inference.tracing.statistics import Comparison, HeadStatistics
 
 MOST_SHOWN = 16
 """The most layers of a trace, and heads of a layer, that are printed or shown in a notebook."""
@@ -186,6 +187,18 @@ class Trace:
         from regard.inference.tracing.patterns import patterns
 
         return patterns(self, separators)
+
+    def statistics(self) -> "list[HeadStatistics]":
+        """Entropy, weight on the first token and mean distance of every recorded head."""
+        from regard.inference.tracing.statistics import statistics
+
+        return statistics(self)
+
+    def compare(self, other: "Trace") -> "Comparison":
+        """How far the weights of every head differ from those of another trace: of another model, text or change."""
+        from regard.inference.tracing.statistics import compare
+
+        return compare(self, other)
 
     def save(self, path: str | Path) -> Path:
         """Write the trace to one safetensors file."""

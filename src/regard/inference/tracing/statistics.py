@@ -1,0 +1,155 @@
+"""Numbers of every recorded head: how spread its weights are, how far it looks, and how two traces differ.
+
+    entropy    mean over rows of  -Σ_s w_ts log w_ts, in nats;  log n for uniform weights over n keys, 0 for one key
+    first      mean over rows of the weight on the first real key
+    distance   mean over rows of  Σ_s w_ts |t - s|, in tokens; none in cross-attention
+    change     mean over rows of  ½ Σ_s |w_ts - w'_ts|, between 0 (the same weights) and 1 (no key in common)
+
+Rows at padding and rows that see nothing are left out.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from regard.core.display import Html, table
+from regard.inference.tracing.record import Trace, TracedLayer
+
+
+@dataclass(frozen=True)
+class HeadStatistics:
+    """The numbers of one head, means over all rows of the batch."""
+
+    layer: int
+    head: int
+    kind: str
+    entropy: float
+    first: float
+    distance: float | None
+
+
+@dataclass(frozen=True)
+class HeadChange:
+    """How far the weights of one head differ between two traces."""
+
+    layer: int
+    head: int
+    kind: str
+    change: float
+
+
+@dataclass(frozen=True, repr=False)
+class Comparison:
+    """The heads of two traces, by how far their weights differ. Prints the ten that differ most.
+
+    >>> import regard as rg, torch
+    >>> layer, x = rg.MultiHeadAttention(8, 2), torch.randn(1, 5, 8)
+    >>> with rg.trace(layer) as before:
+    ...     y = layer(x)
+    >>> with rg.intervene(layer, heads=[1], beta=0.0), rg.trace(layer) as after:
+    ...     y = layer(x)
+    >>> [head.head for head in before.compare(after).strongest if head.change > 0]
+    [1]
+    """
+
+    heads: tuple[HeadChange, ...]
+
+    @property
+    def strongest(self) -> list[HeadChange]:
+        """The heads, those that differ most first."""
+        return sorted(self.heads, key=lambda head: head.change, reverse=True)
+
+    def of(self, *, layer: int, head: int) -> HeadChange:
+        """The change of one head."""
+        for candidate in self.heads:
+            if (candidate.layer, candidate.head) == (layer, head):
+                return candidate
+        raise ValueError(f"head: expected a recorded layer and head, got layer {layer} head {head}")
+
+    def _rows(self) -> list[dict[str, object]]:
+        return [
+            {"layer": head.layer, "head": head.head, "kind": head.kind, "change": f"{head.change:.3f}"}
+            for head in self.strongest[:10]
+        ]
+
+    def __repr__(self) -> str:
+        lines = [f"{row['layer']:>5} {row['head']:>5}  {row['kind']:<5}  {row['change']}" for row in self._rows()]
+        return "\n".join([f"Comparison of {len(self.heads)} heads", "layer  head  kind   change", *lines])
+
+    def _repr_html_(self) -> Html:
+        return table(self._rows(), title=f"Comparison of {len(self.heads)} heads, the largest changes first")
+
+
+def statistics(trace: Trace) -> list[HeadStatistics]:
+    """Entropy, weight on the first token and mean distance of every recorded head; not of attention between channels.
+
+    >>> import torch
+    >>> from regard.inference.trace import Trace, TracedLayer
+    >>> from regard.inference.tracing.statistics import statistics
+    >>> weights = torch.eye(4).roll(-1, dims=1)[None, None]  # each token looks at the one before it
+    >>> layer = TracedLayer(
+    ...     index=0, name="", kind="self", mechanism="", heads=(0,), rows=(0, 1, 2, 3), weights=weights)
+    >>> [(head.entropy, head.first, head.distance) for head in statistics(Trace([layer]))]
+    [(0.0, 0.25, 1.5)]
+    """
+    measured = []
+    for layer in trace.layers:
+        if not layer.by_pairs:
+            continue
+        weights = layer.need("weights").double()
+        rows = _rows(layer, weights)
+        entropy = _mean(torch.special.entr(weights).sum(-1), rows)
+        first = _mean(_on_first(layer, weights), rows)
+        queries = torch.tensor(layer.rows, device=weights.device)[:, None]
+        steps = (queries - torch.arange(weights.shape[3], device=weights.device)).abs()
+        distance = _mean((weights * steps).sum(-1), rows) if layer.kind == "self" else [None] * len(first)
+        measured += [
+            HeadStatistics(layer.index, head, layer.kind, spread, on_first, away)
+            for head, spread, on_first, away in zip(layer.heads, entropy, first, distance, strict=True)
+        ]
+    return measured
+
+
+def compare(trace: Trace, other: Trace) -> Comparison:
+    """How far the weights of every head differ between two traces of the same layers, heads and sizes."""
+    numbers = [layer.index for layer in trace.layers]
+    if numbers != [layer.index for layer in other.layers]:
+        raise ValueError(
+            f"other: expected a trace of the layers {numbers}, got {[layer.index for layer in other.layers]}"
+        )
+    heads = []
+    for layer, changed in zip(trace.layers, other.layers, strict=True):
+        before, after = layer.need("weights").double(), changed.need("weights").double()
+        if before.shape != after.shape or layer.heads != changed.heads:
+            raise ValueError(
+                f"other: expected weights {tuple(before.shape)} in layer {layer.index}, got {tuple(after.shape)}"
+            )
+        rows = _rows(layer, before) if layer.by_pairs else torch.ones_like(before[..., 0], dtype=torch.bool)
+        change = _mean((before - after).abs().sum(-1) / 2, rows)
+        heads += [
+            HeadChange(layer.index, head, layer.kind, value) for head, value in zip(layer.heads, change, strict=True)
+        ]
+    return Comparison(tuple(heads))
+
+
+def _rows(layer: TracedLayer, weights: Tensor) -> Tensor:
+    """The rows (B, H, T) that count: of real tokens that see something."""
+    rows = weights.sum(-1) > 0
+    if layer.kind == "self" and layer.real is not None:
+        rows = rows & layer.real.to(weights.device)[:, None, list(layer.rows)]
+    return rows
+
+
+def _on_first(layer: TracedLayer, weights: Tensor) -> Tensor:
+    """The weight (B, H, T) on the first real key."""
+    if layer.real is None:
+        return weights[..., 0]
+    first = layer.real.to(weights.device).int().argmax(-1)
+    return weights.gather(-1, first[:, None, None, None].expand(*weights.shape[:3], 1))[..., 0]
+
+
+def _mean(numbers: Tensor, rows: Tensor) -> Sequence[float]:
+    """The mean over batch and rows, for every head."""
+    return (numbers.masked_fill(~rows, 0).sum((0, 2)) / rows.sum((0, 2))).tolist()
