@@ -336,7 +336,7 @@ def test_an_int8_state_of_sums_is_an_error(inside: Inside, tmp_path: Path) -> No
     model = rg.save(tiny(mechanism="elu", embedding_dim=128), tmp_path / "model")
     done = inside("generate", str(model), "abc", "--state", "int8")
     assert (done.returncode, done.stdout) == (2, "")
-    assert re.fullmatch(r"regard: error: --state: [^\n]*sums[^\n]*\n", done.stderr)
+    assert re.fullmatch(r"regard: error: --state: [^\n]*is no KV cache[^\n]*\n", done.stderr)
 
 
 def test_the_cost_is_a_table_beside_the_text(inside: Inside, small: str) -> None:

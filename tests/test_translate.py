@@ -73,9 +73,9 @@ class TestTask:
         batch = task.batch(indices, epoch=0)
         total, count = 0.0, 0
         for index in indices:
-            batch = task.batch([index], epoch=0)
-            logits = model(batch["source"], batch["target"][:, :-1])[0].log_softmax(-1)
-            labels = batch["target"][0, 1:]
+            pair = task.batch([index], epoch=0)
+            logits = model(pair["source"], pair["target"][:, :-1])[0].log_softmax(-1)
+            labels = pair["target"][0, 1:]
             right = -logits[torch.arange(len(labels)), labels]
             total += float((0.8 * right - 0.2 * logits.mean(-1)).sum())
             count += len(labels)
