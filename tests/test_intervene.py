@@ -135,7 +135,7 @@ def test_another_mechanism_is_what_attend_computes_with_it(mechanism):
 
 @pytest.mark.parametrize("builder", builders().values(), ids=builders())
 def test_the_ends_of_beta_are_uniform_and_argmax(builder):
-    model, ids = builder(), tokens()
+    model, ids = builder().double(), tokens()
     for beta, mechanism in ((0.0, rg.Uniform()), (float("inf"), rg.Argmax())):
         with rg.intervene(model, beta=beta), rg.trace(model) as by_beta:
             logits = run(model, ids)
@@ -149,7 +149,7 @@ def test_the_ends_of_beta_are_uniform_and_argmax(builder):
 @pytest.mark.parametrize("what", ["weights", "values"])
 @pytest.mark.parametrize("builder", builders().values(), ids=builders())
 def test_its_own_trace_patched_in_changes_nothing_and_another_one_does(builder, what):
-    model, ids, others = builder(), tokens(), tokens()
+    model, ids, others = builder().double(), tokens(), tokens()
     before = run(model, ids)
     with rg.trace(model) as same:
         run(model, ids)

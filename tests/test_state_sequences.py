@@ -660,3 +660,23 @@ def test_a_state_from_outside_goes_on_under_transforms(name: str) -> None:
     new = tuple(t[:, :, :, 5:] for t in (q, k, v))
     one_by_one = torch.stack([step(*row) for row in zip(*new, strict=True)])
     assert torch.allclose(torch.vmap(step)(*new), one_by_one, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("length", [24, 32])
+def test_a_fork_in_half_precision_is_the_whole_sequence(dtype: torch.dtype, length: int) -> None:
+    """Also at a head dimension that the JIT-compiled code does not take."""
+    tokens = 2100
+    q, k, v = (t.to(dtype) for t in torch.randn(3, 1, 2, tokens + 1, length).unbind())
+    sizes = {"batch": 1, "num_kv_heads": 2, "qk_length": length, "value_length": length, "capacity": tokens + 1}
+    with torch.no_grad():
+        _, state = rg.Softmax().extend(
+            q[:, :, :tokens], k[:, :, :tokens], v[:, :, :tokens], rg.Softmax().start(**sizes, dtype=dtype), rg.causal
+        )
+        newest = q[:, :, tokens:], k[:, :, tokens:], v[:, :, tokens:]
+        rg.Softmax().extend(*newest, state, rg.causal)
+        out, fork = rg.Softmax().extend(*newest, state, rg.causal)
+    assert "shared" in repr(fork)
+    assert out.dtype == dtype
+    expected = rg.attend(newest[0].double(), k.double(), v.double(), rg.Softmax(), rg.causal)
+    torch.testing.assert_close(out.double(), expected, atol=4e-3, rtol=1e-2)

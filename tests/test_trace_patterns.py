@@ -76,6 +76,13 @@ def test_statistics_of_heads_that_are_known():
     assert spread.first == pytest.approx((1 + 5 / 6) / 6)
 
 
+def test_signed_weights_have_no_entropy_and_all_their_rows_count():
+    weights = torch.tensor([[1.0, 0.0], [-0.75, 0.25]])[None, None]
+    (head,) = Trace([layer_of(weights)]).statistics()
+    assert head.entropy is None
+    assert head.first == pytest.approx((1 - 0.75) / 2)
+
+
 def test_a_comparison_is_the_share_of_weight_that_moved():
     before = torch.eye(8)[None, None].repeat(2, 3, 1, 1)
     after = before.clone()

@@ -94,7 +94,8 @@ def _by_kernels(mechanism: Any, q: Tensor, pieces: list[_Part], structure: Struc
     out, lse = earlier[0]
     for second, second_lse in earlier[1:]:
         out, lse = parts.merge(out, lse, second, second_lse)
-    return last.lerp(out, torch.sigmoid(lse - last_lse)[..., None])  # as parts.merge, without the log-sum-exp of all
+    share = torch.sigmoid(lse - last_lse)[..., None]  # as parts.merge, without the log-sum-exp of all
+    return last.to(share.dtype).lerp(out.to(share.dtype), share)
 
 
 def _kernel(

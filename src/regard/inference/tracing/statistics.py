@@ -25,7 +25,8 @@ class HeadStatistics:
     layer: int
     head: int
     kind: str
-    entropy: float
+    entropy: float | None
+    """None for weights that may be negative, as those of linear attention with a state."""
     first: float
     distance: float | None
 
@@ -100,7 +101,8 @@ def statistics(trace: Trace) -> list[HeadStatistics]:
             continue
         weights = layer.need("weights").double()
         rows = _rows(layer, weights)
-        entropy = _mean(torch.special.entr(weights).sum(-1), rows)
+        signed = bool((weights < 0).any())
+        entropy = [None] * len(layer.heads) if signed else _mean(torch.special.entr(weights).sum(-1), rows)
         first = _mean(_on_first(layer, weights), rows)
         queries = torch.tensor(layer.rows, device=weights.device)[:, None]
         steps = (queries - torch.arange(weights.shape[3], device=weights.device)).abs()
@@ -136,7 +138,7 @@ def compare(trace: Trace, other: Trace) -> Comparison:
 
 def _rows(layer: TracedLayer, weights: Tensor) -> Tensor:
     """The rows (B, H, T) that count: of real tokens that see something."""
-    rows = weights.sum(-1) > 0
+    rows = (weights != 0).any(-1)
     if layer.kind == "self" and layer.real is not None:
         rows = rows & layer.real.to(weights.device)[:, None, list(layer.rows)]
     return rows
