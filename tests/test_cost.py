@@ -444,3 +444,44 @@ def test_a_formula_that_reads_numbers_is_counted_on_zeros_and_the_cost_says_so(m
     window = replace(work, mask=rg.causal & rg.window(before=9))
     if isinstance(mechanism, rg.Kernel):
         assert re.search(r"quadratic in the length.*; FLOPs are counted on zeros", rg.cost(mechanism, window).note)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class RecentTokens(rg.FixedState):
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recent(rg.UnnormalisedMechanism):
+    """The sum of the last 200 values: a state that grows, and then does not."""
+
+    ordered = True
+
+    def weigh(self, q, k, visible, bias=None):
+        query = torch.arange(k.shape[2] - q.shape[2], k.shape[2])[:, None]
+        key = torch.arange(k.shape[2])
+        near = ((key <= query) & (key > query - 200)).to(q.dtype)
+        return (near if visible is None else near * visible).expand(*q.shape[:3], k.shape[2])
+
+    def state_type(self, qk_length):
+        return RecentTokens
+
+    def empty_state(self, sizes, capacity):
+        keys, values = sizes.zeros(0, sizes.qk_length), sizes.zeros(0, sizes.value_length)
+        return RecentTokens(mechanism=self, sizes=sizes, keys=keys, values=values)
+
+    def advance(self, q, k, v, state, rule, bias):
+        new = state.receive(q, k, v, rule)
+        keys, values = torch.cat([new.state.keys, new.k], 2), torch.cat([new.state.values, new.v], 2)
+        out = self.weigh(q, keys, None) @ values
+        return new.attended(out, keys=keys[:, :, -200:], values=values[:, :, -200:])
+
+
+@pytest.mark.parametrize("keys", [300, 1000, 100_000])
+def test_a_state_that_stops_growing_costs_what_it_then_has(keys):
+    work = rg.Work(query_length=1, key_length=keys, num_heads=2, num_kv_heads=2, qk_length=8, value_length=8,
+                   mask=rg.causal, dtype=torch.float32)  # fmt: skip
+    counted = rg.cost(Recent(), work)
+    assert counted.state_bytes == 2 * 200 * (8 + 8) * 4
+    assert counted.flops == 2 * 2 * 201 * 8

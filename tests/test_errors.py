@@ -588,3 +588,17 @@ def test_a_formula_that_is_not_stated_is_named_everywhere(signature: str, verb: 
         ValueError, match=rf"^{name}: expected {re.escape(signature.strip())} to be defined by Mine, got none$"
     ):
         verbs(UNSTATED[signature])[verb]()
+
+
+def test_a_formula_may_write_to_what_it_made_at_any_size_on_any_device() -> None:
+    """On the meta device all storages have the address 0."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Shifted(rg.Mechanism):
+        def similarity(self, q: Tensor, k: Tensor) -> Tensor:
+            scores = q @ k.transpose(-1, -2)
+            return scores.sub_(scores.amax(-1, keepdim=True)).exp()
+
+    for tokens in (64, 4096):
+        q = torch.empty(1, 4, tokens, 64, device="meta")
+        assert rg.attend(q, q, q, Shifted(), rg.causal).shape == q.shape

@@ -116,7 +116,8 @@ class _Watch(TorchDispatchMode):
 
     def __init__(self, tensors: tuple[Tensor, ...]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.memory = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        # Storages by identity: on the meta device all addresses are 0.
+        self.memory = {tensor.untyped_storage()._cdata for tensor in tensors}
 
     supports_higher_order_operators = True
 
@@ -135,7 +136,7 @@ class _Watch(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _watches(self, value: Any) -> bool:
-        return isinstance(value, Tensor) and value.untyped_storage().data_ptr() in self.memory
+        return isinstance(value, Tensor) and value.untyped_storage()._cdata in self.memory
 
 
 def _counting_copy(tensor: Tensor) -> Tensor:

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 STEP = 128
 """States of up to three times as many tokens are measured at their length. For longer ones, states of one, two and
-three times as many tokens show how the state and its steps grow."""
+three times as many tokens show how the state and its steps grow; one that the third of them does not change has stopped
+growing."""
 
 
 def own_state_cost(mechanism: "Mechanism", work: Work, formula: Cost) -> Cost:
@@ -40,13 +41,12 @@ def own_state_cost(mechanism: "Mechanism", work: Work, formula: Cost) -> Cost:
     structure = structure_of(work.rule, work.query_length, work.key_length)
     if (reason := mechanism.streams(work.qk_length, structure)) is not None:
         return replace(counted, note="; ".join([*notes, f"counted as its formula, not as a decode step: {reason}"]))
-    constant = _state_bytes(mechanism, work, STEP) == _state_bytes(mechanism, work, 2 * STEP)
     return replace(
         counted,
         flops=_step_flops(mechanism, work),
         bytes=replace(work, key_length=work.query_length, mask=None).io_bytes + state_bytes,
         activation_bytes=state_bytes,  # the longer state, beside the one that it was made from
-        form="linear" if constant else "score",
+        form="linear" if _grown(mechanism, work) else "score",
     )
 
 
@@ -56,8 +56,16 @@ def _state_bytes(mechanism: "Mechanism", work: Work, length: int) -> int:
     def measure(tokens: int) -> int:
         return int(_extended(cast(mechanism, work.dtype), work, tokens, tokens).nbytes)
 
+    last = _once(mechanism, work, measure, 3 * STEP) if length > 3 * STEP else 0
+    if last and last == _once(mechanism, work, measure, 2 * STEP):
+        return work.batch * last  # it has stopped growing, or never did
     points = interpolation(length, STEP)
     return work.batch * round(sum(share * _once(mechanism, work, measure, tokens) for tokens, share in points))
+
+
+def _grown(mechanism: "Mechanism", work: Work) -> bool:
+    """Whether the state has stopped growing after `2 * STEP` tokens."""
+    return _state_bytes(mechanism, work, 2 * STEP) == _state_bytes(mechanism, work, 3 * STEP)
 
 
 def _step_flops(mechanism: "Mechanism", work: Work) -> int:
@@ -68,7 +76,10 @@ def _step_flops(mechanism: "Mechanism", work: Work) -> int:
         state = _extended(computing, work, before, before + new)
         return count_flops(lambda: _extend(computing, work, state, new))
 
-    histories, steps = (interpolation(n, STEP) for n in (work.key_length - work.query_length, work.query_length))
+    before = work.key_length - work.query_length
+    if _grown(mechanism, work):
+        before = min(before, 3 * STEP)
+    histories, steps = interpolation(before, STEP), interpolation(work.query_length, STEP)
     flops = sum(
         share * part * _once(mechanism, work, measure, before, new)
         for (before, share), (new, part) in product(histories, steps)
