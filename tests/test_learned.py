@@ -104,6 +104,40 @@ def test_a_layers_mechanism_is_copied_loaded_and_swapped_with_it(make):
     assert not torch.equal(swapped, layer(x))
 
 
+def test_a_layers_mechanism_is_one_object_while_its_tensors_are_the_same():
+    """What is remembered of a mechanism is remembered by its identity: which shapes its formula was checked for."""
+    layer = attention(LEARNED["a parameter"]())
+    layer.to(torch.float64)
+    moved = layer.mechanism
+    assert moved is layer.mechanism
+    x = torch.randn(2, 9, 16, dtype=torch.float64)
+    lent = {name: tensor * 1.5 for name, tensor in layer.state_dict().items()}
+    torch.func.functional_call(layer, lent, (x,))
+    assert layer.mechanism is moved
+    layer.load_state_dict(lent, assign=True)
+    assert moved is not layer.mechanism is layer.mechanism
+    assert torch.equal(layer.mechanism.shift, lent["attend.shift"])
+
+
+def test_a_moved_layers_formula_gets_copies_for_new_shapes_only():
+    inputs = []
+
+    @dataclass(frozen=True, kw_only=True)
+    class Shifted(rg.Mechanism):
+        shift: torch.Tensor
+
+        def similarity(self, q, k):
+            inputs.append(k.data_ptr())
+            return torch.sigmoid(q @ k.transpose(-1, -2) + self.shift)
+
+    layer = attention(Shifted(shift=torch.ones(1))).to(torch.float64)
+    k = torch.randn(1, 2, 5, 8, dtype=torch.float64)
+    for copied in (True, False, False):
+        inputs.clear()
+        layer.attend(k, k, k)
+        assert (k.data_ptr() not in inputs) == copied
+
+
 @learned
 def test_each_layer_of_a_model_learns_its_own_copy(make):
     mechanism = make()

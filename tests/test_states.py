@@ -691,3 +691,26 @@ def test_what_is_no_index_of_rows_is_refused_by_every_state(mechanism: rg.Mechan
     state = mechanism.start(batch=2, num_kv_heads=1, qk_length=4, value_length=4, capacity=4)
     with pytest.raises(ValueError, match=r"^index: expected"):
         state.reorder(index)
+
+
+def test_a_copy_of_recorded_prefixes_is_not_written_to(monkeypatch):
+    """A fork of what autograd recorded, gone on with gradients: what comes later goes to another buffer."""
+    monkeypatch.setattr("regard.core.states.buffer.FORKED", 8)
+    softmax = rg.Softmax()
+
+    def tokens(count):
+        return [torch.randn(1, 2, count, 16) for _ in range(3)]
+
+    state = softmax.start(batch=1, num_kv_heads=2, qk_length=16, value_length=16, capacity=64)
+    learned = [x.requires_grad_() for x in tokens(20)]
+    _, state = softmax.extend(*learned, state, mask=rg.causal)
+    with torch.no_grad():
+        _, fork = [softmax.extend(*tokens(1), state, mask=rg.causal)[1] for _ in range(2)]
+    assert fork.has_prefix
+    out, longer = softmax.extend(*tokens(1), fork, mask=rg.causal)
+    version = longer.buffer.keys._version
+    with torch.no_grad():
+        softmax.extend(*tokens(1), longer, mask=rg.causal)
+    assert longer.buffer.keys._version == version
+    out.sum().backward()
+    assert all(x.grad is not None for x in learned[1:])

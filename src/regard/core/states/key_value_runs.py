@@ -81,6 +81,7 @@ class Run:
                 tokens = tensor.narrow(2, 0, part.length)
                 whole.narrow(2, buffer.used, part.length).copy_(tokens if part.in_order else tokens[list(part.places)])
             buffer.used += part.length
+        buffer.recorded = self.derived
         return replace(self, buffer=buffer, prefixes=())
 
     def forked(self, length: int, room: int) -> "Run":

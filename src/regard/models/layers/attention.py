@@ -153,6 +153,17 @@ class Attend(nn.Module):
             return self._mechanism
         return replaced(self._mechanism, tensors)
 
+    # What is remembered of a mechanism (`user_code.read_only`) is remembered by its identity: where torch replaces
+    # registered tensors for good, the mechanism with the new tensors is kept. `functional_call` lends its tensors.
+    def _apply(self, *arguments: Any, **options: Any) -> "Attend":
+        nn.Module._apply(self, *arguments, **options)
+        self._mechanism = self.mechanism
+        return self
+
+    def _load_from_state_dict(self, *arguments: Any, **options: Any) -> None:
+        super()._load_from_state_dict(*arguments, **options)
+        self._mechanism = self.mechanism
+
     def forward(
         self,
         q: Float[Tensor, "B H T K"],
