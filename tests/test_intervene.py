@@ -250,6 +250,38 @@ def test_what_is_always_causal_serves_decoders_and_is_refused_elsewhere(mechanis
             encoder(ids)
 
 
+def test_channels_and_tokens_are_not_exchanged():
+    layer, x = rg.MultiHeadAttention(16, 4).eval(), torch.randn(1, 6, 16)
+    channels = rg.MultiHeadAttention(16, 4, mechanism="channel").eval()
+    with pytest.raises(ValueError, match="between tokens, as the layer has, got Channel"):  # noqa: SIM117
+        with rg.intervene(layer, mechanism="channel"):
+            layer(x)
+    with pytest.raises(ValueError, match="between channels, as the layer has, got Softmax"):  # noqa: SIM117
+        with rg.intervene(channels, mechanism="softmax"):
+            channels(x)
+
+
+def test_in_training_a_trace_shows_changed_weights_before_dropout():
+    model = llama().train()
+    model.config.attention_dropout = 0.5
+    for module in model.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.5
+    with rg.intervene(model, beta=0.0), rg.trace(model) as trace:
+        model(tokens())
+    rows = torch.ones(7, 7).tril() / torch.arange(1, 8)[:, None]
+    for layer in trace.layers:
+        torch.testing.assert_close(layer.weights, rows.expand_as(layer.weights))
+
+
+def test_effects_leave_every_module_in_its_mode():
+    model = decoder().train()
+    model.stack.layers[0].eval()
+    modes = [module.training for module in model.modules()]
+    rg.effects(model, tokens(1))
+    assert [module.training for module in model.modules()] == modes
+
+
 def test_a_mean_leaves_padding_out():
     layer, x = rg.MultiHeadAttention(16, 4).eval(), torch.randn(2, 6, 16)
     mask = rg.padding([6, 3])

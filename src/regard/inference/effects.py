@@ -152,13 +152,14 @@ def effects(
     tensors = [_tokens(model, value) if isinstance(value, str) else value for value in inputs]
     if any(isinstance(value, Tensor) and value.shape[:1] != (1,) for value in (*tensors, *options.values())):
         raise ValueError("inputs: expected one sequence, tensors whose first size is 1, got more")
-    training = model.training
+    training = {module: module.training for module in model.modules()}
     model.eval()
     try:
         with torch.no_grad():
             return _measure(model, tensors, options, batch_size, predict, watch)
     finally:
-        model.train(training)
+        for module, mode in training.items():
+            module.training = mode
 
 
 def _measure(

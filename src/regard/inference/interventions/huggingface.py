@@ -108,7 +108,7 @@ class EagerCall:
             mask = self.mask.clone()
             mask[..., hidden] = False
             return mask
-        mask = self.q.new_zeros(1, 1, self.q.shape[2], self.k.shape[2])
-        mask = mask if self.mask is None else self.mask.clone()
+        nothing = self.mask is None
+        mask = self.q.new_zeros(1, 1, self.q.shape[2], self.k.shape[2]) if nothing else self.mask.clone()
         mask[..., hidden] = torch.finfo(mask.dtype).min
         return mask

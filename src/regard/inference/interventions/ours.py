@@ -12,6 +12,7 @@ from regard.core.calls.choice import refusal
 from regard.core.families.mechanism import Mechanism
 from regard.core.masks import Mask, padding
 from regard.core.masks.structure import structure_of
+from regard.core.tensors import weighs_tokens
 from regard.inference.calls import Histories, WholeCall
 from regard.inference.interventions.change import Changed, Run, always_causal, changed_output, changes_of, sizes_of
 from regard.models.layers.attention import Attend
@@ -38,6 +39,9 @@ def changed_call(call: WholeCall, part: Changed) -> tuple[Mechanism, Mask | None
         valid = torch.ones(call.k.shape[0], call.k.shape[2], dtype=torch.bool, device=call.k.device)
         valid[:, sorted(part.hidden)] = False
         rule = padding(valid=valid) if rule is None else rule & padding(valid=valid)
+    if weighs_tokens(mechanism, call.q.shape[3]) != weighs_tokens(call.mechanism, call.q.shape[3]):
+        between = "tokens" if weighs_tokens(call.mechanism, call.q.shape[3]) else "channels"
+        raise ValueError(f"mechanism: expected attention between {between}, as the layer has, got {mechanism!r}")
     if call.bias is not None and refusal(mechanism, bias=True) is not None:
         raise ValueError(f"mechanism: expected one that takes the layer's bias, got {mechanism!r}")
     if mechanism.ordered and not call.mechanism.ordered:

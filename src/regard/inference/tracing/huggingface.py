@@ -9,6 +9,7 @@ import inspect
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import lru_cache
 from threading import RLock
 from types import FunctionType
@@ -164,9 +165,10 @@ def _attend(
             _, undropped = forward(module, query, key, value, attention_mask, *args, **{**kwargs, "dropout": 0.0})
     if parts:
         call = EagerCall(module, forward, query, key, value, attention_mask, args, kwargs)
+        undisturbed = replace(call, kwargs={**kwargs, "dropout": 0.0})
         same = undropped is weights
         out, weights = call.changed(out, weights, parts)
-        undropped = weights if same else call.changed(out, undropped, parts)[1]
+        undropped = weights if same else undisturbed.changed(out, undropped, parts)[1]
     for adapter in traced:
         adapter.meet(module, query, key, value, attention_mask, undropped, scores)
     return out, weights
