@@ -78,6 +78,23 @@ def test_a_prompt_in_int8_goes_on_in_int8(name, tmp_path):
 
 
 @torch.no_grad()
+def test_continuations_of_a_full_prompt_share_it():
+    """Ten of them hold two copies of the prompt, the first continuation's among them, and ten tails."""
+    config = replace(DECODERS["mha"], context_length=4096)
+    model = rg.Decoder(config).double().eval()
+    prompt = rg.prefill(model, [[token % config.vocabulary_size for token in range(2100)]])
+    assert prompt.state.layers[0].capacity == 2100
+    newest = torch.tensor([[3]])
+    states = [model.extend(newest, with_room(prompt.state, 1, 50))[1] for _ in range(10)]
+    buffers = {buffer for state in (prompt.state, *states) for layer in state.layers for buffer in layer.runs[0].buffers}
+    memory = sum(tensor.nbytes for buffer in buffers for tensor in buffer.tensors)
+    assert memory <= 2.4 * prompt.nbytes
+    whole = model(torch.tensor([[*prompt.tokens[0], 3, 4]]))[:, -1:]
+    for state in states:
+        assert (model.extend(torch.tensor([[4]]), state)[0] - whole).abs().max() <= 1e-10
+
+
+@torch.no_grad()
 def test_what_cannot_be_stored_in_int8_is_refused():
     with pytest.raises(ValueError, match=r"storage: expected None, since .* is no KV cache"):
         rg.generate(made("kernel"), [[1]], storage=torch.int8)

@@ -254,7 +254,11 @@ class KeyValueState(State):
 
     def with_room(self, more: int, most: int) -> "KeyValueState":
         kept = self.length - self.forgotten
-        return self if kept + more <= self.capacity else self.resized(kept + max(more, first_room([kept], most)))
+        if kept + more <= self.capacity:
+            return self
+        # The memory comes with the next tokens (`Buffer.extended`): by then it may be that of a fork, which copies
+        # nothing.
+        return replace(self, capacity=kept + max(more, first_room([kept], most)))
 
     def history(self) -> tuple[Tensor, Tensor, Padding | None]:
         return self.keys, self.values, self.padding
