@@ -14,7 +14,7 @@ from regard.commands.suite import SUITE
 from regard.core.files import write_text
 
 ROOT = Path(__file__).parents[1]
-COLUMNS = {"AVX-512": ("again", "", "models", "generation", "training"), "AVX2, imitated": ("avx2/again", "avx2")}
+COLUMNS = {"AVX-512": ("",), "AVX2, imitated": ("avx2",)}
 """Folders of results by column; the first folder that has a benchmark counts."""
 
 
