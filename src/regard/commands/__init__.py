@@ -44,20 +44,14 @@ def _code(error: BaseException) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     if isinstance(error, UsageError):
-        return _fail(_usage(error))
+        from regard.commands.usage import sentence as usage_error
+
+        return _fail(usage_error(error))
     if isinstance(error, ValueError):
         return _fail(str(error))
     if isinstance(error, OSError):
         return _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
     raise error
-
-
-def _usage(error: Any) -> str:
-    """The error in a command line, and the option that may have been meant."""
-    close = getattr(error, "possibilities", None)  # the closest match first
-    if close:
-        return f"no option {error.option_name}; did you mean {close[0]}?"
-    return str(error.format_message())
 
 
 def _is_interrupt(error: BaseException | None) -> bool:

@@ -201,6 +201,5 @@ app = group(
     {name: _listed(name) for name in (*recipes.NAMES, "resume")},
     _load,
     epilog=examples(*COMMANDS["train"][1]),
-    no_args_is_help=True,
 )
 app.callback()(train)
