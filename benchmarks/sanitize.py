@@ -60,6 +60,20 @@ def split() -> None:
     decode_attention.forward(tokens(9, 1, 64), k, v, 0.125, scales=(k_scale, v_scale), length=length)
 
 
+def block_table() -> None:
+    """Rows that share a prompt of whole pages, by few queries and by decode steps."""
+    softmax, dtype = rg.Softmax(), torch.bfloat16
+    state = softmax.start(
+        batch=2, num_kv_heads=2, qk_length=40, value_length=33, capacity=600, dtype=dtype, device="cuda"
+    )
+    _, state = softmax.extend(tokens(6, 300, 40), tokens(2, 300, 40), tokens(2, 300, 33), state, mask=rg.causal)
+    state = state.reorder(torch.tensor([0, 1, 1], device="cuda"))
+    for count in (5, 1, 1):
+        new = (tokens(heads, count, size, 3) for heads, size in ((6, 40), (2, 40), (2, 33)))
+        _, state = softmax.extend(*new, state, mask=rg.causal & rg.window(before=250))
+    assert state.has_prefix
+
+
 def mend() -> None:
     q, k, v, grad = tokens(4, 130, 64), tokens(2, 130, 64), tokens(2, 130, 64), tokens(4, 130, 64)
     v[0, 1, 20] = torch.nan
@@ -123,6 +137,7 @@ KERNELS = {
     "band_with_nan": band_with_nan,
     "packed": packed,
     "split": split,
+    "block_table": block_table,
     "mend": mend,
     "each_token": each_token,
     "elu_stream": lambda: stream(rg.Elu(), 64, 64),

@@ -285,3 +285,46 @@ def test_replayed_steps_are_the_eager_ones(name, storage, monkeypatch):
     monkeypatch.setattr(replay, "unfit", lambda *_: "asked for")
     eager = rg.generate(model, prompts, **options)
     assert [text.tokens for text in replayed] == [text.tokens for text in eager]
+
+
+@pytest.mark.parametrize("dtype", [*HALF, torch.float32], ids=str)
+def test_forks_and_repeated_rows_read_one_prompt_through_a_block_table(dtype):
+    softmax, length, total = rg.Softmax(), 3000, 3050
+    q, k, v = (torch.randn(2, heads, total, 64, device="cuda", dtype=dtype) for heads in (8, 2, 2))
+    start = softmax.start(
+        batch=2, num_kv_heads=2, qk_length=64, value_length=64, capacity=4096, dtype=dtype, device="cuda"
+    )
+    _, prompt = softmax.extend(*(t[:, :, :length] for t in (q, k, v)), start, mask=rg.causal)
+    order = torch.tensor([0, 1, 1, 0, 1], device="cuda")
+    _, first = softmax.extend(*(t[:, :, length : length + 1] for t in (q, k, v)), prompt, mask=rg.causal)
+    state, repeated = prompt, prompt.reorder(order)
+    exact = rg.attend(q.double(), k.double(), v.double(), mask=rg.causal)
+    before = torch.cuda.memory_allocated()
+    for low, high in (
+        (length, length + 1),
+        (length + 1, length + 5),
+        *((at, at + 1) for at in range(length + 5, total)),
+    ):
+        plain_out = plain(q[:, :, low:high], k[:, :, :high], v[:, :, :high], rg.causal)
+        out, state = softmax.extend(*(t[:, :, low:high] for t in (q, k, v)), state, mask=rg.causal)
+        within_budget("output", out, exact[:, :, low:high], plain_out)
+        out, repeated = softmax.extend(*(t[order, :, low:high] for t in (q, k, v)), repeated, mask=rg.causal)
+        within_budget("output", out, exact[order, :, low:high], plain_out[order])
+    assert state.runs[0].prefix_length == repeated.runs[0].prefix_length == length // 128 * 128
+    assert first.runs[0].buffer is prompt.runs[0].buffer
+    del out, plain_out
+    assert torch.cuda.memory_allocated() - before < prompt.nbytes / 4
+
+
+def test_samples_of_a_long_prompt_share_it_in_a_captured_step():
+    sizes = {"vocabulary_size": 97, "embedding_dim": 128, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
+    model = rg.Decoder(rg.DecoderConfig(**sizes, context_length=8192)).cuda().eval()
+    prompt = rg.prefill(model, [[token % 97 for token in range(4000)]])
+    options = {"max_new_tokens": 40, "temperature": 1.0, "seed": 3}
+    alone = rg.generate(model, state=prompt, **options)[0]
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    texts = rg.generate(model, state=prompt, n=32, **options)
+    assert texts[0].tokens == alone.tokens
+    assert len({tuple(text.tokens) for text in texts}) > 20
+    assert torch.cuda.max_memory_allocated() - before < 8 * prompt.nbytes  # 32 copies would be more

@@ -34,7 +34,7 @@ from regard.core.masks import Mask, MaskFunction, Window, as_mask
 from regard.core.masks.structure import EVERYTHING, Structure, padding_between, with_padding
 from regard.core.paths import blocks, exact, reference, runs
 from regard.core.paths.runs import over_runs, usable_state, with_space
-from regard.core.paths.slots import CacheSlot, Clock, Slot
+from regard.core.paths.slots import Clock, Slot, cache_slot
 from regard.core.states.key_values import KeyValueState
 from regard.core.states.state import Sizes, State
 from regard.core.tensors import brief, fitted, flat, leaves, made_on, own_dtype, probe, same
@@ -388,7 +388,7 @@ class Mechanism:
         layers that keep as many tokens; `window` is the layer's sliding window."""
         if window is not None and state.length > 2 * window.width:
             state = state.resized(window.width, state.length - window.width)
-        return CacheSlot(state, clock(state.length), None if window is None else window.before)
+        return cache_slot(self, qk_length, state, clock(state.length), None if window is None else window.before)
 
     def cost(self, work: Work) -> Cost:
         """What this mechanism costs on some work: the FLOPs of its similarity, and the steps and bytes of a state of

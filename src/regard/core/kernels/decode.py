@@ -2,7 +2,8 @@
 
 All query heads of a key/value head are rows of one tile, so each key and value is read once. A program attends to its
 part of the keys and keeps its sum of weighted values, its sum of weights and its largest score; a second kernel merges
-the parts exactly. How many keys each batch row has is read on the GPU: a graph captured once serves any length.
+the parts exactly. How many keys each batch row has is read on the GPU: a graph captured once serves any length. With a
+block table the keys of a row may be in several buffers, which other rows and other states share.
 """
 
 import triton
@@ -11,20 +12,31 @@ import triton.language as tl
 from regard.core.kernels.common import bad_rows, product, rows_of
 
 
+@triton.jit
+def _page(TABLE, K, VALUES, page, group):
+    """Pointers from which a row's key and value at position p are p rows on, for the positions of a page: addresses,
+    then strides from head to head."""
+    at = TABLE + page * 4
+    keys = tl.load(at).to(tl.pointer_type(K.dtype.element_ty)) + group * tl.load(at + 2)
+    values = tl.load(at + 1).to(tl.pointer_type(VALUES.dtype.element_ty)) + group * tl.load(at + 3)
+    return keys, values
+
+
 @triton.jit(do_not_specialize=["keys", "splits", "before"])
 def decode_kernel(
-    Q, K, VALUES, NEW_K, NEW_V, K_SCALE, V_SCALE, LOW, HIGH, LENGTH, OUT, PARTS, keys, splits,
+    Q, K, VALUES, NEW_K, NEW_V, K_SCALE, V_SCALE, LOW, HIGH, LENGTH, TABLE, OUT, PARTS, keys, splits,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, new_k_batch, new_k_head, new_v_batch,
     new_v_head, scale_batch, scale_head, scale_row,
-    queries, groups, shared, before, factor,
+    queries, groups, shared, before, factor, pages,
     C: tl.constexpr, V: tl.constexpr, CB: tl.constexpr, VB: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
     BOUNDED: tl.constexpr, COUNTED: tl.constexpr, WINDOWED: tl.constexpr, CAUSAL: tl.constexpr,
     POSITIONAL: tl.constexpr, SCALED: tl.constexpr, SPLIT: tl.constexpr, APPENDED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PAGED: tl.constexpr, PAGE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One part of the keys of one key/value head, for a tile of its query rows: heads, and queries of each.
 
     APPENDED: the last key, of the only query, is not among the others yet. The last part takes it and stores it.
+    PAGED: where PAGE keys of a batch row are is read in TABLE (`_page`), (B, pages, 4); K and VALUES give their dtypes.
     """
     split, tile, line = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     batch, group = (line // groups).to(tl.int64), (line % groups).to(tl.int64)
@@ -42,8 +54,11 @@ def decode_kernel(
     is_seen = (keys > low) & (keys <= high)
     if APPENDED:
         high = tl.minimum(high, keys - 1)
-    part = tl.cdiv(tl.cdiv(tl.maximum(high - low, 0), splits), STEP) * STEP
-    begin = low + split * part
+    first = low
+    if PAGED:  # steps that begin at multiples of STEP stay within a page
+        first = low // STEP * STEP
+    part = tl.cdiv(tl.cdiv(tl.maximum(high - first, 0), splits), STEP) * STEP
+    begin = first + split * part
     end = tl.minimum(begin + part, high)
 
     q_place = Q + batch * q_batch + head[:, None] * q_head + t[:, None] * q_row + c[None, :]
@@ -58,6 +73,9 @@ def decode_kernel(
     for start in range(begin, end, STEP):
         place = start + tl.arange(0, STEP)
         inside = place < end
+        if PAGED:
+            inside &= place >= low
+            k_base, v_base = _page(TABLE, K, VALUES, batch * pages + start // PAGE, group)
         k = rows_of(k_base, k_row, place, inside, c, C, C == CB)
         values = rows_of(v_base, v_row, place, inside, v, V, V == VB)
         scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION) * factor
@@ -93,6 +111,8 @@ def decode_kernel(
             last = (keys - 1).to(tl.int64)
             k_new = tl.load(NEW_K + batch * new_k_batch + group * new_k_head + c, mask=c < C, other=0.0)
             v_new = tl.load(NEW_V + batch * new_v_batch + group * new_v_head + v, mask=v < V, other=0.0)
+            if PAGED:
+                k_base, v_base = _page(TABLE, K, VALUES, batch * pages + last // PAGE, group)
             if tile == 0:
                 tl.store(k_base + last * k_row + c, k_new, mask=c < C)
                 tl.store(v_base + last * v_row + v, v_new, mask=v < V)

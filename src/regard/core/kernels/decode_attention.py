@@ -11,6 +11,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from regard.core.kernels.decode import decode_kernel, merge_kernel
 from regard.core.kernels.launch import Launches, Layout, ceil_divide, launch, layout, limits, power_of_2, strides
+from regard.core.states.key_value_runs import TABLE_PAGE
 
 MULTIPROCESSORS = 132
 """Of an H200. On others the keys are split a little finer or coarser than is best."""
@@ -155,12 +156,16 @@ def forward(
     scales: tuple[Tensor, Tensor] | None = None,
     length: Tensor | None = None,
     new: tuple[Tensor, Tensor] | None = None,
+    table: Tensor | None = None,
+    keys: int | None = None,
 ) -> Tensor:
     """Softmax attention (B, H, T, V) of a few queries (B, H, T, K) to keys (B, G, S, K) and values.
 
     `bounds` (2, B) are the first real key of each batch row and the one after the last. `scales` are those of int8 keys
     and values. `length`, one number on the GPU, says how many of the S keys there are: the queries are the last ones.
     `new` are the last key and value, (B, G, 1, ·), of the only query: they are stored in k and v on the way.
+    `table` (B, pages, 4) says where the keys and values are (paths/pages.py), `keys` how many, or at most: k and v
+    then give the dtype and the stride of a row.
     """
     if q.stride(3) != 1:
         q = q.contiguous()
@@ -169,12 +174,13 @@ def forward(
         k, v = k.contiguous(), v.contiguous()
     assert scales is None or scales[0].stride() == scales[1].stride()
     work = work_of(q, k, v, scale, causal, before, None if scales is None else scales[0], new)
-    return attend(work, q, k, v, k.shape[2], bounds, scales, length, new)
+    return attend(work, q, k, v, k.shape[2] if keys is None else keys, bounds, scales, length, new, table)
 
 
 def attend(
     work: Work, q: Tensor, k: Tensor, v: Tensor, keys: int, bounds: Tensor | None = None,
     scales: tuple[Tensor, Tensor] | None = None, length: Tensor | None = None, new: tuple[Tensor, Tensor] | None = None,
+    table: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """`forward` of a call whose sizes are known, over the first `keys` keys."""
     (_, heads, queries, value_length), (tiles, lines) = work.sizes, work.grid
@@ -182,18 +188,21 @@ def attend(
     k_scale, v_scale = (None, None) if scales is None else scales
     chosen, splits = plan(planned(keys), tiles * lines, work.count, max(work.c, work.width), work.bytes_per_number)
     out, parts = q.new_empty(work.sizes), None
+    pages = 0 if table is None else table.shape[1]
     if splits > 1:
         parts = q.new_empty(work.count * splits * (value_length + 2), dtype=torch.float32)
     launch(
-        work.launches, chosen, decode_kernel, (splits, tiles, lines),
-        (q, k, v, new_k, new_v, k_scale, v_scale, *limits(bounds), length, out, parts),
+        work.launches, (chosen, pages), decode_kernel, (splits, tiles, lines),
+        (q, k, v, new_k, new_v, k_scale, v_scale, *limits(bounds), length, table, out, parts),
         lambda: ((*strides(q), *strides(k), *strides(v), *strides(new_k)[:2], *strides(new_v)[:2], *strides(k_scale),
                   queries, work.groups, heads // work.groups,
-                  work.before or 0, work.scale * math.log2(math.e)), dict(
+                  work.before or 0, work.scale * math.log2(math.e), pages), dict(
             C=work.qk_length, V=value_length, CB=work.c, VB=work.width, ROWS=work.rows, STEP=chosen.keys,
             BOUNDED=bounds is not None, COUNTED=length is not None, WINDOWED=work.before is not None,
             CAUSAL=work.causal, POSITIONAL=queries > 1 and (work.causal or work.before is not None),
-            SCALED=scales is not None, SPLIT=splits > 1, APPENDED=new is not None, PRECISION="tf32x3",
+            SCALED=scales is not None, SPLIT=splits > 1, APPENDED=new is not None,
+            PAGED=table is not None, PAGE=TABLE_PAGE,  # a multiple of every step
+            PRECISION="tf32x3",
             num_warps=chosen.warps, num_stages=chosen.stages,
         )), (keys, splits),
     )  # fmt: skip

@@ -20,7 +20,7 @@ from regard.core.calls.call import Call
 from regard.core.calls.choice import Path
 from regard.core.cost import Cost, Work, score_cost
 from regard.core.families.scores import ScoreMechanism
-from regard.core.paths import band, blocks, cudnn, decode, masked, parts, reference, sdpa, split
+from regard.core.paths import band, blocks, cudnn, decode, gpu, masked, parts, reference, sdpa, split
 from regard.core.states.key_values import KeyValueState
 from regard.core.states.state import Sizes, State
 
@@ -91,7 +91,9 @@ class Softmax(ScoreMechanism):
         return scale if scale <= 1e6 else None
 
     def empty_state(self, sizes: Sizes, capacity: int) -> State:
-        may_share = self.as_defined and torch.device(sizes.device).type == "cpu"
+        # On a GPU, forks that no kernel reads through a block table (paths/pages.py) would copy at every step.
+        paged = sizes.storage is None and self.sdpa_scale(sizes.qk_length) is not None and gpu.fits(sizes)
+        may_share = self.as_defined and (torch.device(sizes.device).type == "cpu" or paged)
         return KeyValueState.empty(sizes, capacity, sizes.storage, may_share=may_share)
 
     def cost(self, work: Work) -> Cost:

@@ -8,6 +8,7 @@ from torch import Tensor
 from regard.core.calls.call import Call
 from regard.core.eager import kept, symbolic, untouched
 from regard.core.paths import sdpa
+from regard.core.states.state import Sizes
 
 LONGEST = 128
 """qk_length and value_length, at most."""
@@ -46,8 +47,18 @@ def packs(x: Tensor) -> bool:
 
 def serves(q: Tensor, v: Tensor) -> bool:
     """Whether kernels of ours compute plain softmax of these queries and values where they are."""
-    shorter = max(q.shape[3], v.shape[3]) <= LONGEST
-    return TRITON and q.is_cuda and shorter and q.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    return q.is_cuda and _computes(max(q.shape[3], v.shape[3]), q.dtype)
+
+
+def fits(sizes: Sizes) -> bool:
+    """Whether kernels of ours compute plain softmax over states of these sizes."""
+    return torch.device(sizes.device).type == "cuda" and _computes(
+        max(sizes.qk_length, sizes.value_length), sizes.dtype
+    )
+
+
+def _computes(longest: int, dtype: torch.dtype) -> bool:
+    return TRITON and longest <= LONGEST and dtype in (torch.float32, torch.bfloat16, torch.float16)
 
 
 def missing(call: Call) -> str | None:

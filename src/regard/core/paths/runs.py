@@ -15,6 +15,7 @@ from regard.core.eager import transformed
 from regard.core.masks import Mask
 from regard.core.masks.structure import FOREVER, part_of, structure_of
 from regard.core.paths import shared
+from regard.core.states.key_value_runs import Run
 from regard.core.states.key_values import KeyValueState
 
 if TYPE_CHECKING:
@@ -43,7 +44,12 @@ def usable_state(
     if state.whole or not state.has_prefix:
         return state
     derived = recorded or any([run.derived for run in state.runs])
-    return state if shared.cannot(mechanism, q, bias, derived) is None else state.apart()
+
+    def cannot(run: Run) -> str | None:
+        part = part_of(mask, run.rows, run.begin, state.length)
+        return shared.cannot(mechanism, run.of(q), run, state.length, part, bias, derived)
+
+    return state if all([cannot(run) is None for run in state.runs if run.prefixes]) else state.apart()
 
 
 def step(

@@ -2,7 +2,7 @@
 
 The shared tokens are read once for the queries of all rows that have them in common; the other tokens of each row are
 another part. The parts are merged exactly: by their log-sum-exps, as in parts.py, or by their largest scores, which
-serves softcap, argmax and any mask.
+serves softcap, argmax and any mask. On a GPU one kernel reads all parts through a block table (pages.py).
 """
 
 import math
@@ -20,7 +20,7 @@ from regard.core.eager import transformed
 from regard.core.masks import Mask, Span, causal
 from regard.core.masks.guard import bad_keys, cleaned, poisoned
 from regard.core.masks.structure import QUERY_BLOCK, Structure, structure_of
-from regard.core.paths import decode, parts, sdpa, torch_softmax
+from regard.core.paths import decode, pages, parts, sdpa, torch_softmax
 from regard.core.states.key_value_runs import Run
 
 _LEAST = torch.finfo(torch.float32).min
@@ -43,15 +43,18 @@ class _Part:
         return self.k.shape[2]
 
 
-def cannot(mechanism: Any, q: Tensor, bias: Tensor | None, recorded: bool) -> str | None:
-    """Why queries cannot attend to shared tokens and the rest separately; None if they can."""
+def cannot(
+    mechanism: Any, q: Tensor, run: Run, length: int, mask: Mask | None, bias: Tensor | None, recorded: bool
+) -> str | None:
+    """Why a run's newest queries cannot attend to shared tokens and the rest separately; None if they can. `mask` is
+    for the rows of the run and counts positions from where the run begins."""
     if not getattr(mechanism, "as_defined", False):
         return "only softmax merges parts"
     if bias is not None:
         return "a bias is for all keys"
     if recorded or transformed() or torch.compiler.is_compiling():
         return "gradients, transforms and traces need a single call"
-    return None if q.is_cpu else "made for the CPU"
+    return None if q.is_cpu else pages.cannot(mechanism, q, run, length, mask)
 
 
 def attend(mechanism: Any, q: Tensor, run: Run, length: int, mask: Mask | None) -> Tensor:
@@ -59,6 +62,8 @@ def attend(mechanism: Any, q: Tensor, run: Run, length: int, mask: Mask | None) 
     counts positions from where the run begins."""
     if not q.numel():
         return q.new_zeros(*q.shape[:3], run.buffer.values.shape[3])
+    if not q.is_cpu:
+        return pages.attend(mechanism, q, run, length, mask)
     total = length - run.begin
     structure = structure_of(mask, q.shape[2], total)
     pieces = list(_parts(run, total))

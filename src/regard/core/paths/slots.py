@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from regard.core.masks import Padding
-from regard.core.paths import fused_stream, gpu, split
+from regard.core.paths import fused_stream, gpu, pages, split
 from regard.core.paths.stream import folded
 from regard.core.paths.sums import Step, Walk, fold, sweep, tiled, untiled
 from regard.core.states.buffer import Buffer, quantize
@@ -125,6 +125,36 @@ class CacheSlot(Slot):
         return KeyValueState((run,), max(like.capacity, self.clock.capacity), length, padding)
 
 
+class SharedSlot(Slot):
+    """Room for the keys and values that come after tokens which rows share; a block table says where all of them
+    are."""
+
+    def __init__(self, state: KeyValueState, clock: Clock, before: int | None) -> None:
+        [run] = state.runs
+        self.clock, self.before, self.length = clock, before, state.length
+        rest = state.length - run.prefix_length
+        self.run = replace(run, buffer=run.buffer.moved(0, rest, clock.capacity - run.prefix_length))
+        self.tensors = self.run.buffer.tensors
+        self.bounds, self.table = clock.bounds(), pages.table(self.run)
+
+    def attend(self, mechanism: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        # Triton is imported only where it is used.
+        from regard.core.kernels import decode_attention
+
+        q, scale = pages.scaled(mechanism, q)
+        new = k if k.stride(3) == 1 else k.contiguous(), v if v.stride(3) == 1 else v.contiguous()
+        keys, values = self.tensors
+        return decode_attention.forward(
+            q, keys, values, scale, self.bounds, before=self.before, length=self.clock.length, new=new,
+            table=self.table, keys=self.clock.capacity,
+        )  # fmt: skip
+
+    def state(self, like: KeyValueState, length: int, padding: Padding | None) -> KeyValueState:
+        keys, values = self.tensors
+        run = replace(self.run, buffer=Buffer(keys, values, length - self.run.prefix_length))
+        return KeyValueState((run,), max(like.capacity, self.clock.capacity), length, padding, may_share=like.may_share)
+
+
 class SumSlot(Slot):
     """The running sums of a kernel mechanism, and room for its newest tokens as they are."""
 
@@ -194,6 +224,14 @@ class SumSlot(Slot):
             recent=KeyValueState((run,), 2 * self.half, count, new),
             padding=old,
         )
+
+
+def cache_slot(mechanism: Any, qk_length: int, state: KeyValueState, clock: Clock, before: int | None) -> Slot:
+    """The slot of a KV cache: what rows share stays where it is, if a kernel can read it there."""
+    [run, *others] = state.runs
+    like = run.buffer.keys.new_empty(0, 1, 0, qk_length)
+    shares = run.prefixes and not run.begin and not others and pages.unfit(mechanism, like, run) is None
+    return (SharedSlot if shares else CacheSlot)(state, clock, before)
 
 
 def _pair(scales: Any) -> tuple[Tensor, Tensor] | None:
