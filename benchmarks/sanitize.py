@@ -60,8 +60,8 @@ def split() -> None:
     decode_attention.forward(tokens(9, 1, 64), k, v, 0.125, scales=(k_scale, v_scale), length=length)
 
 
-def block_table() -> None:
-    """Rows that share a prompt of whole pages, by few queries and by decode steps."""
+def shared_prompt() -> None:
+    """Rows that share a prompt, by few queries and by decode steps."""
     softmax, dtype = rg.Softmax(), torch.bfloat16
     state = softmax.start(
         batch=2, num_kv_heads=2, qk_length=40, value_length=33, capacity=600, dtype=dtype, device="cuda"
@@ -137,7 +137,7 @@ KERNELS = {
     "band_with_nan": band_with_nan,
     "packed": packed,
     "split": split,
-    "block_table": block_table,
+    "shared_prompt": shared_prompt,
     "mend": mend,
     "each_token": each_token,
     "elu_stream": lambda: stream(rg.Elu(), 64, 64),

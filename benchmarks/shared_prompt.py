@@ -1,5 +1,5 @@
-"""A decode step of many continuations of one prompt on a GPU, which keeps the prompt once and reads it through a block
-table; against the same step over a copy for each row, by ours and by SDPA.
+"""A decode step of many continuations of one prompt on a GPU, which keeps the prompt once and reads it for all of them;
+against the same step over a copy for each row, by ours and by SDPA.
 
     python benchmarks/shared_prompt.py --out benchmarks/results/gpu/shared_prompt.json
 
@@ -20,7 +20,7 @@ import regard as rg
 from regard.commands.suite.gpu_softmax import backend, milliseconds
 from regard.core.files import write_text
 from regard.core.laws.case import within_budget
-from regard.core.paths import pages
+from regard.core.paths import shared_gpu
 from regard.core.states.key_values import KeyValueState
 from regard.training.records import commit
 
@@ -42,8 +42,8 @@ def shared_state(rows: int, prompt: int) -> KeyValueState:
     )  # fmt: skip
     _, state = softmax.extend(tokens(HEADS, prompt), tokens(GROUPS, prompt), tokens(GROUPS, prompt), state)
     state = state.reorder(torch.zeros(rows, dtype=torch.long, device="cuda"))
-    for count in (TAIL - 1, 1):
-        new = (tokens(heads, count, rows) for heads in (HEADS, GROUPS, GROUPS))
+    for _ in range(TAIL // 4):
+        new = (tokens(heads, 4, rows) for heads in (HEADS, GROUPS, GROUPS))
         _, state = softmax.extend(*new, state, mask=rg.causal)
     return state
 
@@ -59,12 +59,12 @@ def measure(rows: int, prompt: int) -> dict[str, Any]:
 
     for row in range(0, rows, max(1, rows // 4)):
         part = slice(row, row + 1)
-        out = pages.attend(softmax, q, run, state.length, None)[part]
+        out = shared_gpu.attend(softmax, q, run, state.length, None)[part]
         exact = plain(q[part].double(), k[part].double(), v[part].double())
         within_budget("output", out, exact, plain(q[part], k[part], v[part]))
     with torch.no_grad():
         times = {
-            "ours_ms": milliseconds([lambda: pages.attend(softmax, q, run, state.length, None)]),
+            "ours_ms": milliseconds([lambda: shared_gpu.attend(softmax, q, run, state.length, None)]),
             "copies_ms": milliseconds([lambda: rg.attend(q, k, v)]),
             **{f"{name}_ms": milliseconds([partial(backend(name), q, k, v)]) for name in ("cuDNN", "flash")},
         }

@@ -17,7 +17,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 WITHOUT_NUMBERS = ("regard.commands", "regard.training.data", "regard.training", "test_cli", "hostile")
 """Commands, texts, runs and broken files: their numbers are those of layers and models, which have their own tests."""
-TRACED = ("test_compile", "test_transforms", "test_kernels", "test_softmax_kernels")
+TRACED = ("test_compile", "test_transforms", "test_kernels", "test_softmax_kernels", "test_shared_gpu")
 """Tests of what torch traces, of code that torch.compile makes, and of Triton's interpreter."""
 ABOVE = (
     "test_encoder", "test_transformer", "test_t5", "test_vision", "test_davit", "test_trace", "test_trace_huggingface",

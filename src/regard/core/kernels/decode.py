@@ -2,8 +2,8 @@
 
 All query heads of a key/value head are rows of one tile, so each key and value is read once. A program attends to its
 part of the keys and keeps its sum of weighted values, its sum of weights and its largest score; a second kernel merges
-the parts exactly. How many keys each batch row has is read on the GPU: a graph captured once serves any length. With a
-block table the keys of a row may be in several buffers, which other rows and other states share.
+the parts exactly. How many keys each batch row has is read on the GPU: a graph captured once serves any length. Keys
+may be in several buffers, a launch for each: those that batch rows share are read for a tile of all their queries.
 """
 
 import triton
@@ -12,60 +12,57 @@ import triton.language as tl
 from regard.core.kernels.common import bad_rows, product, rows_of
 
 
-@triton.jit
-def _page(TABLE, K, VALUES, page, group):
-    """Pointers from which a row's key and value at position p are p rows on, for the positions of a page: addresses,
-    then strides from head to head."""
-    at = TABLE + page * 4
-    keys = tl.load(at).to(tl.pointer_type(K.dtype.element_ty)) + group * tl.load(at + 2)
-    values = tl.load(at + 1).to(tl.pointer_type(VALUES.dtype.element_ty)) + group * tl.load(at + 3)
-    return keys, values
-
-
-@triton.jit(do_not_specialize=["keys", "splits", "before"])
+@triton.jit(do_not_specialize=["keys", "splits", "before", "first", "stop", "slot", "slots"])
 def decode_kernel(
-    Q, K, VALUES, NEW_K, NEW_V, K_SCALE, V_SCALE, LOW, HIGH, LENGTH, TABLE, OUT, PARTS, keys, splits,
+    Q, K, VALUES, NEW_K, NEW_V, K_SCALE, V_SCALE, LOW, HIGH, LENGTH, MEMBERS, OUT, PARTS, keys, splits,
+    first, stop, slot, slots,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, new_k_batch, new_k_head, new_v_batch,
     new_v_head, scale_batch, scale_head, scale_row,
-    queries, groups, shared, before, factor, pages,
+    queries, groups, shared, before, factor, count, members,
     C: tl.constexpr, V: tl.constexpr, CB: tl.constexpr, VB: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
     BOUNDED: tl.constexpr, COUNTED: tl.constexpr, WINDOWED: tl.constexpr, CAUSAL: tl.constexpr,
     POSITIONAL: tl.constexpr, SCALED: tl.constexpr, SPLIT: tl.constexpr, APPENDED: tl.constexpr,
-    PAGED: tl.constexpr, PAGE: tl.constexpr, PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One part of the keys of one key/value head, for a tile of its query rows: heads, and queries of each.
 
-    APPENDED: the last key, of the only query, is not among the others yet. The last part takes it and stores it.
-    PAGED: where PAGE keys of a batch row are is read in TABLE (`_page`), (B, pages, 4); K and VALUES give their dtypes.
+    The keys are at the positions from `first` on, up to `stop`. Of `slots` parts of all launches, this one's begin at
+    `slot`. APPENDED: the last key, of the only query, is not among the others yet. The last part takes it and stores
+    it. MEMBERS: the batch rows that have the keys of a line, `members` of them or fewer and then -1.
     """
     split, tile, line = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    batch, group = (line // groups).to(tl.int64), (line % groups).to(tl.int64)
+    parent, group = (line // groups).to(tl.int64), (line % groups).to(tl.int64)
     c, v = tl.arange(0, CB), tl.arange(0, VB)
     row = tile * ROWS + tl.arange(0, ROWS)
-    here = row < shared * queries
+    if MEMBERS is not None:
+        member = row // (shared * queries)
+        batch = tl.load(MEMBERS + parent * members + member, mask=member < members, other=-1).to(tl.int64)
+        here = batch >= 0
+        bounded = tl.load(MEMBERS + parent * members)  # of rows that share keys, all have the same real ones
+        row %= shared * queries
+    else:
+        batch, here, bounded = parent, row < shared * queries, parent
     head, t = group * shared + row // queries, row % queries
     if COUNTED:
         keys = tl.load(LENGTH)
-    low, high = 0, keys
+    low, high = first, tl.minimum(keys, stop)
     if BOUNDED:
-        low, high = tl.load(LOW + batch), tl.minimum(tl.load(HIGH + batch), keys)
+        low, high = tl.maximum(tl.load(LOW + bounded), low), tl.minimum(tl.load(HIGH + bounded), high)
     if WINDOWED:
         low = tl.maximum(low, keys - queries - before)
     is_seen = (keys > low) & (keys <= high)
     if APPENDED:
         high = tl.minimum(high, keys - 1)
-    first = low
-    if PAGED:  # steps that begin at multiples of STEP stay within a page
-        first = low // STEP * STEP
-    part = tl.cdiv(tl.cdiv(tl.maximum(high - first, 0), splits), STEP) * STEP
-    begin = first + split * part
+    part = tl.cdiv(tl.cdiv(tl.maximum(high - low, 0), splits), STEP) * STEP
+    begin = low + split * part
     end = tl.minimum(begin + part, high)
 
-    q_place = Q + batch * q_batch + head[:, None] * q_head + t[:, None] * q_row + c[None, :]
+    q_place = Q + (batch * q_batch + head * q_head + t * q_row)[:, None] + c[None, :]
     q = tl.load(q_place, mask=here[:, None] & (c < C)[None, :], other=0.0)
-    k_base = K + batch * k_batch + group * k_head
-    v_base = VALUES + batch * v_batch + group * v_head
-    scales = batch * scale_batch + group * scale_head
+    skipped = first.to(tl.int64)
+    k_base = K + parent * k_batch + group * k_head - skipped * k_row
+    v_base = VALUES + parent * v_batch + group * v_head - skipped * v_row
+    scales = parent * scale_batch + group * scale_head - skipped * scale_row
     position = keys - queries + t
     sums = tl.zeros([ROWS, VB], tl.float32)
     top, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
@@ -73,9 +70,6 @@ def decode_kernel(
     for start in range(begin, end, STEP):
         place = start + tl.arange(0, STEP)
         inside = place < end
-        if PAGED:
-            inside &= place >= low
-            k_base, v_base = _page(TABLE, K, VALUES, batch * pages + start // PAGE, group)
         k = rows_of(k_base, k_row, place, inside, c, C, C == CB)
         values = rows_of(v_base, v_row, place, inside, v, V, V == VB)
         scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION) * factor
@@ -109,10 +103,8 @@ def decode_kernel(
     if APPENDED:  # noqa: SIM102 - the first is known when it is compiled
         if split == splits - 1:
             last = (keys - 1).to(tl.int64)
-            k_new = tl.load(NEW_K + batch * new_k_batch + group * new_k_head + c, mask=c < C, other=0.0)
-            v_new = tl.load(NEW_V + batch * new_v_batch + group * new_v_head + v, mask=v < V, other=0.0)
-            if PAGED:
-                k_base, v_base = _page(TABLE, K, VALUES, batch * pages + last // PAGE, group)
+            k_new = tl.load(NEW_K + parent * new_k_batch + group * new_k_head + c, mask=c < C, other=0.0)
+            v_new = tl.load(NEW_V + parent * new_v_batch + group * new_v_head + v, mask=v < V, other=0.0)
             if tile == 0:
                 tl.store(k_base + last * k_row + c, k_new, mask=c < C)
                 tl.store(v_base + last * v_row + v, v_new, mask=v < V)
@@ -129,8 +121,8 @@ def decode_kernel(
         total = tl.where(spoiled > 0, float("nan"), total)
     at = (batch * groups * shared + head) * queries + t
     if SPLIT:  # sums, then largest scores, then sums of weights, each of all parts
-        count = tl.num_programs(2).to(tl.int64) * shared * queries * splits
-        at = at * splits + split
+        count = tl.full([], count, tl.int64) * slots
+        at = at * slots + slot + split
         tl.store(PARTS + at[:, None] * V + v[None, :], sums, mask=here[:, None] & (v < V)[None, :])
         tl.store(PARTS + count * V + at, top, mask=here)
         tl.store(PARTS + count * (V + 1) + at, total, mask=here)

@@ -1,8 +1,9 @@
 """A few queries over a long cache on a GPU: what is launched. The kernels are in decode.py."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +12,6 @@ from torch.utils.flop_counter import register_flop_formula
 
 from regard.core.kernels.decode import decode_kernel, merge_kernel
 from regard.core.kernels.launch import Launches, Layout, ceil_divide, launch, layout, limits, power_of_2, strides
-from regard.core.states.key_value_runs import TABLE_PAGE
 
 MULTIPROCESSORS = 132
 """Of an H200. On others the keys are split a little finer or coarser than is best."""
@@ -20,6 +20,7 @@ MULTIPROCESSORS = 132
 MOST_ROWS = 64
 """Query rows of a tile, at most."""
 MOST_SPLITS = 512
+FOREVER = 2**31 - 1
 FILLING, WAVE, MERGING = 100, 30, 200
 """Keys that a multiprocessor could read while its pipelines fill, while programs follow others, and while the merging
 kernel runs."""
@@ -87,7 +88,9 @@ class Work:
     rows: int
     """Query rows of a tile."""
     grid: tuple[int, int]
-    """Tiles of a key/value head, and key/value heads of the batch."""
+    """Tiles of a key/value head, and key/value heads of all batch rows of the cache."""
+    members: int
+    """The most batch rows of queries that have one row of the cache."""
     count: int
     """Query rows in all."""
     sizes: tuple[int, int, int, int]
@@ -107,7 +110,7 @@ class Work:
 
 def work_of(
     q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, before: int | None, scales: Tensor | None = None,
-    new: tuple[Tensor, Tensor] | None = None,
+    new: tuple[Tensor, Tensor] | None = None, members: int = 1,
 ) -> Work:  # fmt: skip
     """The sizes of a call but for the length of its cache."""
     kinds = (
@@ -117,20 +120,22 @@ def work_of(
         strides(scales),
         None if new is None else (new[0].stride(), new[1].stride()),
     )
-    return _work(layout(q), k.shape[1], v.shape[3], scale, causal, before, *kinds)
+    return _work(layout(q), k.shape[0], k.shape[1], members, v.shape[3], scale, causal, before, *kinds)
 
 
 @lru_cache(maxsize=256)
 def _work(
-    q: Layout, groups: int, value_length: int, scale: float, causal: bool, before: int | None, *kinds: object
-) -> Work:
+    q: Layout, parents: int, groups: int, members: int, value_length: int, scale: float, causal: bool,
+    before: int | None, *kinds: object,
+) -> Work:  # fmt: skip
     batch, heads, queries, qk_length = q[0]
-    queries_per_group = heads // groups * queries
+    queries_per_group = members * (heads // groups) * queries
     rows = min(MOST_ROWS, max(16, power_of_2(queries_per_group)))
     c, width = (max(16, power_of_2(size)) for size in (qk_length, value_length))
     return Work(
         rows=rows,
-        grid=(ceil_divide(queries_per_group, rows), batch * groups),
+        grid=(ceil_divide(queries_per_group, rows), parents * groups),
+        members=members,
         count=batch * heads * queries,
         sizes=(batch, heads, queries, value_length),
         groups=groups,
@@ -142,6 +147,21 @@ def _work(
         causal=causal,
         before=before,
     )
+
+
+class Part(NamedTuple):
+    """Some keys and values of a cache, (parents, G, S, ·), at the positions from `first` on."""
+
+    k: Tensor
+    v: Tensor
+    first: int = 0
+    stop: int = FOREVER
+    """The position after the last."""
+    scales: tuple[Tensor, Tensor] | None = None
+    """Of int8 keys and values."""
+    members: Tensor | None = None
+    """The batch rows of queries that have each row of keys, (parents, most) and -1 where there are fewer; None if each
+    has its own. Rows with the same keys must have the same bounds."""
 
 
 def forward(
@@ -156,16 +176,12 @@ def forward(
     scales: tuple[Tensor, Tensor] | None = None,
     length: Tensor | None = None,
     new: tuple[Tensor, Tensor] | None = None,
-    table: Tensor | None = None,
-    keys: int | None = None,
 ) -> Tensor:
     """Softmax attention (B, H, T, V) of a few queries (B, H, T, K) to keys (B, G, S, K) and values.
 
     `bounds` (2, B) are the first real key of each batch row and the one after the last. `scales` are those of int8 keys
     and values. `length`, one number on the GPU, says how many of the S keys there are: the queries are the last ones.
     `new` are the last key and value, (B, G, 1, ·), of the only query: they are stored in k and v on the way.
-    `table` (B, pages, 4) says where the keys and values are (paths/pages.py), `keys` how many, or at most: k and v
-    then give the dtype and the stride of a row.
     """
     if q.stride(3) != 1:
         q = q.contiguous()
@@ -174,51 +190,103 @@ def forward(
         k, v = k.contiguous(), v.contiguous()
     assert scales is None or scales[0].stride() == scales[1].stride()
     work = work_of(q, k, v, scale, causal, before, None if scales is None else scales[0], new)
-    return attend(work, q, k, v, k.shape[2] if keys is None else keys, bounds, scales, length, new, table)
+    return attend(work, q, k, v, k.shape[2], bounds, scales, length, new)
 
 
 def attend(
     work: Work, q: Tensor, k: Tensor, v: Tensor, keys: int, bounds: Tensor | None = None,
     scales: tuple[Tensor, Tensor] | None = None, length: Tensor | None = None, new: tuple[Tensor, Tensor] | None = None,
-    table: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """`forward` of a call whose sizes are known, over the first `keys` keys."""
-    (_, heads, queries, value_length), (tiles, lines) = work.sizes, work.grid
-    new_k, new_v = (None, None) if new is None else new
-    k_scale, v_scale = (None, None) if scales is None else scales
-    chosen, splits = plan(planned(keys), tiles * lines, work.count, max(work.c, work.width), work.bytes_per_number)
-    out, parts = q.new_empty(work.sizes), None
-    pages = 0 if table is None else table.shape[1]
-    if splits > 1:
-        parts = q.new_empty(work.count * splits * (value_length + 2), dtype=torch.float32)
-    launch(
-        work.launches, (chosen, pages), decode_kernel, (splits, tiles, lines),
-        (q, k, v, new_k, new_v, k_scale, v_scale, *limits(bounds), length, table, out, parts),
-        lambda: ((*strides(q), *strides(k), *strides(v), *strides(new_k)[:2], *strides(new_v)[:2], *strides(k_scale),
-                  queries, work.groups, heads // work.groups,
-                  work.before or 0, work.scale * math.log2(math.e), pages), dict(
-            C=work.qk_length, V=value_length, CB=work.c, VB=work.width, ROWS=work.rows, STEP=chosen.keys,
-            BOUNDED=bounds is not None, COUNTED=length is not None, WINDOWED=work.before is not None,
-            CAUSAL=work.causal, POSITIONAL=queries > 1 and (work.causal or work.before is not None),
-            SCALED=scales is not None, SPLIT=splits > 1, APPENDED=new is not None,
-            PAGED=table is not None, PAGE=TABLE_PAGE,  # a multiple of every step
-            PRECISION="tf32x3",
-            num_warps=chosen.warps, num_stages=chosen.stages,
-        )), (keys, splits),
-    )  # fmt: skip
-    if parts is not None:
-        power = power_of_2(splits)
+    return _attend([(work, Part(k, v, scales=scales), keys)], q, keys, bounds, length, new)
+
+
+def forward_parts(
+    q: Tensor,
+    parts: Sequence[Part],
+    keys: int,
+    scale: float,
+    bounds: Tensor | None = None,
+    *,
+    causal: bool = False,
+    before: int | None = None,
+    length: Tensor | None = None,
+    new: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """`forward` over a cache in several parts, one after another, with `keys` keys in all, or at most: of each part as
+    many as are before its `stop`. `new` belongs to the last part."""
+    if q.stride(3) != 1:
+        q = q.contiguous()
+    pieces = []
+    for part in parts:
+        stored = new if part is parts[-1] else None
+        members = 1 if part.members is None else part.members.shape[1]
+        scales = None if part.scales is None else part.scales[0]
+        work = work_of(q, part.k, part.v, scale, causal, before, scales, stored, members)
+        pieces.append((work, part, min(part.stop, keys) - part.first))
+    return _attend(pieces, q, keys, bounds, length, new)
+
+
+def _attend(
+    pieces: list[tuple[Work, Part, int]], q: Tensor, keys: int, bounds: Tensor | None, length: Tensor | None,
+    new: tuple[Tensor, Tensor] | None,
+) -> Tensor:  # fmt: skip
+    """Attention over parts, each with how many keys it has; then their sums as one."""
+    work = pieces[0][0]
+    value_length = work.sizes[3]
+    choices = [
+        plan(planned(count), work.grid[0] * work.grid[1], work.count, max(work.c, work.width), work.bytes_per_number)
+        for work, _, count in pieces
+    ]
+    slots, slot = sum([splits for _, splits in choices]), 0
+    out, sums = q.new_empty(work.sizes), None
+    if slots > 1:
+        sums = q.new_empty(work.count * slots * (value_length + 2), dtype=torch.float32)
+    for (work, part, _), (chosen, splits) in zip(pieces, choices, strict=True):
+        tiles, lines = work.grid
+        new_k, new_v = (None, None) if new is None or part is not pieces[-1][1] else new
+        k_scale, v_scale = (None, None) if part.scales is None else part.scales
+        launch(
+            work.launches, chosen, decode_kernel, (splits, tiles, lines),
+            (q, part.k, part.v, new_k, new_v, k_scale, v_scale, *limits(bounds), length, part.members, out, sums),
+            partial(_arguments, work, part, chosen, q, (new_k, new_v), bounds, length, sums is not None),
+            (keys, splits, part.first, part.stop, slot, slots),
+        )  # fmt: skip
+        slot += splits
+    if sums is not None:
+        power = power_of_2(slots)
         # Few rows of many parts: many programs for a row. Many rows of few parts: one.
         slice_width = work.width if work.count >= 1024 else 16
         step = min(power, 4096 // slice_width)
         launch(
-            work.launches, power, merge_kernel, (work.count, ceil_divide(value_length, slice_width), 1), (parts, out),
+            work.launches, power, merge_kernel, (work.count, ceil_divide(value_length, slice_width), 1), (sums, out),
             lambda: ((), dict(
                 V=value_length, WIDTH=slice_width, SPLITS=power, STEP=step,
                 num_warps=4 if step * slice_width >= 2048 else 1,
-            )), (splits,),
+            )), (slots,),
         )  # fmt: skip
     return out
+
+
+def _arguments(
+    work: Work, part: Part, chosen: Launch, q: Tensor, new: tuple[Tensor | None, Tensor | None], bounds: Tensor | None,
+    length: Tensor | None, merged: bool,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
+    """What the kernel is given besides tensors and fresh numbers."""
+    _, heads, queries, value_length = work.sizes
+    scales = None if part.scales is None else part.scales[0]
+    numbers = (
+        *strides(q), *strides(part.k), *strides(part.v), *strides(new[0])[:2], *strides(new[1])[:2], *strides(scales),
+        queries, work.groups, heads // work.groups, work.before or 0, work.scale * math.log2(math.e), work.count,
+        work.members,
+    )  # fmt: skip
+    return numbers, dict(
+        C=work.qk_length, V=value_length, CB=work.c, VB=work.width, ROWS=work.rows, STEP=chosen.keys,
+        BOUNDED=bounds is not None, COUNTED=length is not None, WINDOWED=work.before is not None,
+        CAUSAL=work.causal, POSITIONAL=queries > 1 and (work.causal or work.before is not None),
+        SCALED=scales is not None, SPLIT=merged, APPENDED=new[0] is not None, PRECISION="tf32x3",
+        num_warps=chosen.warps, num_stages=chosen.stages,
+    )  # fmt: skip
 
 
 @torch.library.custom_op("regard::split_attention", mutates_args=())

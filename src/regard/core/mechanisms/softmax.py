@@ -91,9 +91,9 @@ class Softmax(ScoreMechanism):
         return scale if scale <= 1e6 else None
 
     def empty_state(self, sizes: Sizes, capacity: int) -> State:
-        # On a GPU, forks that no kernel reads through a block table (paths/pages.py) would copy at every step.
-        paged = sizes.storage is None and self.sdpa_scale(sizes.qk_length) is not None and gpu.fits(sizes)
-        may_share = self.as_defined and (torch.device(sizes.device).type == "cpu" or paged)
+        # On a GPU, forks that no kernel of ours reads in parts (paths/shared_gpu.py) would copy at every step.
+        in_parts = self.sdpa_scale(sizes.qk_length) is not None and gpu.fits(sizes)
+        may_share = self.as_defined and (torch.device(sizes.device).type == "cpu" or in_parts)
         return KeyValueState.empty(sizes, capacity, sizes.storage, may_share=may_share)
 
     def cost(self, work: Work) -> Cost:

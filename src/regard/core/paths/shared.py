@@ -2,7 +2,8 @@
 
 The shared tokens are read once for the queries of all rows that have them in common; the other tokens of each row are
 another part. The parts are merged exactly: by their log-sum-exps, as in parts.py, or by their largest scores, which
-serves softcap, argmax and any mask. On a GPU one kernel reads all parts through a block table (pages.py).
+serves softcap, argmax and any mask. On a GPU the parts are launches of one kernel
+(shared_gpu.py).
 """
 
 import math
@@ -20,7 +21,7 @@ from regard.core.eager import transformed
 from regard.core.masks import Mask, Span, causal
 from regard.core.masks.guard import bad_keys, cleaned, poisoned
 from regard.core.masks.structure import QUERY_BLOCK, Structure, structure_of
-from regard.core.paths import decode, pages, parts, sdpa, torch_softmax
+from regard.core.paths import decode, parts, sdpa, shared_gpu, torch_softmax
 from regard.core.states.key_value_runs import Run
 
 _LEAST = torch.finfo(torch.float32).min
@@ -54,7 +55,7 @@ def cannot(
         return "a bias is for all keys"
     if recorded or transformed() or torch.compiler.is_compiling():
         return "gradients, transforms and traces need a single call"
-    return None if q.is_cpu else pages.cannot(mechanism, q, run, length, mask)
+    return None if q.is_cpu else shared_gpu.cannot(mechanism, q, run, length, mask)
 
 
 def attend(mechanism: Any, q: Tensor, run: Run, length: int, mask: Mask | None) -> Tensor:
@@ -63,7 +64,7 @@ def attend(mechanism: Any, q: Tensor, run: Run, length: int, mask: Mask | None) 
     if not q.numel():
         return q.new_zeros(*q.shape[:3], run.buffer.values.shape[3])
     if not q.is_cpu:
-        return pages.attend(mechanism, q, run, length, mask)
+        return shared_gpu.attend(mechanism, q, run, length, mask)
     total = length - run.begin
     structure = structure_of(mask, q.shape[2], total)
     pieces = list(_parts(run, total))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from regard.core.masks import Padding
-from regard.core.paths import fused_stream, gpu, pages, split
+from regard.core.paths import fused_stream, gpu, shared_gpu, split
 from regard.core.paths.stream import folded
 from regard.core.paths.sums import Step, Walk, fold, sweep, tiled, untiled
 from regard.core.states.buffer import Buffer, quantize
@@ -126,8 +126,7 @@ class CacheSlot(Slot):
 
 
 class SharedSlot(Slot):
-    """Room for the keys and values that come after tokens which rows share; a block table says where all of them
-    are."""
+    """Room for the keys and values that come after tokens which rows share."""
 
     def __init__(self, state: KeyValueState, clock: Clock, before: int | None) -> None:
         [run] = state.runs
@@ -135,23 +134,26 @@ class SharedSlot(Slot):
         rest = state.length - run.prefix_length
         self.run = replace(run, buffer=run.buffer.moved(0, rest, clock.capacity - run.prefix_length))
         self.tensors = self.run.buffer.tensors
-        self.bounds, self.table = clock.bounds(), pages.table(self.run)
+        self.bounds, self.parts = clock.bounds(), shared_gpu.parts(self.run)
 
     def attend(self, mechanism: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         # Triton is imported only where it is used.
         from regard.core.kernels import decode_attention
 
-        q, scale = pages.scaled(mechanism, q)
-        new = k if k.stride(3) == 1 else k.contiguous(), v if v.stride(3) == 1 else v.contiguous()
-        keys, values = self.tensors
-        return decode_attention.forward(
-            q, keys, values, scale, self.bounds, before=self.before, length=self.clock.length, new=new,
-            table=self.table, keys=self.clock.capacity,
+        q, scale = shared_gpu.scaled(mechanism, q)
+        stored = len(self.tensors) == 2 and k.stride(3) == v.stride(3) == 1  # by the kernel itself
+        if not stored:
+            new = (k, v) if len(self.tensors) == 2 else _apart(quantize(k), quantize(v))
+            for room, tensor in zip(self.tensors, new, strict=True):
+                room.index_copy_(2, self.clock.newest - self.run.prefix_length, tensor)
+        return decode_attention.forward_parts(
+            q, self.parts, self.clock.capacity, scale, self.bounds, before=self.before, length=self.clock.length,
+            new=(k, v) if stored else None,
         )  # fmt: skip
 
     def state(self, like: KeyValueState, length: int, padding: Padding | None) -> KeyValueState:
-        keys, values = self.tensors
-        run = replace(self.run, buffer=Buffer(keys, values, length - self.run.prefix_length))
+        buffer = replace(self.run.buffer, used=length - self.run.prefix_length)
+        run = replace(self.run, buffer=buffer)
         return KeyValueState((run,), max(like.capacity, self.clock.capacity), length, padding, may_share=like.may_share)
 
 
@@ -230,7 +232,7 @@ def cache_slot(mechanism: Any, qk_length: int, state: KeyValueState, clock: Cloc
     """The slot of a KV cache: what rows share stays where it is, if a kernel can read it there."""
     [run, *others] = state.runs
     like = run.buffer.keys.new_empty(0, 1, 0, qk_length)
-    shares = run.prefixes and not run.begin and not others and pages.unfit(mechanism, like, run) is None
+    shares = run.prefixes and not run.begin and not others and shared_gpu.unfit(mechanism, like, run) is None
     return (SharedSlot if shares else CacheSlot)(state, clock, before)
 
 

@@ -11,8 +11,6 @@ from regard.core.states.buffer import Buffer, roomy
 
 PAGE = 64
 """Tokens of padding that a batch row may store in order to share a run with others."""
-TABLE_PAGE = 128
-"""Tokens of a page of a block table, through which a GPU reads a cache in several buffers: prefixes are whole pages."""
 SHARED = 256
 """Rows share a common prefix from this many tokens on: below, a copy costs less than a second pass."""
 
@@ -88,15 +86,10 @@ class Run:
 
     def forked(self, length: int, room: int) -> "Run":
         """The run of another continuation: the history stays where it is, new tokens get a buffer with this room."""
-        kept = length - self.begin - self.prefix_length
-        shared = self._whole_pages(kept)
+        shared = length - self.begin - self.prefix_length
         prefix = Prefix(self.buffer, shared, tuple(range(len(self.rows))))
-        buffer = self.buffer.moved(shared, kept, kept - shared + room)
+        buffer = self.buffer.blank(len(self.rows), room)
         return replace(self, buffer=buffer, prefixes=(*self.prefixes, prefix))
-
-    def _whole_pages(self, count: int) -> int:
-        """How many of `count` tokens a prefix can have: on a GPU those of whole pages."""
-        return count // TABLE_PAGE * TABLE_PAGE if self.buffer.keys.is_cuda else count
 
     def cropped(self, length: int) -> "Run":
         """The run of a shorter history."""
@@ -140,13 +133,12 @@ class Run:
         kept = max(0, length - self.begin - self.prefix_length)
         room = capacity - self.begin - self.prefix_length
         prefixes = tuple(prefix.of(places) for prefix in self.prefixes)
-        place = torch.tensor(places, device=self.buffer.keys.device)
         if may_share and kept >= SHARED and len(set(places)) < len(places) and not self.derived:
-            shared = self._whole_pages(kept)
-            prefix = Prefix(self.buffer, shared, tuple(range(len(self.rows)))).of(places)
-            buffer = self.buffer.moved(shared, kept, roomy(kept - shared, room - shared), place)
+            prefix = Prefix(self.buffer, kept, tuple(range(len(self.rows)))).of(places)
+            buffer = self.buffer.blank(len(rows), roomy(0, room - kept))
             return replace(self, rows=rows, buffer=buffer, prefixes=(*prefixes, prefix))
         room = roomy(kept, room) if kept else min(room, self.buffer.room)
+        place = torch.tensor(places, device=self.buffer.keys.device)
         return replace(self, rows=rows, buffer=self.buffer.moved(0, kept, room, place), prefixes=prefixes)
 
     @property

@@ -192,8 +192,7 @@ class KeyValueState(State):
         buffer = run.buffer.extended(start, keys, values, room, recorded, self.may_share)
         if buffer is None:
             run = run.forked(self.length, roomy(keys.shape[2], room - start))
-            start = run.buffer.used
-            buffer = run.buffer.extended(start, keys, values, run.buffer.room, recorded, False)
+            buffer = run.buffer.extended(0, keys, values, room - start, recorded, False)
             assert buffer is not None
         return run if buffer is run.buffer else replace(run, buffer=buffer)
 

@@ -1,0 +1,85 @@
+"""Attention to tokens that forks or batch rows share, and to what each row has after them, on a GPU: a launch of
+`split`'s kernel for each buffer, which reads shared tokens for a tile of all their rows' queries; then one that merges.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from regard.core.eager import kept
+from regard.core.masks import Mask
+from regard.core.masks.structure import structure_of
+from regard.core.paths import gpu, split, torch_softmax
+from regard.core.states.key_value_runs import Run
+
+
+def cannot(mechanism: Any, q: Tensor, run: Run, length: int, mask: Mask | None) -> str | None:
+    """Why no kernel computes a run's newest queries (rows, H, T, K) in parts; None if one does. `mask` counts positions
+    from where the run begins."""
+    if (reason := unfit(mechanism, q, run)) is not None:
+        return reason
+    structure = structure_of(mask, q.shape[2], length - run.begin)
+    if q.shape[2] > 1 and q.shape[2] * (q.shape[1] // run.buffer.keys.shape[1]) > torch_softmax.MOST_ROWS:
+        return f"more than {torch_softmax.MOST_ROWS} query rows a key/value head"
+    if structure.rest is not None or structure.after not in (None, 0):
+        return "the mask is no band of positions up to each query's own"
+    if structure.paddings and structure.rows is None:
+        return "padding with holes"
+    alike = structure.rows is None or all(_same_for_members(structure.rows, prefix.places) for prefix in run.prefixes)
+    return None if alike else "rows that share tokens have different padding"
+
+
+def unfit(mechanism: Any, q: Tensor, run: Run) -> str | None:
+    """Why no kernel computes over a run in parts, for any mask; None if one does."""
+    serves = gpu.serves(q, run.buffer.values) and split.scale(mechanism, q.shape[3]) is not None
+    return None if serves else "not a softmax that kernels of ours compute"
+
+
+def attend(mechanism: Any, q: Tensor, run: Run, length: int, mask: Mask | None) -> Tensor:
+    """The output of a run's newest queries, (rows, H, T, K) -> (rows, H, T, V), if `cannot` is None."""
+    # Triton is imported only where it is used.
+    from regard.core.kernels import decode_attention
+
+    total = length - run.begin
+    structure = structure_of(mask, q.shape[2], total)
+    bounds = None if structure.rows is None else gpu.table(structure.rows, q.device)
+    q, scale = scaled(mechanism, q)
+    return decode_attention.forward_parts(
+        q, parts(run), total, scale, bounds, causal=structure.causal, before=structure.before
+    )
+
+
+def scaled(mechanism: Any, q: Tensor) -> tuple[Tensor, float]:
+    """Queries and a scale above 0: a key that is hidden by -inf times 0 would be NaN."""
+    scale = split.scale(mechanism, q.shape[3])
+    assert scale is not None
+    return (q, scale) if scale > 0 else (q * 0, 1.0)
+
+
+def parts(run: Run) -> list[Any]:
+    """A run's prefixes and what comes after them, as its kernel is given them."""
+    from regard.core.kernels.decode_attention import Part
+
+    listed, first = [], 0
+    for prefix in run.prefixes:
+        buffer, stop = prefix.buffer, first + prefix.length
+        members = None if prefix.in_order else _members(prefix.places, len(buffer.keys), buffer.keys.device)
+        listed.append(Part(buffer.keys, buffer.values, first, stop, buffer.scales, members))
+        first = stop
+    return [*listed, Part(run.buffer.keys, run.buffer.values, first, scales=run.buffer.scales)]
+
+
+@kept(64)
+def _members(places: tuple[int, ...], parents: int, device: torch.device) -> Tensor:
+    """The rows of each parent, (parents, most), and -1 where there are fewer."""
+    rows = [[row for row, place in enumerate(places) if place == parent] for parent in range(parents)]
+    most = max(map(len, rows))
+    return gpu.table(tuple(zip(*([*row, *[-1] * (most - len(row))] for row in rows), strict=True)), device)
+
+
+def _same_for_members(rows: Sequence[tuple[int, int]], places: Sequence[int]) -> bool:
+    """Whether rows of the same parent have the same real keys."""
+    by_parent = dict(zip(places, rows, strict=True))
+    return all(by_parent[place] == span for place, span in zip(places, rows, strict=True))
