@@ -19,6 +19,8 @@ MULTIPROCESSORS = 132
 
 MOST_ROWS = 64
 """Query rows of a tile, at most."""
+DEEP_ROWS = 32
+"""Query rows up to which four steps of 128 keys fit a multiprocessor's shared memory beside them."""
 MOST_SPLITS = 512
 FOREVER = 2**31 - 1
 FILLING, WAVE, MERGING = 100, 30, 200
@@ -42,19 +44,21 @@ class Launch(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def launches(longest: int, bytes_per_number: int) -> tuple[Launch, ...]:
-    """What was fastest on an H200, for heads of a length: three programs of a multiprocessor, or one with a deep
-    pipeline."""
+def launches(longest: int, bytes_per_number: int, tile: int) -> tuple[Launch, ...]:
+    """What was fastest on an H200, for heads of a length and `tile` query rows: three programs of a multiprocessor, or
+    one with a deep pipeline, where shared memory has room for it."""
     if bytes_per_number == 4:
         return (Launch(32 if longest > 64 else 64, 4, 3, THREE, AFTER_THREE),)
     if longest <= 64:
         return (Launch(128, 4, 3, THREE, AFTER_THREE),)
-    return Launch(64, 4, 3, THREE, AFTER_THREE), Launch(128, 8, 4, (1.05,), (1.05,))
+    three = Launch(64, 4, 3, THREE, AFTER_THREE)
+    return (three,) if tile > DEEP_ROWS else (three, Launch(128, 8, 4, (1.05,), (1.05,)))
 
 
 @lru_cache(maxsize=4096)
-def plan(keys: int, pairs: int, rows: int, longest: int, bytes_per_number: int) -> tuple[Launch, int]:
-    """How to attend to `keys` keys of each of `pairs` tiles, of `rows` query rows in all, and in how many parts.
+def plan(keys: int, pairs: int, rows: int, longest: int, bytes_per_number: int, tile: int) -> tuple[Launch, int]:
+    """How to attend to `keys` keys of each of `pairs` tiles of `tile` rows, `rows` query rows in all, and in how many
+    parts.
 
     Time is counted in keys that a multiprocessor reads: programs come in waves, the last of which may leave
     multiprocessors half idle; pipelines take a while to fill, and each part is written and read again.
@@ -72,7 +76,7 @@ def plan(keys: int, pairs: int, rows: int, longest: int, bytes_per_number: int) 
     def splits(launch: Launch) -> range:
         return range(1, max(2, min(MOST_SPLITS, keys // launch.keys) + 1))
 
-    choices = ((launch, count) for launch in launches(longest, bytes_per_number) for count in splits(launch))
+    choices = ((launch, count) for launch in launches(longest, bytes_per_number, tile) for count in splits(launch))
     return min(choices, key=cost)
 
 
@@ -235,7 +239,14 @@ def _attend(
     work = pieces[0][0]
     value_length = work.sizes[3]
     choices = [
-        plan(planned(count), work.grid[0] * work.grid[1], work.count, max(work.c, work.width), work.bytes_per_number)
+        plan(
+            planned(count),
+            work.grid[0] * work.grid[1],
+            work.count,
+            max(work.c, work.width),
+            work.bytes_per_number,
+            work.rows,
+        )
         for work, _, count in pieces
     ]
     slots, slot = sum([splits for _, splits in choices]), 0
