@@ -21,6 +21,7 @@ CASES = {
     "one query, grouped": ("split", None, 2, 8, 2, 1, 3000, 128, 128),
     "one query, one head of keys": ("split", None, 1, 32, 1, 1, 5000, 64, 64),
     "one query, 64 heads on one": ("split", None, 4, 64, 1, 1, 20000, 128, 128),
+    "a few queries, 128": ("split", rg.causal, 8, 8, 2, 4, 20000, 128, 128),
     "one query, every head its own": ("split", rg.padding([3000, 17]), 2, 4, 4, 1, 3000, 64, 64),
     "a few queries, odd heads": ("split", rg.causal, 2, 6, 2, 5, 777, 40, 33),
     "a few queries, window": ("split", rg.causal & rg.window(before=100), 1, 8, 2, 7, 1000, 96, 64),

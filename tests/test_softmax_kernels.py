@@ -238,10 +238,10 @@ def test_queries_that_see_nothing_give_zero():
 def test_parts_of_the_keys_fill_the_gpu():
     """Programs come in waves that leave few multiprocessors idle, unless the cache is too short for more parts."""
     for keys, pairs in ((131072, 1), (16384, 8), (4096, 64), (131072, 8), (16384, 256), (1024, 128)):
-        launch, parts = PLAN(keys, pairs, 32 * pairs, 128, 2, 16)
+        launch, parts = PLAN(keys, pairs, 32 * pairs, 128, 2, True)
         waves = pairs * parts / (len(launch.shares) * decode_attention.MULTIPROCESSORS)
         assert waves / math.ceil(waves) > 0.6, (keys, pairs, parts)
-    assert PLAN(256, 1, 4, 128, 2, 16)[1] == 1
+    assert PLAN(256, 1, 4, 128, 2, True)[1] == 1
 
 
 def test_what_is_done_to_each_token():

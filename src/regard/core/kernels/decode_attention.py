@@ -44,21 +44,20 @@ class Launch(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def launches(longest: int, bytes_per_number: int, tile: int) -> tuple[Launch, ...]:
-    """What was fastest on an H200, for heads of a length and `tile` query rows: three programs of a multiprocessor, or
-    one with a deep pipeline, where shared memory has room for it."""
+def launches(longest: int, bytes_per_number: int, deep: bool) -> tuple[Launch, ...]:
+    """What was fastest on an H200, for heads of a length: three programs of a multiprocessor, or one with a deep
+    pipeline, where shared memory has room for it (`Work.deep`)."""
     if bytes_per_number == 4:
         return (Launch(32 if longest > 64 else 64, 4, 3, THREE, AFTER_THREE),)
     if longest <= 64:
         return (Launch(128, 4, 3, THREE, AFTER_THREE),)
     three = Launch(64, 4, 3, THREE, AFTER_THREE)
-    return (three,) if tile > DEEP_ROWS else (three, Launch(128, 8, 4, (1.05,), (1.05,)))
+    return (three, Launch(128, 8, 4, (1.05,), (1.05,))) if deep else (three,)
 
 
 @lru_cache(maxsize=4096)
-def plan(keys: int, pairs: int, rows: int, longest: int, bytes_per_number: int, tile: int) -> tuple[Launch, int]:
-    """How to attend to `keys` keys of each of `pairs` tiles of `tile` rows, `rows` query rows in all, and in how many
-    parts.
+def plan(keys: int, pairs: int, rows: int, longest: int, bytes_per_number: int, deep: bool) -> tuple[Launch, int]:
+    """How to attend to `keys` keys of each of `pairs` tiles, of `rows` query rows in all, and in how many parts.
 
     Time is counted in keys that a multiprocessor reads: programs come in waves, the last of which may leave
     multiprocessors half idle; pipelines take a while to fill, and each part is written and read again.
@@ -76,7 +75,7 @@ def plan(keys: int, pairs: int, rows: int, longest: int, bytes_per_number: int, 
     def splits(launch: Launch) -> range:
         return range(1, max(2, min(MOST_SPLITS, keys // launch.keys) + 1))
 
-    choices = ((launch, count) for launch in launches(longest, bytes_per_number, tile) for count in splits(launch))
+    choices = ((launch, count) for launch in launches(longest, bytes_per_number, deep) for count in splits(launch))
     return min(choices, key=cost)
 
 
@@ -110,6 +109,16 @@ class Work:
     causal: bool
     before: int | None
     launches: Launches = field(default_factory=dict)
+
+    @property
+    def positional(self) -> bool:
+        """Whether queries of one tile see different keys."""
+        return self.sizes[2] > 1 and (self.causal or self.before is not None)
+
+    @property
+    def deep(self) -> bool:
+        """Whether shared memory has room for a deep pipeline."""
+        return self.rows <= DEEP_ROWS and not self.positional
 
 
 def work_of(
@@ -245,7 +254,7 @@ def _attend(
             work.count,
             max(work.c, work.width),
             work.bytes_per_number,
-            work.rows,
+            work.deep,
         )
         for work, _, count in pieces
     ]
@@ -294,7 +303,7 @@ def _arguments(
     return numbers, dict(
         C=work.qk_length, V=value_length, CB=work.c, VB=work.width, ROWS=work.rows, STEP=chosen.keys,
         BOUNDED=bounds is not None, COUNTED=length is not None, WINDOWED=work.before is not None,
-        CAUSAL=work.causal, POSITIONAL=queries > 1 and (work.causal or work.before is not None),
+        CAUSAL=work.causal, POSITIONAL=work.positional,
         SCALED=scales is not None, SPLIT=merged, APPENDED=new[0] is not None, PRECISION="tf32x3",
         num_warps=chosen.warps, num_stages=chosen.stages,
     )  # fmt: skip
