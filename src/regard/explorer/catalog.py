@@ -135,7 +135,7 @@ def folder_kind(path: Path) -> Kind | None:
         values = json.loads((path / "config.json").read_bytes())
     except (OSError, ValueError):
         return None
-    if not isinstance(values, dict) or not any(path.glob("*.safetensors")) and not any(path.glob("*.bin")):
+    if not isinstance(values, dict) or not [*path.glob("*.safetensors"), *path.glob("*.bin")]:
         return None
     return KINDS.get(str(values.get("model") or values.get("model_type")), "text")
 

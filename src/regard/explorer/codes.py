@@ -21,9 +21,7 @@ LARGEST = 64
 """The most cells of a thumbnail, down and across."""
 
 
-def codes(
-    weights: Float[Tensor, "*b T S"], visible: Bool[Tensor, "..."] | None = None
-) -> UInt8[Tensor, "*b T S"]:
+def codes(weights: Float[Tensor, "*b T S"], visible: Bool[Tensor, "..."] | None = None) -> UInt8[Tensor, "*b T S"]:
     """The codes of weights; negative weights, which some mechanisms have, count by their size.
 
     >>> import torch
@@ -55,9 +53,7 @@ def pool_size(length: int) -> int:
     return max(1, -(-length // LARGEST))
 
 
-def thumbnails(
-    weights: Float[Tensor, "H T S"], visible: Bool[Tensor, "..."] | None = None
-) -> UInt8[Tensor, "H h w"]:
+def thumbnails(weights: Float[Tensor, "H T S"], visible: Bool[Tensor, "..."] | None = None) -> UInt8[Tensor, "H h w"]:
     """The codes of each head's weights, pooled to at most 64 × 64 cells.
 
     >>> import torch

@@ -3,7 +3,7 @@ queries and keys are."""
 
 import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from typing import Any, Literal
@@ -53,7 +53,8 @@ class LayerView:
     """An attention layer of a pass, as a page shows it."""
 
     traced: TracedLayer
-    mechanism: Mechanism
+    mechanism: Mechanism | None
+    """None for a trace without its model."""
     bias: Float[Tensor, "..."] | None
     """Added to the scores, broadcastable to (1, H, T, S); None without one, and where nothing is known of it."""
     projection: Float[Tensor, "E HV"] | None
@@ -73,7 +74,12 @@ class LayerView:
 
     @property
     def kv_heads(self) -> int:
-        return self.traced.need("keys").shape[1]
+        return self.heads if self.traced.keys is None else self.traced.keys.shape[1]
+
+    @property
+    def qk_length(self) -> int | None:
+        """The head dimension; None if the trace has no queries."""
+        return None if self.traced.queries is None else self.traced.queries.shape[3]
 
     @property
     def visible(self) -> Bool[Tensor, "..."] | None:
@@ -120,9 +126,17 @@ class LayerView:
             "columns": self.weights.shape[2],
             "queries": self.queries,
             "keys": self.keys,
-            "causal": layer.causal or self.mechanism.ordered,
-            "mechanism": mechanism_json(self.mechanism, layer.need("queries").shape[3], self.bias is not None),
+            "causal": layer.causal or (self.mechanism is not None and self.mechanism.ordered),
+            "mechanism": self.mechanism_json(self.mechanism),
         }
+
+    def mechanism_json(self, mechanism: Mechanism | None) -> dict[str, Any]:
+        """A mechanism of this layer as a page shows it."""
+        if mechanism is None or self.qk_length is None:
+            text = self.traced.mechanism
+            unknown = dict.fromkeys(("formula", "family", "scale", "softcap"))
+            return {"name": text, "title": text, **unknown, "bias": False, "signed": False, "fields": {}, "text": text}
+        return mechanism_json(mechanism, self.qk_length, self.bias is not None)
 
 
 def mechanism_json(mechanism: Mechanism, qk_length: int, bias: bool = False) -> dict[str, Any]:
@@ -186,9 +200,7 @@ def watched(model: nn.Module, check: Callable[[], None]) -> Iterator[dict[str, l
     raise to stop the pass."""
     attentions, _ = ours.find(model)
     theirs, _ = huggingface.find(model)
-    around = {
-        layer.attend: layer for layer in model.modules() if isinstance(layer, MultiHeadAttention)
-    }
+    around = {layer.attend: layer for layer in model.modules() if isinstance(layer, MultiHeadAttention)}
     runs: dict[str, list[AttentionRun]] = {}
 
     def before_ours(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -214,13 +226,13 @@ def watched(model: nn.Module, check: Callable[[], None]) -> Iterator[dict[str, l
 
 
 def layer_views(
-    layers: list[TracedLayer], runs: dict[str, list[AttentionRun]], two_sided: bool
+    layers: Iterable[TracedLayer], runs: Mapping[str, list[AttentionRun]], two_sided: bool
 ) -> list[LayerView]:
     """The layers of a pass with what ran in them; `two_sided` if an encoder reads another sequence."""
     left = {name: iter(several) for name, several in runs.items()}
     views = []
     for layer in layers:
-        run = next(left[layer.name])
+        run = next(left[layer.name]) if layer.name in left else None
         encoder = two_sided and "encoder" in layer.name.split(".")
         own_tokens: Owner = "sources" if encoder else "tokens"
         queries: Owner = own_tokens if layer.by_pairs else "channels"
@@ -228,9 +240,9 @@ def layer_views(
         views.append(
             LayerView(
                 traced=layer,
-                mechanism=run.mechanism,
-                bias=run.bias,
-                projection=_projection(run.module),
+                mechanism=None if run is None else run.mechanism,
+                bias=None if run is None else run.bias,
+                projection=None if run is None else _projection(run.module),
                 side="encoder" if encoder else "decoder",
                 queries=queries,
                 keys=keys,
@@ -253,12 +265,7 @@ def no_check() -> None:
     """A check that never stops a pass."""
 
 
-def shape_cells(views: list[LayerView]) -> int:
-    """How many weights the layers have in all."""
-    return sum(view.weights.numel() for view in views)
-
-
-def scale_of(mechanism: Mechanism, qk_length: int) -> float:
+def scale_of(mechanism: Mechanism | None, qk_length: int) -> float:
     """The factor on products of queries and keys: beta of softmax, 1/sqrt(K) where a mechanism has none.
 
     >>> import regard as rg

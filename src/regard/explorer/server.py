@@ -7,14 +7,12 @@ when nobody waits for its answer any more.
 """
 
 import hmac
-import ipaddress
 import secrets
 import socket
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from html import escape
 from importlib.metadata import version
 from pathlib import Path
@@ -23,6 +21,9 @@ from typing import Any
 from regard.core.extras import needed_for
 from regard.explorer import requests as asked
 from regard.explorer.catalog import Entry, mechanisms_json
+from regard.explorer.export import exported_page
+from regard.explorer.frames import json_text
+from regard.explorer.guard import Guard, Place, refusal
 from regard.explorer.limits import MOST_TOKENS, MOST_WEIGHTS
 from regard.explorer.pictures import picture_names
 from regard.explorer.session import Session
@@ -34,9 +35,9 @@ with needed_for("the explorer"):
     from starlette.applications import Starlette
     from starlette.concurrency import run_in_threadpool
     from starlette.requests import ClientDisconnect, Request
-    from starlette.responses import JSONResponse, Response
+    from starlette.responses import Response
     from starlette.routing import Route
-    from starlette.types import ASGIApp, Receive, Scope, Send
+    from starlette.types import ASGIApp
 
 PAGE = Path(__file__).with_name("page")
 KINDS = {
@@ -50,118 +51,11 @@ KINDS = {
 MOST_BODY = 2**20
 MOST_PICTURE_BODY = 8 * 2**20
 """Of a request that may carry a picture."""
-POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; connect-src 'self'; "
-    "font-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
-HEADERS = {
-    "Content-Security-Policy": POLICY,
-    "X-Content-Type-Options": "nosniff",
-    "X-Frame-Options": "DENY",
-    "Referrer-Policy": "no-referrer",
-    "Cross-Origin-Opener-Policy": "same-origin",
-    "Cross-Origin-Resource-Policy": "same-origin",
-    "Cache-Control": "no-store",
-}
 TOKEN_MARK = '<meta name="regard-token" content="">'
 COOKIE = "regard_token"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Place:
-    """Where the server is, and what requests may call it."""
-
-    host: str
-    port: int
-
-    @property
-    def loopback(self) -> bool:
-        return is_loopback(self.host)
-
-    @property
-    def names(self) -> frozenset[str]:
-        """The values of Host that are its own."""
-        names = {"127.0.0.1", "localhost", "[::1]", _bracketed(self.host)}
-        if not self.loopback:
-            names |= _names_of_this_machine(self.host)
-        # Browsers leave out the default port.
-        return frozenset(f"{name}:{self.port}" for name in names) | (frozenset(names) if self.port == 80 else set())
-
-    def url(self, token: str) -> str:
-        """What to open in a browser; beyond loopback the page itself asks for the token."""
-        name = _bracketed(self.host) if self.host not in ("0.0.0.0", "::") else socket.gethostname()
-        return f"http://{name}:{self.port}/" + ("" if self.loopback else f"?token={token}")
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address.
-
-    >>> is_loopback("127.0.0.1"), is_loopback("localhost"), is_loopback("0.0.0.0")
-    (True, True, False)
-    """
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host.lower()
-
-
-def _names_of_this_machine(host: str) -> set[str]:
-    """The names and addresses by which others reach a server on all addresses."""
-    names = {socket.gethostname().lower(), socket.getfqdn().lower()}
-    for name in [*names, host]:
-        try:
-            names |= {_bracketed(str(entry[4][0])) for entry in socket.getaddrinfo(name, None)}
-        except OSError:
-            continue
-    return names
-
-
-class Guard:
-    """Refuses foreign requests before anything reads them, and adds the security headers to every answer."""
-
-    def __init__(self, app: ASGIApp, place: Place) -> None:
-        self.app, self.place = app, place
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return
-
-        async def guarded(message: Any) -> None:
-            if message["type"] == "http.response.start":
-                names = {name.lower() for name, _ in message["headers"]}
-                more = [
-                    (name.lower().encode(), value.encode())
-                    for name, value in HEADERS.items()
-                    if name.lower().encode() not in names
-                ]
-                message = {**message, "headers": [*message["headers"], *more]}
-            await send(message)
-
-        reason = self._foreign(scope)
-        app = self.app if reason is None else _refusal(403, reason)
-        await app(scope, receive, guarded)
-
-    def _foreign(self, scope: Scope) -> str | None:
-        hosts = [value.decode("latin-1").lower() for name, value in scope["headers"] if name == b"host"]
-        if len(hosts) != 1 or hosts[0] not in self.place.names:
-            return "host: expected this server's own name, got another"
-        origins = [value.decode("latin-1").lower() for name, value in scope["headers"] if name == b"origin"]
-        if any(origin != f"http://{hosts[0]}" for origin in origins):
-            return "origin: expected this server's own page, got another"
-        return None
-
-
-def _refusal(status: int, reason: str) -> JSONResponse:
-    return JSONResponse({"error": reason}, status_code=status)
-
-
-class TooLong(ValueError):
+class TooLongError(ValueError):
     """A body that is longer than allowed."""
 
 
@@ -175,7 +69,7 @@ class Explorer:
         """The model and the input that the page begins with, if the command line named them."""
         self.worker = ThreadPoolExecutor(1, thread_name_prefix="regard-model")
         self.lanes = Lanes()
-        streams = {"run": self.run}
+        streams = {"run": self.run, "effects": self.effects, "generate": self.generate}
         values = {
             "models": self.models,
             "head": self.head,
@@ -183,6 +77,9 @@ class Explorer:
             "row": self.row,
             "why": self.why,
             "top": self.top,
+            "cost": self.cost,
+            "rollout": self.rollout,
+            "export": self.export,
         }
         self.routes = [
             Route("/", self.index),
@@ -199,7 +96,7 @@ class Explorer:
         """The page, with the token in it."""
         shown = request.query_params.get("token") or request.cookies.get(COOKIE, "")
         if not self.place.loopback and not self._is_token(shown):
-            return _refusal(403, "token: expected the address that `regard view` printed, got another")
+            return refusal(403, "token: expected the address that `regard view` printed, got another")
         page = (PAGE / "index.html").read_text(encoding="utf-8")
         page = page.replace(TOKEN_MARK, f'<meta name="regard-token" content="{escape(self.token)}">')
         response = Response(page, media_type="text/html")
@@ -216,7 +113,7 @@ class Explorer:
         except (ValueError, OSError):  # a NUL, or a name that is too long
             inside = False
         if not inside:
-            return _refusal(404, "page: expected a file of the page, got another")
+            return refusal(404, "page: expected a file of the page, got another")
         return Response(file.read_bytes(), headers={"Content-Type": KINDS[file.suffix]})
 
     def _is_token(self, token: str) -> bool:
@@ -227,24 +124,22 @@ class Explorer:
         async for part in request.stream():
             size += len(part)
             if size > most:
-                raise TooLong(f"body: expected at most {most:,} bytes, got more")
+                raise TooLongError(f"body: expected at most {most:,} bytes, got more")
             parts.append(part)
         return asked.parsed(b"".join(parts))
 
     def _answered(self, call: Callable[[dict[str, Any]], Any]) -> Callable[[Request], Any]:
         async def answer(request: Request) -> Response:
             if not self._is_token(request.headers.get("X-Regard-Token", "")):
-                return _refusal(403, "token: expected the page's token, got another")
+                return refusal(403, "token: expected the page's token, got another")
             try:
                 result = await run_in_threadpool(call, await self._body(request, MOST_BODY))
             except ClientDisconnect:
                 return Response(status_code=499)
             except Exception as error:
-                return _refusal(*refused(error))
+                return refusal(*refused(error))
             if isinstance(result, bytes):
                 return Response(result, media_type="application/octet-stream")
-            from regard.explorer.frames import json_text
-
             return Response(json_text(result), media_type="application/json")
 
         return answer
@@ -252,14 +147,14 @@ class Explorer:
     def _streamed(self, name: str, call: Callable[[dict[str, Any]], Any]) -> Callable[[Request], Any]:
         async def answer(request: Request) -> Any:
             if not self._is_token(request.headers.get("X-Regard-Token", "")):
-                return _refusal(403, "token: expected the page's token, got another")
+                return refusal(403, "token: expected the page's token, got another")
             try:
                 body = await self._body(request, MOST_PICTURE_BODY if name == "run" else MOST_BODY)
                 compute = call(body)
             except ClientDisconnect:
                 return Response(status_code=499)
             except Exception as error:
-                return _refusal(*refused(error))
+                return refusal(*refused(error))
             lane = f"{name} {body.get('lane')!r}" if name != "run" or body.get("lane") else None
             return Stream(compute, self.worker, self.lanes, lane, refused)
 
@@ -280,6 +175,31 @@ class Explorer:
         """A pass."""
         request = asked.run_request(body)
         return lambda emit, check: self.session.run(request, emit, check)
+
+    def effects(self, body: dict[str, Any]) -> Any:
+        """Every head silenced once."""
+        self.session.snapshot(body.get("run"))
+        return lambda emit, check: self.session.effects(body.get("run"), emit, check)
+
+    def generate(self, body: dict[str, Any]) -> Any:
+        """New tokens, step by step."""
+        steps = asked.number_of(body, "steps", least=1, most=asked.MOST_STEPS)
+        prefix = asked.numbers_of(body, "prefix") if body.get("prefix") else None
+        self.session.snapshot(body.get("run"))
+        return lambda emit, check: self.session.generate(body.get("run"), steps, prefix or (), emit, check)
+
+    def cost(self, body: dict[str, Any]) -> Any:
+        """What a head costs over the length."""
+        head = asked.number_of(body, "head") if body.get("head") is not None else 0
+        return self.session.cost(body.get("run"), asked.number_of(body, "layer"), head)
+
+    def rollout(self, body: dict[str, Any]) -> bytes:
+        """Attention rollout."""
+        return self.session.rollout(body.get("run"))
+
+    def export(self, body: dict[str, Any]) -> bytes:
+        """A run as one HTML file."""
+        return exported_page(self.session.snapshot(body.get("run")), full=asked.flag_of(body, "full")).encode()
 
     def head(self, body: dict[str, Any]) -> bytes:
         """The weights of a head."""
@@ -313,7 +233,7 @@ def _head(body: dict[str, Any]) -> int | str:
 
 def refused(error: BaseException) -> tuple[int, str]:
     """The status and the sentence for an error: a user's mistake, or ours, which is also printed."""
-    if isinstance(error, TooLong):
+    if isinstance(error, TooLongError):
         return 413, str(error)
     if isinstance(error, ValueError | ModuleNotFoundError):
         return 400, " ".join(str(error).split())[:600]
@@ -322,7 +242,7 @@ def refused(error: BaseException) -> tuple[int, str]:
 
 
 async def _broken(request: Request, error: Exception) -> Response:
-    return _refusal(*refused(error))
+    return refusal(*refused(error))
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -4,6 +4,7 @@ Every computation gets `check`, which raises as soon as nobody waits for its ans
 """
 
 import itertools
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -13,15 +14,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from regard.explorer.catalog import check_name, load_model
+from regard.explorer.catalog import catalog, check_name, load_model
 from regard.explorer.changes import HeadChange, changed
+from regard.explorer.costs import cost_card
+from regard.explorer.experiments import generate_steps, silence_heads
 from regard.explorer.frames import frame, tensor_bytes
 from regard.explorer.layers import no_check, products, scale_of
 from regard.explorer.limits import MOST_BYTES, MOST_MODELS, check_size
 from regard.explorer.pictures import picture_by_name
 from regard.explorer.requests import RunRequest
 from regard.explorer.snapshot import Snapshot, run_frames, take
-from regard.explorer.subject import Input, Output, Pair, Subject, read_output, subject_of, written
+from regard.explorer.subject import Input, Output, Subject, subject_of, written
 from regard.explorer.twin import random_twin
 from regard.models.base import GenerativeModel
 
@@ -41,16 +44,21 @@ class Session:
     """
 
     def __init__(
-        self, models: Mapping[str, nn.Module] | None = None, mechanism: str | None = None, *, any_path: bool = True
+        self,
+        models: Mapping[str, nn.Module] | None = None,
+        mechanism: str | None = None,
+        *,
+        folders: Sequence[str] = (),
+        any_path: bool = True,
     ) -> None:
         """`models` are at hand by their names; `mechanism` is that of the models that are loaded by name. Without
-        `any_path`, only names and folders of the catalog are loaded."""
+        `any_path`, only models of the catalog with these folders are loaded."""
         self.models: OrderedDict[str, nn.Module] = OrderedDict()
         self.shown_models = {name: model.eval() for name, model in (models or {}).items()}
         self.mechanism, self.any_path = mechanism, any_path
         self.snapshots: OrderedDict[str, Snapshot] = OrderedDict()
         self.subjects: OrderedDict[tuple[str, Input], Subject] = OrderedDict()
-        self.folders: set[str] = set()
+        self.folders = tuple(folders)
         self._twins: dict[str, nn.Module] = {}
         self._numbers = itertools.count(1)
         self._lock = RLock()
@@ -60,6 +68,8 @@ class Session:
         if name in self.shown_models:
             return self.shown_models[name]
         if name not in self.models:
+            if not self.any_path and name not in {entry.name for entry in catalog(self.folders)}:
+                raise ValueError(f"model: expected one of the menu, got {name!r:.80}")
             check_name(name)
             self.models[name] = load_model(name, self.mechanism)
             while len(self.models) > MOST_MODELS:
@@ -149,6 +159,30 @@ class Session:
             self._twins = {subject.name: random_twin(subject.model)}
         return self._twins[subject.name]
 
+    def effects(self, name: object, emit: Emit, check: Check = no_check) -> None:
+        """Every head of a snapshot silenced once."""
+        silence_heads(self.snapshot(name), emit, check)
+
+    def generate(self, name: object, steps: int, prefix: Sequence[int], emit: Emit, check: Check = no_check) -> None:
+        """New tokens after a snapshot's prompt, step by step, and then a pass over all of them."""
+        before = self.snapshot(name)
+        subject, first = generate_steps(before, steps, prefix, emit, check)
+        self.show(self.taken(subject, before.changes, check=check, twin=False, generated=first), emit, check)
+
+    def cost(self, name: object, layer: int, head: int = 0) -> dict[str, Any]:
+        """What a head costs over the length."""
+        snapshot = self.snapshot(name)
+        view = snapshot.layer(layer)
+        return cost_card(view, snapshot.mechanism(view, snapshot.head_number(view, head)))
+
+    def rollout(self, name: object) -> bytes:
+        """Attention rollout through the model, or through its encoder if it has one."""
+        recorded = self.snapshot(name).trace
+        two_sided = recorded.source_tokens is not None
+        flow = recorded.select(kind="self", name="encoder" if two_sided else None).rollout()[0]
+        header = {"type": "rollout", "rows": flow.shape[0], "columns": flow.shape[1]}
+        return frame(header, tensor_bytes(flow.float()))
+
     def head(self, name: object, layer: int, head: int | str) -> bytes:
         """The exact weights of a head, and which pairs are visible."""
         weights, visible = self.snapshot(name).head(layer, head)
@@ -164,12 +198,12 @@ class Session:
             raise ValueError(f"layer: expected attention between tokens, got layer {layer}, between channels")
         _, visible = snapshot.head(layer, place)
         mechanism, bias = view.mechanism, view.head_bias(place)
-        length = view.query(place).shape[-1]
+        scale = scale_of(mechanism, view.query(place).shape[-1])
         header = {
             "type": "scores",
             "rows": visible.shape[0],
             "columns": visible.shape[1],
-            "scale": scale_of(mechanism, length),
+            "scale": "inf" if scale == math.inf else scale,
             "softcap": getattr(mechanism, "softcap", None),
             "has_bias": bias is not None,
         }
@@ -198,12 +232,3 @@ def _text(subject: Subject, changes: Sequence[HeadChange]) -> str | None:
         return None
     with changed(model, changes):
         return model.tokenizer.decode(written(model, subject.sources.ids))
-
-
-def plain_output(subject: Subject) -> Output:
-    """The output of a pass without a trace."""
-    with torch.no_grad():
-        return read_output(subject, subject())
-
-
-__all__ = ["Pair", "Session", "plain_output"]

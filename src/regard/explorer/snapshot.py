@@ -12,9 +12,9 @@ from torch import Tensor
 
 from regard.core.families.mechanism import Mechanism
 from regard.explorer.changes import HeadChange, changed, changed_mechanism, hidden_keys
-from regard.explorer.codes import thumbnails
+from regard.explorer.codes import pool_size, thumbnails
 from regard.explorer.frames import frame, tensor_bytes
-from regard.explorer.layers import LayerView, layer_views, mechanism_json, no_check, watched
+from regard.explorer.layers import LayerView, layer_views, no_check, watched
 from regard.explorer.subject import Output, Side, Subject, output_names, read_output, shown_position
 from regard.inference.trace import Trace, trace
 
@@ -57,6 +57,8 @@ class Snapshot:
 
     def mechanism(self, view: LayerView, head: int) -> Mechanism:
         """The mechanism of a head, with the changes."""
+        if view.mechanism is None:
+            raise ValueError("trace: expected a model as well, got a trace alone")
         return changed_mechanism(view.mechanism, self.changes, view.traced.index, head)
 
     def visible(self, view: LayerView) -> Bool[Tensor, "..."] | None:
@@ -176,7 +178,7 @@ def take(
         subject=subject,
         changes=tuple(changes),
         trace=recorded,
-        layers=tuple(layer_views(list(recorded.layers), runs, subject.sources is not None)),
+        layers=tuple(layer_views(recorded.layers, runs, subject.sources is not None)),
         output=output,
         base=base,
         position=position,
@@ -241,12 +243,11 @@ def run_header(snapshot: Snapshot) -> dict[str, Any]:
 
 def _layer_json(snapshot: Snapshot, view: LayerView) -> dict[str, Any]:
     described = view.to_json()
-    length = view.traced.need("queries").shape[3]
+    if not snapshot.changes:
+        return described
     mechanisms = [snapshot.mechanism(view, head) for head in range(view.heads)]
     if any(mechanism != view.mechanism for mechanism in mechanisms):
-        described["head_mechanisms"] = [
-            mechanism_json(mechanism, length, view.bias is not None) for mechanism in mechanisms
-        ]
+        described["head_mechanisms"] = [view.mechanism_json(mechanism) for mechanism in mechanisms]
     return described
 
 
@@ -261,6 +262,7 @@ def layer_frame(snapshot: Snapshot, view: LayerView) -> bytes:
     weights, visible = view.weights.float(), snapshot.visible(view)
     coded = thumbnails(weights, visible)
     header: dict[str, Any] = {"type": "layer", "index": view.traced.index, "size": list(coded.shape[1:])}
+    header["pool"] = [pool_size(side) for side in weights.shape[1:]]
     unknown = [None] * view.heads
     header |= {"labels": unknown, "strength": [0.0] * view.heads, "entropy": unknown, "first": unknown}
     header |= {"distance": unknown, "signed": bool((weights < 0).any())}

@@ -1,4 +1,4 @@
-"""Answers that are sent while they are computed, in one thread for all; a computation stops when nobody waits for it."""
+"""Answers that are sent while they are computed, in one thread for all; what nobody waits for any more stops."""
 
 import asyncio
 from collections.abc import Callable
@@ -19,7 +19,7 @@ Compute = Callable[[Emit, Check], None]
 Refused = Callable[[BaseException], tuple[int, str]]
 
 
-class Cancelled(Exception):
+class CancelledError(Exception):
     """Raised in a computation that nobody waits for any more."""
 
 
@@ -34,9 +34,9 @@ class Ticket:
         self._cancelled.set()
 
     def check(self) -> None:
-        """Raise Cancelled after `cancel`."""
+        """Raise CancelledError after `cancel`."""
         if self._cancelled.is_set():
-            raise Cancelled
+            raise CancelledError
 
 
 class Lanes:
@@ -108,7 +108,7 @@ class Stream:
                 return
             part = waiting.result()
             if isinstance(part, BaseException):
-                cancelled = isinstance(part, Cancelled)
+                cancelled = isinstance(part, CancelledError)
                 status, reason = (409, "run: a newer one took its place") if cancelled else self.refused(part)
                 if not begun:
                     await JSONResponse({"error": reason}, status_code=status)(scope, receive, send)

@@ -1,7 +1,7 @@
 """A model with an input: what its forward pass is called with, and what the tokens of queries and keys are called."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from io import BytesIO
 from typing import Any, Literal
 
@@ -79,6 +79,8 @@ class Subject:
     picture: bytes | None = None
     """What the model sees of a picture, as PNG."""
     tokenizer: Any = None
+    chosen: Input | None = None
+    """What was asked for; None for tokens that were generated."""
 
     def __call__(self) -> Any:
         """The forward pass."""
@@ -94,7 +96,7 @@ class Output:
 
 
 def subject_of(name: str, model: nn.Module, chosen: Input, tokenizer: Any = None) -> Subject:
-    """The model with an input; ValueError if the two do not fit.
+    """A model with an input; ValueError if the two do not fit.
 
     >>> import regard as rg
     >>> model = rg.Decoder(rg.DecoderConfig(vocabulary_size=3, embedding_dim=8, num_layers=1, num_heads=2))
@@ -102,6 +104,10 @@ def subject_of(name: str, model: nn.Module, chosen: Input, tokenizer: Any = None
     >>> subject_of("mine", model, Text("a b")).tokens.tokens
     ('a', 'b')
     """
+    return replace(_read(name, model, chosen, tokenizer), chosen=chosen)
+
+
+def _read(name: str, model: nn.Module, chosen: Input, tokenizer: Any) -> Subject:
     if isinstance(model, ImageModel):
         return _of_picture(name, model, chosen)
     if isinstance(chosen, Picture):
@@ -117,8 +123,7 @@ def subject_of(name: str, model: nn.Module, chosen: Input, tokenizer: Any = None
         return _of_pair(name, model, chosen)
     if not isinstance(chosen, Text):
         raise ValueError(f"input: expected one text for {name}, got a source and a target")
-    ids = tokenizer.encode(chosen.text, length=None)
-    return of_ids(name, model, ids)
+    return of_ids(name, model, tokenizer.encode(chosen.text))
 
 
 def of_ids(name: str, model: TextModel, ids: Sequence[int], source_ids: Sequence[int] | None = None) -> Subject:
@@ -243,9 +248,7 @@ def _of_picture(name: str, model: ImageModel, chosen: Input) -> Subject:
         model=model,
         kind="image",
         inputs=(numbers,),
-        tokens=Side(
-            tuple(tokens), tuple(token == "[CLASS]" for token in tokens), tuple(range(len(tokens)))
-        ),
+        tokens=Side(tuple(tokens), tuple(token == "[CLASS]" for token in tokens), tuple(range(len(tokens)))),
         grid=grid,
         class_token=class_token,
         picture=_png(pixels),
@@ -326,8 +329,7 @@ def output_names(subject: Subject, ids: Sequence[int]) -> list[str]:
 
 
 def shown_position(subject: Subject, logits: Float[Tensor, "N D"]) -> int:
-    """The row of logits that is shown first: what comes after a text, a masked word, where a translator is least sure.
-    """
+    """The row of logits that is shown first: after a text, at a masked word, or where a translator is least sure."""
     if len(logits) == 1:
         return 0
     if subject.kind == "pair":

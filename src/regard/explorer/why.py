@@ -151,9 +151,7 @@ def _softmax_chain(
     return Chain(steps=tuple(steps), score=score, total=total, best=best)
 
 
-def _recurrent_chain(
-    mechanism: Mechanism, start: Step, view: LayerView, head: int, query: int, key: int
-) -> Chain:
+def _recurrent_chain(mechanism: Mechanism, start: Step, view: LayerView, head: int, query: int, key: int) -> Chain:
     group = head // (view.heads // view.kv_heads)
     queries, keys = view.traced.need("queries")[:1].double(), view.traced.need("keys")[:1].double()
     # Heads may differ by their number (retention's decays): all of them, as the model computes them.
