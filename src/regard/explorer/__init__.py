@@ -1,1 +1,4 @@
-"""The explorer: a model's attention in a browser, live, as a file or in a notebook."""
+"""The explorer: what a model's attention does, and what changes if it is changed, in a browser.
+
+`server.py` answers a page on this machine, `export.py` writes the page as one file, `notebook.py` shows that file.
+"""

@@ -7,6 +7,7 @@ choose their Host and Origin.
 import ipaddress
 import socket
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from regard.core.extras import needed_for
@@ -41,7 +42,7 @@ class Place:
     def loopback(self) -> bool:
         return is_loopback(self.host)
 
-    @property
+    @cached_property
     def names(self) -> frozenset[str]:
         """The values of Host that are its own."""
         names = {"127.0.0.1", "localhost", "[::1]", _bracketed(self.host)}
@@ -121,4 +122,5 @@ class Guard:
 
 
 def refusal(status: int, reason: str) -> JSONResponse:
+    """The answer to a request that is refused."""
     return JSONResponse({"error": reason}, status_code=status)
