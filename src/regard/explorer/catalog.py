@@ -15,6 +15,7 @@ from regard.core.families.channels import ChannelMechanism
 from regard.core.mechanisms import REGISTRY
 from regard.core.mechanisms.text import lookup
 from regard.explorer.layers import TITLES
+from regard.explorer.requests import WINDOW
 from regard.explorer.subject import Input, Kind, Pair, Text
 
 TRANSLATOR = "translator"
@@ -173,4 +174,4 @@ def mechanisms_json() -> list[dict[str, Any]]:
         }
         for name, mechanism in REGISTRY.items()
         if not isinstance(mechanism, ChannelMechanism)
-    ]
+    ] + [{"name": WINDOW, "title": TITLES[WINDOW][0], "formula": TITLES[WINDOW][1], "streams": True, "causal": False}]

@@ -4,17 +4,19 @@ A whole sequence at once. Costs are those of one head with keys and values of it
 and values reads them once for all.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from regard.core.cost import Work, cost, crossover
+from regard.core.cost import Cost, Work, cost, crossover
 from regard.core.families.mechanism import Mechanism
-from regard.core.masks import causal
+from regard.core.masks import Mask, Window, causal
 from regard.core.mechanisms import REGISTRY
+from regard.explorer.changes import WindowedSoftmax
 from regard.explorer.layers import LayerView, mechanism_json
+from regard.inference.trace import TracedLayer
 
 SHORTEST, LONGEST = 16, 2**20
 PEERS = ("softmax", "quadratic", "elu", "retention")
@@ -57,30 +59,45 @@ def cost_card(view: LayerView, mechanism: Mechanism) -> dict[str, Any]:
         value_length=layer.need("values").shape[3],
         dtype=torch.float32,
         cached=False,
-        mask=causal if layer.causal or mechanism.ordered else None,
     )
     lengths = list(_lengths())
-    here = cost(mechanism, work)
+
+    def price(priced: Mechanism, at: Work) -> Cost:
+        """Each mechanism with the mask that it has: a window is the mechanism's own."""
+        return cost(priced, replace(at, mask=_mask(layer, priced)))
+
+    here = price(mechanism, work)
     name = mechanism_json(mechanism, work.qk_length)["name"]
     peers: list[dict[str, Any]] = []
     crossovers: list[dict[str, Any]] = []
     for peer in PEERS:
         other = REGISTRY[peer]
         # A recurrent mechanism looks back only.
-        if other == mechanism or peer == name or not layer.by_pairs or (other.ordered and work.mask is None):
+        if other == mechanism or peer == name or not layer.by_pairs or (other.ordered and not layer.causal):
             continue
-        peers.append({"mechanism": peer, **_curve(other, work, lengths, crossing).to_json()})
-        crossovers.append({"mechanism": peer, "length": crossover(mechanism, other, _whole(work, crossing))})
+        peers.append({"mechanism": peer, **_curve(price, other, work, lengths, crossing).to_json()})
+        cheaper = crossover(
+            mechanism, other, _varied(work, crossing), seconds=lambda priced, at: float(price(priced, at).flops)
+        )
+        crossovers.append({"mechanism": peer, "length": cheaper})
     return {
         "mechanism": name,
         "heads": view.heads,
         "kv_heads": view.kv_heads,
         "lengths": lengths,
-        **_curve(mechanism, work, lengths, crossing).to_json(),
+        **_curve(price, mechanism, work, lengths, crossing).to_json(),
         "here": {"length": keys, "queries": queries, "flops": here.flops, "bytes": here.bytes},
         "peers": peers,
         "crossovers": crossovers,
     }
+
+
+def _mask(layer: TracedLayer, mechanism: Mechanism) -> Mask | None:
+    """What tokens see, at any length."""
+    is_causal = layer.causal or mechanism.ordered
+    if isinstance(mechanism, WindowedSoftmax):
+        return Window(mechanism.window, 0 if is_causal else mechanism.window)
+    return causal if is_causal else None
 
 
 def _lengths() -> Iterator[int]:
@@ -90,19 +107,21 @@ def _lengths() -> Iterator[int]:
         length *= 2
 
 
-def _whole(work: Work, crossing: bool) -> Work:
-    """The work at a length that `crossover` can vary: as many queries as keys, but in cross-attention."""
-    return work if crossing and work.query_length != work.key_length else _at(work, 64, crossing)
+def _varied(work: Work, crossing: bool) -> Work:
+    """The work at a length that `crossover` varies: of queries and keys alike, but in cross-attention of keys alone."""
+    return _at(work, 64 if work.query_length != 64 else 65, crossing)
 
 
 def _at(work: Work, length: int, crossing: bool) -> Work:
     return replace(work, key_length=length, query_length=work.query_length if crossing else length)
 
 
-def _curve(mechanism: Mechanism, work: Work, lengths: list[int], crossing: bool) -> Curve:
-    costs = [cost(mechanism, _at(work, length, crossing)) for length in lengths]
+def _curve(
+    price: Callable[[Mechanism, Work], Cost], mechanism: Mechanism, work: Work, lengths: list[int], crossing: bool
+) -> Curve:
+    costs = [price(mechanism, _at(work, length, crossing)) for length in lengths]
     return Curve(
-        flops=tuple(price.flops for price in costs),
-        bytes=tuple(price.bytes for price in costs),
-        state_bytes=tuple(price.state_bytes for price in costs),
+        flops=tuple(entry.flops for entry in costs),
+        bytes=tuple(entry.bytes for entry in costs),
+        state_bytes=tuple(entry.state_bytes for entry in costs),
     )

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from regard.core.families.mechanism import Mechanism
 from regard.core.families.scores import ScoreMechanism
 from regard.core.mechanisms import REGISTRY, Softmax
+from regard.explorer.changes import WindowedSoftmax
 from regard.inference.trace import TracedLayer
 from regard.inference.tracing import huggingface, ours
 from regard.models.layers.attention import Attend, MultiHeadAttention
@@ -35,6 +36,7 @@ TITLES = {
     "retention": ("Retention", "γ^(t−s) q·k / √K"),
     "gated": ("Gated linear attention", "(q ⊙ gates between s and t)·k / √K"),
     "delta": ("Delta rule", "q · Π (I − r k kᵀ) k r / √K"),
+    "window": ("Softmax within a window", "softmax over |t − s| ≤ window"),
 }
 """Titles and formulas of mechanisms, by their names in the registry."""
 
@@ -66,7 +68,7 @@ class LayerView:
     @property
     def weights(self) -> Float[Tensor, "H T S"]:
         """Of the one sequence."""
-        return self.traced.need("weights")[0]
+        return _alone(self.traced.need("weights"))
 
     @property
     def heads(self) -> int:
@@ -74,12 +76,12 @@ class LayerView:
 
     @property
     def kv_heads(self) -> int:
-        return self.heads if self.traced.keys is None else self.traced.keys.shape[1]
+        return self.heads if self.traced.keys is None else _alone(self.traced.keys).shape[0]
 
     @property
     def qk_length(self) -> int | None:
         """The head dimension; None if the trace has no queries."""
-        return None if self.traced.queries is None else self.traced.queries.shape[3]
+        return None if self.traced.queries is None else self.traced.queries.shape[-1]
 
     @property
     def visible(self) -> Bool[Tensor, "..."] | None:
@@ -87,7 +89,7 @@ class LayerView:
         layer = self.traced
         if not layer.by_pairs:
             return None
-        visible = None if layer.visible is None else layer.visible[0].expand(-1, *self.weights.shape[1:])
+        visible = None if layer.visible is None else _alone(layer.visible).expand(-1, *self.weights.shape[1:])
         if layer.real is None:
             return visible
         real = layer.real[:1, None].expand(1, *self.weights.shape[1:])
@@ -95,15 +97,15 @@ class LayerView:
 
     def query(self, head: int) -> Float[Tensor, "T K"]:
         """The queries of a head."""
-        return self.traced.need("queries")[0, head]
+        return _alone(self.traced.need("queries"))[head]
 
     def key(self, head: int) -> Float[Tensor, "S K"]:
         """The keys that a head reads."""
-        return self.traced.need("keys")[0, head // (self.heads // self.kv_heads)]
+        return _alone(self.traced.need("keys"))[head // (self.heads // self.kv_heads)]
 
     def value(self, head: int) -> Float[Tensor, "S V"]:
         """The values that a head reads."""
-        return self.traced.need("values")[0, head // (self.heads // self.kv_heads)]
+        return _alone(self.traced.need("values"))[head // (self.heads // self.kv_heads)]
 
     def head_bias(self, head: int) -> Float[Tensor, "T S"] | None:
         """The bias of a head's scores."""
@@ -139,6 +141,11 @@ class LayerView:
         return mechanism_json(mechanism, self.qk_length, self.bias is not None)
 
 
+def _alone(tensor: Tensor) -> Float[Tensor, "H N D"]:
+    """Of the first sequence; of a picture in windows, the first window."""
+    return tensor[(0,) * (tensor.ndim - 3)]
+
+
 def mechanism_json(mechanism: Mechanism, qk_length: int, bias: bool = False) -> dict[str, Any]:
     """A mechanism as a page shows it: its name, title and formula, scale, softcap, and its other fields.
 
@@ -148,7 +155,9 @@ def mechanism_json(mechanism: Mechanism, qk_length: int, bias: bool = False) -> 
     ('softmax', 0.25, 'softmax')
     """
     name = next((name for name, shipped in REGISTRY.items() if shipped == mechanism), None)
-    if name is None:  # other numbers than the shipped mechanism's
+    if isinstance(mechanism, WindowedSoftmax):
+        name = "window"
+    elif name is None:  # other numbers than the shipped mechanism's
         same = (name for name, shipped in REGISTRY.items() if type(shipped) is type(mechanism))
         name = next(same, type(mechanism).__name__)
     title, formula = TITLES.get(name, (type(mechanism).__name__, repr(mechanism)))

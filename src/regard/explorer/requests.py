@@ -16,7 +16,10 @@ MOST_CHARACTERS = 100_000
 MOST_CHANGES = 256
 MOST_STEPS = 64
 """New tokens of one generation."""
-CHANGES = ("silence", "mean", "hide", "beta", "mechanism")
+CHANGES = ("silence", "mean", "hide", "beta", "mechanism", "window")
+WINDOW = "window"
+"""The name of softmax within a window, among the mechanisms."""
+DEFAULT_WINDOW = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +100,7 @@ def run_request(body: Mapping[str, Any]) -> RunRequest:
     """The body of `run`.
 
     >>> run_request({"model": "minilm", "input": {"text": "a"}, "changes": [{"heads": [1], "silence": True}]}).changes
-    (HeadChange(layers=None, heads=(1,), silence=True, mean=False, hide=(), beta=None, mechanism=None),)
+    (HeadChange(layers=None, heads=(1,), silence=True, mean=False, hide=(), beta=None, mechanism=None, window=None),)
     """
     listed = body.get("changes") or []
     if not isinstance(listed, list) or len(listed) > MOST_CHANGES:
@@ -136,12 +139,15 @@ def change_of(value: object) -> HeadChange:
     """One change."""
     if not isinstance(value, dict):
         raise ValueError(f"changes: expected objects, got {value!r:.40}")
-    if not set(value) <= {"layers", "heads", "window", *CHANGES}:
-        unknown = ", ".join(sorted(set(map(str, value)) - {"layers", "heads", "window", *CHANGES}))
+    if not set(value) <= {"layers", "heads", *CHANGES}:
+        unknown = ", ".join(sorted(set(map(str, value)) - {"layers", "heads", *CHANGES}))
         raise ValueError(f"changes: expected some of {', '.join(CHANGES)}, got {unknown:.80}")
-    if value.get("window") is not None:
-        raise ValueError("window: expected none yet, got one")
     mechanism = None if value.get("mechanism") is None else text_of(value, "mechanism", most=64)
+    window = None if value.get("window") is None else number_of(value, "window", most=1_000_000)
+    if mechanism == WINDOW or window is not None:
+        if mechanism not in (None, "softmax", WINDOW):
+            raise ValueError(f"window: expected it with softmax, got {mechanism}")
+        mechanism, window = None, DEFAULT_WINDOW if window is None else window
     if mechanism is not None:
         named(mechanism)  # of the shipped ones: a page imports no code
     change = HeadChange(
@@ -152,7 +158,9 @@ def change_of(value: object) -> HeadChange:
         hide=(numbers_of(value, "hide", least=None) if value.get("hide") else None) or (),
         beta=None if value.get("beta") is None else beta_of(value["beta"]),
         mechanism=mechanism,
+        window=window,
     )
-    if not (change.silence or change.mean or change.hide or change.beta is not None or change.mechanism):
+    replaced = change.beta is not None or change.mechanism is not None or change.window is not None
+    if not (change.silence or change.mean or change.hide or replaced):
         raise ValueError(f"changes: expected one of {', '.join(CHANGES)}, got none")
     return change

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from regard.explorer.catalog import catalog, check_name, load_model
-from regard.explorer.changes import HeadChange, changed
+from regard.explorer.changes import HeadChange, changed, with_windows
 from regard.explorer.costs import cost_card
 from regard.explorer.experiments import generate_steps, silence_heads
 from regard.explorer.frames import frame, tensor_bytes
@@ -24,7 +24,7 @@ from regard.explorer.limits import MOST_BYTES, MOST_MODELS, check_size
 from regard.explorer.pictures import picture_by_name
 from regard.explorer.requests import RunRequest
 from regard.explorer.snapshot import Snapshot, run_frames, take
-from regard.explorer.subject import Input, Output, Subject, subject_of, written
+from regard.explorer.subject import Input, Subject, subject_of, written
 from regard.explorer.twin import random_twin
 from regard.models.base import GenerativeModel
 
@@ -130,7 +130,10 @@ class Session:
         """A snapshot of a subject, compared with the unchanged model if it is changed or random."""
         base, position = None, None
         if changes or twin:
-            base, position = self._base(subject, check)
+            unchanged = self._base(subject, check)
+            base, position = unchanged.output, unchanged.position
+            views = unchanged.layers
+            changes = with_windows(changes, [(v.traced.index, v.traced.kind, v.mechanism) for v in views])
         if twin:
             subject = replace(subject, model=self._twin(subject))
         text = _text(subject, changes)
@@ -146,13 +149,13 @@ class Session:
             **more,
         )
 
-    def _base(self, subject: Subject, check: Check) -> tuple[Output, int | None]:
-        """The unchanged model's output, and the position that is shown of it."""
-        for kept in self.snapshots.values():
-            if kept.subject is subject and not kept.changes:
-                return kept.output, kept.position
-        unchanged = take("", subject, check=check)
-        return unchanged.output, unchanged.position
+    def _base(self, subject: Subject, check: Check) -> Snapshot:
+        """A pass of the unchanged model: a recent one, or a new one."""
+        with self._lock:
+            for kept in self.snapshots.values():
+                if kept.subject is subject and not kept.changes:
+                    return kept
+        return take("", subject, check=check)
 
     def _twin(self, subject: Subject) -> nn.Module:
         if subject.name not in self._twins:

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from regard.core.families.mechanism import Mechanism
-from regard.explorer.changes import HeadChange, changed, changed_mechanism, hidden_keys
+from regard.explorer.changes import HeadChange, WindowedSoftmax, changed, changed_mechanism, hidden_keys
 from regard.explorer.codes import pool_size, thumbnails
 from regard.explorer.frames import frame, tensor_bytes
 from regard.explorer.layers import LayerView, layer_views, no_check, watched
@@ -64,13 +64,18 @@ class Snapshot:
     def visible(self, view: LayerView) -> Bool[Tensor, "..."] | None:
         """Which pairs are visible, (1 or H, T, S), without keys that the changes hide; None if all."""
         visible, keys = view.visible, view.weights.shape[2]
+        if not view.traced.by_pairs or not self.changes:
+            return visible
         hidden = [hidden_keys(self.changes, view.traced.index, head, keys) for head in range(view.heads)]
-        if not view.traced.by_pairs or not any(hidden):
+        mechanisms = [self.mechanism(view, head) for head in range(view.heads)]
+        if not any(hidden) and not any(isinstance(mechanism, WindowedSoftmax) for mechanism in mechanisms):
             return visible
         table = torch.ones_like(view.weights, dtype=torch.bool) if visible is None else visible.expand_as(view.weights)
         table = table.clone()
-        for head, places in enumerate(hidden):
+        for head, (places, mechanism) in enumerate(zip(hidden, mechanisms, strict=True)):
             table[head, :, sorted(places)] = False
+            if isinstance(mechanism, WindowedSoftmax):
+                table[head] &= mechanism.band(*table.shape[1:])
         return table
 
     def head(self, index: int, head: int | str) -> tuple[Float[Tensor, "T S"], Bool[Tensor, "T S"]]:
