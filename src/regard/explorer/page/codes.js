@@ -11,11 +11,12 @@ export function weightOfCode(code) {
 // The level of each cell: a code, MASKED, or NEGATIVE + a code; `most` is the weight of the strongest colour.
 export function levelsOf(weights, visible, most) {
   const levels = new Uint16Array(weights.length);
+  const scale = LARGEST_CODE ** 2 / most;
   for (let i = 0; i < weights.length; i++) {
     const weight = weights[i];
     if (!visible[i]) levels[i] = MASKED;
-    else if (weight >= 0) levels[i] = Math.min(LARGEST_CODE, Math.sqrt(weight / most) * LARGEST_CODE + 0.5);
-    else if (weight < 0) levels[i] = NEGATIVE + Math.min(LARGEST_CODE, Math.sqrt(-weight / most) * LARGEST_CODE + 0.5);
+    else if (weight >= 0) levels[i] = weight >= most ? LARGEST_CODE : Math.sqrt(weight * scale) + 0.5;
+    else levels[i] = NEGATIVE + (-weight >= most ? LARGEST_CODE : Math.sqrt(-weight * scale) + 0.5);
   }
   return levels;
 }

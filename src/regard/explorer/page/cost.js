@@ -28,6 +28,14 @@ function askCost(place) {
   });
 }
 
+// Layers of one shape with one mechanism cost the same.
+function placeOfCost() {
+  const layer = state.run.layers[state.layer];
+  const head = typeof state.head === "number" ? layer.head_mechanisms?.[state.head] : null;
+  const mechanism = head ?? layer.mechanism ?? {};
+  return JSON.stringify([state.model, mechanism.name, mechanism.fields, layer.kind, layer.rows, layer.columns, layer.causal, layer.heads, layer.kv_heads]);
+}
+
 function at(lengths, values, length) {
   let above = lengths.findIndex((each) => each >= length);
   if (above < 0) above = lengths.length - 1;
@@ -42,7 +50,7 @@ export function drawCost() {
   const say = (words) => render(html`<h2>Cost</h2><p class="empty">${words}</p>`, element);
   if (!state.live) return say(html`Costs over the length are computed by the live page: <code>regard view</code>`);
   if (!state.opened) return say("FLOPs and bytes of a head, over the length.");
-  const place = `${state.run.id}/${state.layer}`;
+  const place = placeOfCost();
   const answer = prices.get(place);
   if (!answer) {
     askCost(place);

@@ -49,7 +49,7 @@ function sections() {
 function shapeOf(wide, high) {
   let side = Math.min(wide - 3, high - 3);
   if (high - side >= MARK + 3) return { side, where: "below" };
-  if (wide - side >= MARK + 1) return { side, where: "beside" };
+  if (wide - side >= MARK - 1) return { side, where: "beside" };
   const smaller = Math.min(wide - 3, high - 3 - MARK);
   if (smaller >= 13) return { side: smaller, where: "below" };
   return { side, where: "on" };

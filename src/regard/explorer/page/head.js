@@ -141,7 +141,7 @@ export function drawHead() {
   render(html`
     <div class="heading">${title(place)}<span class="push"></span>${saves()}</div>
     <div class="tools" role="toolbar" aria-label="What is shown">${heads(place)}${tools(place, picture)}</div>
-    <div class=${`panes ${shown.length > 1 ? "two" : "one"} ${kinds.length > 1 ? "both" : "single"}`}>
+    <div class=${`panes ${shown.length > 1 ? "two" : "one"} ${kinds.length > 1 ? "both" : "single"} ${place.rows > 80 ? "lengthy" : ""}`}>
       ${shown.map((pane, index) => html`${pane.title ? html`<div class="panetitle" data-pane=${index}>${pane.title}</div>` : nothing}`)}
       ${(shown.length > 1 ? [...kinds].reverse() : kinds).map((kind) => shown.map((_, index) => html`<div class=${`pane ${kind}`}>${surfaceFor(kind, index).element}</div>`))}
     </div>

@@ -15,7 +15,7 @@ const KEYS = [
 export function showHelp() {
   const dialog = document.getElementById("help");
   render(html`
-    <form method="dialog"><button id="closehelp" aria-label="Close">×</button></form>
+    <button id="closehelp" class="close" aria-label="Close" @click=${hideHelp}>×</button>
     <h1>Reading the page</h1>
     <p>Each row of a matrix is a query: how it spreads its attention over the keys. Weights of a row add up to 1 for softmax. <span class="key hatched"></span> Hatched: the mask hides this key, which is not the same as a weight of 0.</p>
     <div class="columns"><div><h2>Keys</h2><dl>${KEYS.map(([key, words]) => html`<dt><kbd>${key}</kbd></dt><dd>${words}</dd>`)}</dl></div>

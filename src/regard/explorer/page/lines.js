@@ -4,7 +4,7 @@ import { fitted, FONT } from "./surface.js";
 import { strongest, sumOfRows, sumOfColumns } from "./tables.js";
 import { shortNumber } from "./numbers.js";
 
-const TALLEST = 34, LEGIBLE = 11, MOST_LINES = 1500, FAINTEST = 0.01, EDGE = 8;
+const TALLEST = 34, LEGIBLE = 11, MOST_LINES = 3000, DENSE = 200, FAINTEST = 0.005, EDGE = 8;
 
 export function layoutLines(context, width, height, view) {
   context.font = `12px ${FONT}`;
@@ -59,24 +59,39 @@ function name(context, layout, group, y, side, colour) {
   context.fillText(fitted(context, group.text, room), x, y);
 }
 
-// The lines of all queries: the strongest of them, in a few batches by weight.
+// The lines of all queries, the strongest of them.
 export function drawLines(context, layout, view, colours, alignment) {
+  const best = alignment ? Array.from({ length: view.rows }, (_, row) => bestColumn(view, row)) : null;
+  const lines = strongestLines(view, best);
+  if (lines.length > DENSE) paintDense(context, layout, view, colours, lines);
+  else strokeLines(context, layout, view, colours, lines);
+  if (best) drawAlignment(context, layout, view, colours, best);
   names(context, layout, view, colours, "row");
   names(context, layout, view, colours, "column");
+}
+
+// Cells whose lines are drawn; a count by weight finds the limit without sorting all of them.
+function strongestLines(view, best) {
   const { weights } = view.shown;
-  const best = alignment ? Array.from({ length: view.rows }, (_, row) => bestColumn(view, row)) : null;
-  const counts = new Uint32Array(256);
-  for (let i = 0; i < weights.length; i++) counts[Math.min(255, Math.abs(weights[i]) * 255)]++;
-  let least = 255, total = 0;
-  while (least > 1 && total + counts[least] <= MOST_LINES) total += counts[least--];
-  const faintest = Math.max(FAINTEST, least > 1 ? (least + 1) / 255 : 0);
+  const counts = new Uint32Array(1025);
+  for (let i = 0; i < weights.length; i++) counts[Math.min(1024, Math.abs(weights[i]) * 1024) | 0]++;
+  let level = 1024, total = 0;
+  while (level > 0 && total + counts[level] <= MOST_LINES) total += counts[level--];
+  const faintest = Math.max(FAINTEST, (level + 1) / 1024);
+  const lines = [];
+  for (let i = 0; i < weights.length; i++) {
+    if (Math.abs(weights[i]) < faintest) continue;
+    if (best?.[Math.floor(i / view.columns)] !== i % view.columns) lines.push(i);
+  }
+  return lines;
+}
+
+function strokeLines(context, layout, view, colours, lines) {
   const batches = [0.04, 0.1, 0.2, 0.4, 0.7, Infinity];
   const paths = batches.map(() => new Path2D());
-  for (let row = 0, i = 0; row < view.rows; row++) {
-    for (let column = 0; column < view.columns; column++, i++) {
-      const weight = Math.abs(weights[i]);
-      if (weight >= faintest && best?.[row] !== column) trace(paths[batches.findIndex((top) => weight < top)], layout, row, column);
-    }
+  for (const i of lines) {
+    const weight = Math.abs(view.shown.weights[i]);
+    trace(paths[batches.findIndex((top) => weight < top)], layout, Math.floor(i / view.columns), i % view.columns);
   }
   context.strokeStyle = colours.line;
   paths.forEach((path, index) => {
@@ -85,7 +100,39 @@ export function drawLines(context, layout, view, colours, alignment) {
     context.stroke(path);
   });
   context.globalAlpha = 1;
-  if (best) drawAlignment(context, layout, view, colours, best);
+}
+
+let ink = null;
+const inkSheet = document.createElement("canvas");
+
+// Thousands of lines as density: added up pixel by pixel, which takes a tenth of the time of stroking them.
+function paintDense(context, layout, view, colours, lines) {
+  const left = Math.round(layout.left + 4), width = Math.round(layout.right - 4) - left, height = Math.round(layout.height);
+  if (width < 2) return;
+  if (ink?.length !== width * height) ink = new Float32Array(width * height);
+  ink.fill(0);
+  const bend = Float32Array.from({ length: width }, (_, x) => { const part = x / (width - 1); return part * part * (3 - 2 * part); });
+  for (const i of lines) {
+    const begin = rowY(layout, Math.floor(i / view.columns)), rise = columnY(layout, i % view.columns) - begin;
+    const strength = 0.04 + Math.abs(view.shown.weights[i]);
+    let last = begin;
+    for (let x = 0; x < width; x++) {
+      const y = begin + rise * bend[x];
+      const from = Math.floor(Math.min(last, y)), to = Math.floor(Math.max(last, y));
+      const share = strength / (to - from + 1) ** 0.5;
+      for (let row = Math.max(0, from); row <= to && row < height; row++) ink[row * width + x] += share;
+      last = y;
+    }
+  }
+  const image = new ImageData(width, height);
+  const [red, green, blue] = [1, 3, 5].map((at) => parseInt(colours.line.slice(at, at + 2), 16));
+  const pixels = new Uint32Array(image.data.buffer);
+  const colour = (blue << 16) | (green << 8) | red;
+  for (let i = 0; i < ink.length; i++) if (ink[i]) pixels[i] = ((255 * (1 - Math.exp(-ink[i]))) << 24) | colour;
+  inkSheet.width = width;
+  inkSheet.height = height;
+  inkSheet.getContext("2d").putImageData(image, 0, 0);
+  context.drawImage(inkSheet, left, 0);
 }
 
 // Each query's strongest key, in the accent colour.

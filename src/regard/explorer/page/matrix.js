@@ -97,7 +97,8 @@ function columnLabel(context, layout, group, column, colour) {
 export function drawMatrixFocus(context, layout, view, colours, focus) {
   const { box } = layout;
   context.strokeStyle = colours.accent;
-  context.lineWidth = focus.locked ? 2 : 1.2;
+  const tiny = Math.min(layout.wide, layout.high) < 5; // frames would cover what they point at
+  context.lineWidth = tiny ? 0.7 : focus.locked ? 2 : 1.2;
   for (const row of focus.rows) {
     context.strokeRect(box.x - 1, box.y + row * layout.high - 0.5, box.width + 2, layout.high + 1);
     if (layout.high < LABEL_ROOM) wash(context, colours, box.x - layout.left, box.y + (row + 0.5) * layout.high - 8, layout.left - 2, 16);
@@ -110,8 +111,9 @@ export function drawMatrixFocus(context, layout, view, colours, focus) {
   }
   if (focus.rows.length !== 1 || focus.columns.length !== 1) return;
   const cell = cellBox(layout, focus.rows[0], focus.columns[0]);
-  context.lineWidth = 2.5;
-  context.strokeRect(cell.x - 1, cell.y - 1, cell.width + 2, cell.height + 2);
+  context.lineWidth = tiny ? 1.5 : 2.5;
+  const margin = tiny ? 4 : 1;
+  context.strokeRect(cell.x - margin, cell.y - margin, cell.width + 2 * margin, cell.height + 2 * margin);
 }
 
 function wash(context, colours, x, y, width, height) {

@@ -45,31 +45,47 @@ export function filtered(table, threshold, top) {
 
 // softmax(beta·product + bias) over the visible keys; beta = Infinity shares the weight among the largest products.
 export function softmaxAt(scores, beta, weights) {
-  const { rows, columns, products, bias, visible, softcap } = scores;
-  const hard = beta === Infinity;
+  const { rows, columns, products, visible } = scores;
+  scores.largest ??= largestProducts(scores);
   for (let row = 0; row < rows; row++) {
     const begin = row * columns, end = begin + columns;
-    let largest = -Infinity;
-    for (let i = begin; i < end; i++) {
-      if (!visible[i]) continue;
-      let score = products[i];
-      if (!hard) {
-        score *= beta;
-        if (softcap) score = softcap * Math.tanh(score / softcap);
-        if (bias) score += bias[i];
-      }
-      weights[i] = score;
-      if (score > largest) largest = score;
-    }
-    largest = Math.fround(largest);
     let sum = 0;
-    for (let i = begin; i < end; i++) {
-      weights[i] = !visible[i] ? 0 : hard ? Number(weights[i] === largest) : Math.exp(weights[i] - largest);
-      sum += weights[i];
+    if (beta === Infinity) {
+      for (let i = begin; i < end; i++) sum += weights[i] = visible[i] && products[i] === scores.largest[row] ? 1 : 0;
+    } else if (scores.bias || scores.softcap) {
+      sum = exponentials(scores, beta, weights, begin, end);
+    } else {
+      // The largest product has the largest score for every beta: no second pass over the row.
+      const shift = beta * scores.largest[row];
+      for (let i = begin; i < end; i++) sum += weights[i] = visible[i] ? Math.exp(beta * products[i] - shift) : 0;
     }
-    for (let i = begin; sum > 0 && i < end; i++) weights[i] /= sum;
+    const share = sum > 0 ? 1 / sum : 0;
+    for (let i = begin; i < end; i++) weights[i] *= share;
   }
   return { rows, columns, weights, visible, exact: true };
+}
+
+function largestProducts({ rows, columns, products, visible }) {
+  const largest = new Float32Array(rows).fill(-Infinity);
+  for (let i = 0; i < products.length; i++) {
+    const row = Math.floor(i / columns);
+    if (visible[i] && products[i] > largest[row]) largest[row] = products[i];
+  }
+  return largest;
+}
+
+// exp(score - largest score) of a row with softcap or bias, and their sum.
+function exponentials({ products, bias, softcap, visible }, beta, weights, begin, end) {
+  let largest = -Infinity, sum = 0;
+  for (let i = begin; i < end; i++) {
+    let score = beta * products[i];
+    if (softcap) score = softcap * Math.tanh(score / softcap);
+    if (bias) score += bias[i];
+    weights[i] = score;
+    if (visible[i] && weights[i] > largest) largest = weights[i];
+  }
+  for (let i = begin; i < end; i++) sum += weights[i] = visible[i] ? Math.exp(weights[i] - largest) : 0;
+  return sum;
 }
 
 // Sums over several rows: a number for each column; over several columns: a number for each row.
