@@ -158,7 +158,10 @@ def _serve(
             print(f"{url}  (Ctrl-C ends it)", flush=True)
         if not no_open:
             threading.Timer(0.5, webbrowser.open, (url,)).start()
-        serving(explorer.app()).run(sockets=[opened])
+        try:
+            serving(explorer.app()).run(sockets=[opened])
+        finally:
+            explorer.close()
 
 
 def _start(name: str | None, chosen: "Input | None") -> dict[str, Any]:

@@ -132,7 +132,7 @@ def input_of(value: object) -> "Input | str":
             return Picture(base64.b64decode(encoded, validate=True))
         except (binascii.Error, ValueError):
             raise ValueError("image: expected the name of a picture, or base64, got something else") from None
-    raise ValueError(f"input: expected text, source or image, got {', '.join(map(str, value))[:80] or 'nothing'}")
+    raise ValueError(f"input: expected text, source or image, got {list(value)!r:.80}")
 
 
 def change_of(value: object) -> HeadChange:
@@ -140,8 +140,8 @@ def change_of(value: object) -> HeadChange:
     if not isinstance(value, dict):
         raise ValueError(f"changes: expected objects, got {value!r:.40}")
     if not set(value) <= {"layers", "heads", *CHANGES}:
-        unknown = ", ".join(sorted(set(map(str, value)) - {"layers", "heads", *CHANGES}))
-        raise ValueError(f"changes: expected some of {', '.join(CHANGES)}, got {unknown:.80}")
+        unknown = sorted(set(value) - {"layers", "heads", *CHANGES})
+        raise ValueError(f"changes: expected some of {', '.join(CHANGES)}, got {unknown!r:.80}")
     mechanism = None if value.get("mechanism") is None else text_of(value, "mechanism", most=64)
     window = None if value.get("window") is None else number_of(value, "window", most=1_000_000)
     if mechanism == WINDOW or window is not None:

@@ -6,6 +6,7 @@ load nothing from elsewhere. Bodies are bounded while they are read, models run 
 when nobody waits for its answer any more.
 """
 
+import asyncio
 import hmac
 import secrets
 import socket
@@ -33,7 +34,6 @@ from regard.explorer.why import explain_weight
 with needed_for("the explorer"):
     import uvicorn
     from starlette.applications import Starlette
-    from starlette.concurrency import run_in_threadpool
     from starlette.requests import ClientDisconnect, Request
     from starlette.responses import Response
     from starlette.routing import Route
@@ -68,6 +68,8 @@ class Explorer:
         self.start: dict[str, Any] = {}
         """The model and the input that the page begins with, if the command line named them."""
         self.worker = ThreadPoolExecutor(1, thread_name_prefix="regard-model")
+        self.reader = ThreadPoolExecutor(1, thread_name_prefix="regard-reader")
+        """For what only reads a snapshot, also while a model runs."""
         self.lanes = Lanes()
         streams = {"run": self.run, "effects": self.effects, "generate": self.generate}
         values = {
@@ -78,15 +80,27 @@ class Explorer:
             "why": self.why,
             "top": self.top,
             "cost": self.cost,
-            "rollout": self.rollout,
-            "export": self.export,
         }
+        computed = {"rollout": self.rollout, "export": self.export}
         self.routes = [
             Route("/", self.index),
             Route("/page/{path:path}", self.page),
             *(Route(f"/api/{name}", self._streamed(name, call), methods=["POST"]) for name, call in streams.items()),
-            *(Route(f"/api/{name}", self._answered(call), methods=["POST"]) for name, call in values.items()),
+            *(
+                Route(f"/api/{name}", self._answered(call, self.reader), methods=["POST"])
+                for name, call in values.items()
+            ),
+            *(
+                Route(f"/api/{name}", self._answered(call, self.worker), methods=["POST"])
+                for name, call in computed.items()
+            ),
         ]
+
+    def close(self) -> None:
+        """End its threads; what is computed now stops at its next check."""
+        self.lanes.cancel()
+        for executor in (self.worker, self.reader):
+            executor.shutdown(wait=False, cancel_futures=True)
 
     def app(self) -> ASGIApp:
         """The ASGI application."""
@@ -128,12 +142,15 @@ class Explorer:
             parts.append(part)
         return asked.parsed(b"".join(parts))
 
-    def _answered(self, call: Callable[[dict[str, Any]], Any]) -> Callable[[Request], Any]:
+    def _answered(
+        self, call: Callable[[dict[str, Any]], Any], executor: ThreadPoolExecutor
+    ) -> Callable[[Request], Any]:
         async def answer(request: Request) -> Response:
             if not self._is_token(request.headers.get("X-Regard-Token", "")):
                 return refusal(403, "token: expected the page's token, got another")
             try:
-                result = await run_in_threadpool(call, await self._body(request, MOST_BODY))
+                body = await self._body(request, MOST_BODY)
+                result = await asyncio.get_running_loop().run_in_executor(executor, call, body)
             except ClientDisconnect:
                 return Response(status_code=499)
             except Exception as error:

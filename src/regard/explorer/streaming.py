@@ -44,10 +44,17 @@ class Lanes:
 
     def __init__(self) -> None:
         self._newest: dict[str, Ticket] = {}
+        self._all: set[Ticket] = set()
+
+    def cancel(self) -> None:
+        """Cancel all computations."""
+        for ticket in list(self._all):
+            ticket.cancel()
 
     def enter(self, lane: str | None) -> Ticket:
         """A new computation, which cancels the one before it in its lane."""
         ticket = Ticket()
+        self._all.add(ticket)
         if lane is not None:
             if lane in self._newest:
                 self._newest[lane].cancel()
@@ -56,6 +63,7 @@ class Lanes:
 
     def leave(self, lane: str | None, ticket: Ticket) -> None:
         """A computation ended."""
+        self._all.discard(ticket)
         if lane is not None and self._newest.get(lane) is ticket:
             del self._newest[lane]
 

@@ -24,6 +24,9 @@ from regard.core.mechanisms import Softmax
 from regard.explorer.layers import LayerView, family, mechanism_json, scale_of
 from regard.explorer.snapshot import Snapshot
 
+CLOSE = 1e-4
+"""How far the chain may end from the weight that the model computed, by the rounding of both."""
+
 
 @dataclass(frozen=True)
 class Step:
@@ -47,6 +50,7 @@ class Chain:
     best: float | None = None
 
 
+@torch.no_grad()
 def explain_weight(snapshot: Snapshot, index: int, head: int, query: int, key: int) -> dict[str, Any]:
     """The Why card of a pair of tokens (or of channels), as JSON."""
     view = snapshot.layer(index)
@@ -68,6 +72,7 @@ def explain_weight(snapshot: Snapshot, index: int, head: int, query: int, key: i
     added = view.head_bias(place) if family(mechanism) == "softmax" else None
     steps = chain.steps if shown else (Step("masked", "the mask hides this key", 0.0),)
     described = mechanism_json(mechanism, view.query(place).shape[-1], view.bias is not None)
+    off = abs(steps[-1].value - weight)
     return {
         "kind": family(mechanism),
         "mechanism": described,
@@ -83,6 +88,8 @@ def explain_weight(snapshot: Snapshot, index: int, head: int, query: int, key: i
         "max": chain.best,
         "sum": chain.total,
         "weight": weight,
+        # Not where a Hugging Face model adds something to its scores that only it knows.
+        "exact": off <= CLOSE * max(1.0, abs(weight)),
         **_parts(view, place, weights[query], key),
     }
 
