@@ -123,4 +123,6 @@ class Guard:
 
 def refusal(status: int, reason: str) -> JSONResponse:
     """The answer to a request that is refused."""
-    return JSONResponse({"error": reason}, status_code=status)
+    # What is left of a refused request's body is not read: the connection ends.
+    headers = {"Connection": "close"} if status in (403, 413) else None
+    return JSONResponse({"error": reason}, status_code=status, headers=headers)

@@ -269,6 +269,9 @@ def listen(host: str, port: int) -> socket.socket:
     opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         opened.bind((host, port))
+    except socket.gaierror as error:
+        opened.close()
+        raise ValueError(f"host: expected an address of this machine, got {host!r}: {error.strerror}") from None
     except OSError as error:
         opened.close()
         raise ValueError(f"port: expected a free port of {host}, got {port}: {error.strerror}") from None
