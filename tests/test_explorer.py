@@ -243,7 +243,7 @@ def test_a_window_is_the_mask_of_a_window(name):
         rule = near if view.traced.visible is None else rg.dense(view.traced.visible) & near
         theirs = rg.weights(view.traced.queries, view.traced.keys, before.mechanism, rule, bias=before.bias)[0]
         torch.testing.assert_close(view.weights, theirs, rtol=0, atol=1e-6)
-        weights, visible = taken.head(view.traced.index, 1)
+        _, visible = taken.head(view.traced.index, 1)
         assert not visible[0, 3:].any()
         assert explain_weight(taken, view.traced.index, 1, 3, 2)["exact"]
     card = session.cost(_kept(session, taken), 0)
@@ -301,7 +301,8 @@ def test_tokens_special_tokens_and_words_of_a_shipped_model():
     assert done["text"] == "The red car is fast."
     assert done["top"][0]["token"] in (" fast", " is", "The", " red", " car", ".")
     assert all(layer["mechanism"]["name"] == "softmax" for layer in header["layers"])
-    silenced = run(session, "translator", changes=[{"layers": [3, 5], "silence": True}], source="La voiture rouge est rapide.")  # fmt: skip
+    blind = {"layers": [3, 5], "silence": True}
+    silenced = run(session, "translator", changes=[blind], source="La voiture rouge est rapide.")
     assert silenced[0][0]["tokens"] == header["tokens"]
     assert silenced[-1][0]["text"] != done["text"]
     other = run(session, "translator", source="Le chat dort.", target="The dog eats.")
@@ -510,7 +511,7 @@ def test_the_menu_begins_with_the_shipped_translator(tmp_path, monkeypatch):
     rg.save(explored.translator(), tmp_path / "runs/mine/model")
     monkeypatch.chdir(tmp_path)
     entries = {entry.name: entry for entry in catalog()}
-    assert list(entries)[0] == "translator"
+    assert next(iter(entries)) == "translator"
     assert entries["translator"].installed
     assert entries["runs/mine/model"].kind == "pair"
     assert entries["vision"].install == "regard train vision --out runs/vision"

@@ -212,7 +212,9 @@ BODIES = {
 }
 
 
-@pytest.mark.parametrize("name", ["run", "head", "scores", "row", "why", "top", "cost", "effects", "generate", "export"])
+@pytest.mark.parametrize(
+    "name", ["run", "head", "scores", "row", "why", "top", "cost", "effects", "generate", "export"]
+)
 @pytest.mark.parametrize("kind", BODIES)
 def test_a_broken_body_is_one_error(explorer, name, kind, capfd):
     content, reason = BODIES[kind]

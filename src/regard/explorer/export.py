@@ -18,7 +18,7 @@ from regard.core.files import write_text
 from regard.explorer.bundle import one_page
 from regard.explorer.codes import codes
 from regard.explorer.frames import frame, tensor_bytes
-from regard.explorer.snapshot import Snapshot, run_frames, run_header
+from regard.explorer.snapshot import Snapshot, done_header, layer_frame, run_header
 from regard.explorer.subject import Pair, Picture, Text
 
 CELLS = 1024
@@ -58,11 +58,14 @@ def check_target(path: str | Path) -> Path:
 
 
 def exported_frames(snapshot: Snapshot, full: bool = False) -> Iterator[bytes]:
-    """The frames of a run, then of each head its largest weights and, if `full`, the codes of all."""
-    first, *others = run_frames(snapshot)
-    del first
+    """The frames of a run, without its times, then of each head its largest weights and, if `full`, the codes of all.
+
+    The same pass gives the same bytes.
+    """
     yield frame({**run_header(snapshot), "input": _input(snapshot), "version": version("regard"), "full": full})
-    yield from others
+    for view in snapshot.layers:
+        yield layer_frame(snapshot, view)
+    yield frame(done_header(snapshot))
     for place, view in enumerate(snapshot.layers):
         visible = snapshot.visible(view)
         for head in range(view.heads):

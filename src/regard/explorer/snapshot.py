@@ -3,7 +3,7 @@
 import time
 from base64 import b64encode
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -46,7 +46,6 @@ class Snapshot:
     """The position of the first generated token."""
     seconds: float = 0.0
     """Of the pass."""
-    statistics_seconds: list[float] = field(default_factory=list)
 
     def layer(self, index: int) -> LayerView:
         """A layer by its number; ValueError if there is none."""
@@ -203,24 +202,11 @@ def _kept(subject: Subject, output: Output) -> Output:
 def run_frames(snapshot: Snapshot, check: Callable[[], None] = no_check) -> Iterator[bytes]:
     """What a page draws of a pass: what it is, each layer's thumbnails and labels, the output."""
     begun = time.perf_counter()
-    yield frame(run_header(snapshot))
+    yield frame({**run_header(snapshot), "seconds": snapshot.seconds})
     for view in snapshot.layers:
         check()
         yield layer_frame(snapshot, view)
-    seconds = time.perf_counter() - begun
-    snapshot.statistics_seconds.append(seconds)
-    position = snapshot.position
-    yield frame(
-        {
-            "type": "done",
-            "top": snapshot.top(position),
-            "position": position,
-            "divergence": snapshot.divergence(),
-            "distance": snapshot.distance(),
-            "text": snapshot.text,
-            "seconds": seconds,
-        }
-    )
+    yield frame({**done_header(snapshot), "seconds": time.perf_counter() - begun})
 
 
 def run_header(snapshot: Snapshot) -> dict[str, Any]:
@@ -242,7 +228,18 @@ def run_header(snapshot: Snapshot) -> dict[str, Any]:
         "changed": bool(snapshot.changes),
         "generated": snapshot.generated,
         "layers": described,
-        "seconds": snapshot.seconds,
+    }
+
+
+def done_header(snapshot: Snapshot) -> dict[str, Any]:
+    """The last frame of a pass: its output, and how far it is from the unchanged model's."""
+    return {
+        "type": "done",
+        "top": snapshot.top(snapshot.position),
+        "position": snapshot.position,
+        "divergence": snapshot.divergence(),
+        "distance": snapshot.distance(),
+        "text": snapshot.text,
     }
 
 
