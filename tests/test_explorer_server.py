@@ -178,9 +178,9 @@ def raw(explorer, content):
 
 
 def test_two_hosts_or_none_are_refused(explorer):
-    own = f"Host: 127.0.0.1:{explorer.place.port}\r\n".encode()
-    assert b" 200 " in raw(explorer, b"GET / HTTP/1.1\r\n" + own + b"\r\n")
-    for lines in (b"", own + b"Host: evil.example\r\n"):
+    host_line = f"Host: 127.0.0.1:{explorer.place.port}\r\n".encode()
+    assert b" 200 " in raw(explorer, b"GET / HTTP/1.1\r\n" + host_line + b"\r\n")
+    for lines in (b"", host_line + b"Host: evil.example\r\n"):
         for version in (b"1.0", b"1.1"):
             answer = raw(explorer, b"GET / HTTP/" + version + b"\r\n" + lines + b"\r\n")
             assert answer.split(b" ")[1] in (b"400", b"403")

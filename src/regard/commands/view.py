@@ -141,7 +141,8 @@ def _serve(
 ) -> None:
     with needed_for("the explorer"):
         from regard.explorer.catalog import catalog
-        from regard.explorer.server import Explorer, Place, listen, serving
+        from regard.explorer.guard import Place
+        from regard.explorer.server import Explorer, listen, serving
         from regard.explorer.session import Session
 
     opened = listen(host, port)
