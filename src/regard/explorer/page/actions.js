@@ -17,6 +17,10 @@ export function modelNamed(name) {
   return state.models.find((model) => model.name === name);
 }
 
+export function exampleOf(model) {
+  return model.kind === "image" ? { image: model.example?.image ?? state.pictures[0] ?? null } : { ...model.example };
+}
+
 export async function start(newSource) {
   source = newSource;
   state.live = source.live;
@@ -28,7 +32,7 @@ export async function start(newSource) {
   if (!model) throw new Error("No model is here. `regard models` says how to install one.");
   state.model = model.name;
   const filled = Object.values(state.input).some(Boolean);
-  if (!filled) state.input = { ...model.example };
+  if (!filled) state.input = exampleOf(model);
   redraw();
   await runModel(named);
 }
@@ -96,6 +100,20 @@ export function runModel(keepHead = false) {
   });
 }
 
+// A model by its path. What it reads is found by trying: the server's refusal names it.
+export async function openFolder(path) {
+  const text = modelNamed("smollm2")?.example.text ?? "The quick brown fox jumps over the lazy dog.";
+  const source = modelNamed("translator")?.example.source ?? text;
+  const kinds = [["text", { text }], ["pair", { source, target: null }], ["image", { image: state.pictures[0] ?? null }]];
+  state.models = state.models.filter((model) => model.name !== path);
+  for (const [kind, example] of kinds) {
+    const others = state.models.filter((model) => model.name !== path);
+    Object.assign(state, { models: [...others, { name: path, title: path, kind, installed: true, example }], model: path, input: { ...example } });
+    await runModel();
+    if (!/^(input|image): expected/.test(state.error)) return;
+  }
+}
+
 function openRun(keepHead, lock) {
   state.opened = true;
   const layers = state.base.layers;
@@ -109,15 +127,26 @@ function openRun(keepHead, lock) {
   redraw();
 }
 
+// What the run in `base` read: after a generation, the new tokens too.
+function inputOfBase() {
+  return state.base.input ?? state.base.info.input ?? state.input;
+}
+
+function generatedInput(run) {
+  if (run.info.kind === "pair") return { ...state.input, target: run.done?.text ?? null };
+  const more = run.info.tokens.slice(run.info.generated ?? run.info.tokens.length).join("");
+  return { text: (state.input.text ?? "") + more.replace(/[Ġ▁]/gu, " ").replaceAll("Ċ", "\n") };
+}
+
 async function runChanged(signal) {
-  const body = { model: state.model, input: state.base.info.input ?? state.input, changes: state.changes, twin: false };
+  const body = { model: state.model, input: inputOfBase(), changes: state.changes, twin: false };
   state.run = await collected(body, signal);
   redraw();
 }
 
 async function runOther(signal) {
   const { kind, value } = state.compare;
-  const body = { model: state.model, input: state.base.info.input ?? state.input, changes: [], twin: false };
+  const body = { model: state.model, input: inputOfBase(), changes: [], twin: false };
   state.other = null;
   if (kind === "before") state.other = state.base;
   else if (kind === "twin") state.other = await collected({ ...body, twin: true }, signal);
@@ -172,16 +201,16 @@ function sameScope(change, scope) {
 }
 
 // A change of the same kind in the same scope is replaced; `value` null takes it back.
-export function change(kind, value) {
+export function change(kind, value, more = {}) {
   const scope = scopeOf();
   const kept = state.changes.filter((each) => !(kind in each && sameScope(each, scope)));
-  if (value !== null) kept.push({ ...scope, [kind]: value });
+  if (value !== null) kept.push({ ...scope, [kind]: value, ...more });
   return applyChanges(kept);
 }
 
-export function changed(kind) {
+export function changed(kind, field = kind) {
   const scope = state.run ? scopeOf() : {};
-  return state.changes.find((each) => kind in each && sameScope(each, scope))?.[kind] ?? null;
+  return state.changes.find((each) => kind in each && sameScope(each, scope))?.[field] ?? null;
 }
 
 export function chooseHead(layer, head) {
@@ -212,7 +241,7 @@ export function lockTokens(rows, columns) {
 export function findEffects(twin) {
   return computing(twin ? "Silencing each head of the random twin" : "Silencing each head", async (signal) => {
     let run = state.run;
-    if (twin) run = await collected({ model: state.model, input: state.base.info.input ?? state.input, changes: [], twin: true }, signal);
+    if (twin) run = await collected({ model: state.model, input: inputOfBase(), changes: [], twin: true }, signal);
     let heads = null;
     await source.effects(run, (message) => {
       if (message.type === "progress") {
@@ -241,6 +270,7 @@ export function generateSteps(prefix = []) {
     }, signal);
     if (!run) return;
     run.prompt = state.base.prompt ?? state.base;
+    run.input = generatedInput(run);
     Object.assign(state, { run, base: run, changes: [], other: null, generated: run.info.generated ?? null, hover: null, locked: null, pair: null });
     if (steps.length) chooseStep(Math.max(0, prefix.length - 1));
   });
@@ -264,7 +294,7 @@ export function why(query, key, signal) {
 }
 
 export function cost(signal) {
-  return source.cost(state.run, state.layer, signal);
+  return source.cost(state.run, state.layer, typeof state.head === "number" ? state.head : 0, signal);
 }
 
 export function exportedPage(full) {

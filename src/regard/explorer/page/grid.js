@@ -62,8 +62,12 @@ function layoutByLayer(width, height, twin, byEffect) {
   const groups = layers[0].kv_heads && layers[0].kv_heads < layers[0].heads ? layers[0].kv_heads : 1;
   const gap = groups > 1 ? 5 : 0;
   const gutter = state.base.info.sources ? 46 : 22;
-  const parts = twin ? 2 : 1, between = twin ? 14 : 0;
-  const room = (width - gutter - between) / parts, top = HEADER + (twin ? 14 : 0);
+  const top = HEADER + (twin ? 14 : 0);
+  // The random twin stands below the model where both have room, else beside it.
+  const parts = twin ? 2 : 1, stacked = twin && (height / 2 - top) / layers.length >= 15;
+  const between = twin && !stacked ? 14 : 0;
+  if (stacked) height /= 2;
+  const room = (width - gutter - between) / (stacked ? 1 : parts);
   let shape = null;
   for (const lines of groups > 1 || byEffect ? [1] : [1, 2, 3]) {
     const across = Math.ceil(most / lines), space = lines > 1 ? 6 : 0;
@@ -75,17 +79,18 @@ function layoutByLayer(width, height, twin, byEffect) {
   const { lines, across, space, wide, high } = shape;
   const placed = [];
   for (let part = 0; part < parts; part++) {
-    const left = gutter + part * (wide * across + gap * (groups - 1) + between);
+    const left = gutter + (stacked ? 0 : part * (wide * across + gap * (groups - 1) + between));
+    const above = top + (stacked ? part * height : 0);
     for (const layer of layers) {
       const share = layer.heads / (layer.kv_heads && layer.kv_heads < layer.heads ? layer.kv_heads : layer.heads);
       for (let head = 0; head < layer.heads; head++) {
         const extra = groups > 1 && share > 1 ? Math.floor(head / share) * gap : 0;
-        const y = top + layer.position * (high * lines + space) + Math.floor(head / across) * high;
+        const y = above + layer.position * (high * lines + space) + Math.floor(head / across) * high;
         placed.push({ layer, head, part, numbered: lines > 1, x: left + (head % across) * wide + extra, y, wide, high });
       }
     }
   }
-  return { placed, shape, wide, high, step: high * lines + space, lines, most, groups, gap, top, gutter, headings: [] };
+  return { placed, shape, wide, high, below: stacked ? height : 0, step: high * lines + space, lines, most, groups, gap, top, gutter, headings: [] };
 }
 
 function layoutSorted(width, height) {
@@ -299,18 +304,27 @@ function rulers(context, layout, colours, twin, byEffect) {
   context.textBaseline = "middle";
   context.textAlign = "right";
   const every = Math.max(1, Math.ceil(11 / layout.step));
-  for (const layer of layers) {
-    if (layer.position % every === 0) context.fillText(layerName(layer), layout.gutter - 6, layout.top + layer.position * layout.step + (byEffect ? layout.high : layout.shape.side) / 2);
+  for (const down of layout.below ? [0, layout.below] : [0]) {
+    for (const layer of layers) {
+      if (layer.position % every) continue;
+      const y = down + layout.top + layer.position * layout.step + (byEffect ? layout.high : layout.shape.side) / 2;
+      context.fillText(layerName(layer), layout.gutter - 6, y);
+    }
   }
   context.textAlign = "center";
   const first = cells.filter((cell) => cell.layer.heads === layout.most && cell.layer === layers.find((layer) => layer.heads === layout.most));
+  if (twin) partNames(context, layout, colours, first);
   if (layout.groups > 1) return brackets(context, layout, colours, first);
   const skip = Math.max(1, Math.ceil(13 / layout.wide));
-  for (const cell of layout.lines > 1 ? [] : first) if (cell.head % skip === 0) context.fillText(String(cell.head), cell.x + layout.shape.side / 2, layout.top - 8);
-  if (!twin) return;
-  context.textAlign = "left";
+  for (const cell of layout.lines > 1 ? [] : first) if (cell.head % skip === 0) context.fillText(String(cell.head), cell.x + layout.wide / 2 - 1, cell.y - 8);
+}
+
+function partNames(context, layout, colours, first) {
   context.fillStyle = colours.ink;
-  for (const cell of first) if (cell.head === 0) context.fillText(cell.part ? "random twin" : "this model", cell.x, 6);
+  context.textAlign = "left";
+  for (const cell of first) if (cell.head === 0) context.fillText(cell.part ? "random twin" : "this model", cell.x, cell.y - layout.top + 6);
+  context.fillStyle = colours.quiet;
+  context.textAlign = "center";
 }
 
 function brackets(context, layout, colours, first) {
@@ -318,14 +332,14 @@ function brackets(context, layout, colours, first) {
   context.strokeStyle = colours.quiet;
   context.lineWidth = 1;
   for (let group = 0; group < first.length / share; group++) {
-    const [left, right] = [first[group * share].x, first[(group + 1) * share - 1].x + layout.wide - 3];
+    const { x: left, y: top } = first[group * share], right = first[(group + 1) * share - 1].x + layout.wide - 3;
     context.beginPath();
-    context.moveTo(left, layout.top - 2);
-    context.lineTo(left, layout.top - 5);
-    context.lineTo(right, layout.top - 5);
-    context.lineTo(right, layout.top - 2);
+    context.moveTo(left, top - 2);
+    context.lineTo(left, top - 5);
+    context.lineTo(right, top - 5);
+    context.lineTo(right, top - 2);
     context.stroke();
-    context.fillText(right - left > 40 ? `keys ${group % layout.groups}` : String(group % layout.groups), (left + right) / 2, layout.top - 11);
+    context.fillText(right - left > 40 ? `keys ${group % layout.groups}` : String(group % layout.groups), (left + right) / 2, top - 11);
   }
 }
 

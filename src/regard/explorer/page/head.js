@@ -29,7 +29,8 @@ export function isPair(view) {
 
 function kindsShown(run) {
   if (state.view === "both") return ["lines", "matrix"];
-  return state.view === "picture" && run.info.kind !== "image" ? ["matrix"] : [state.view];
+  if (state.view !== "picture") return [state.view];
+  return run.info.kind === "image" && run.info.grid ? ["picture", "matrix"] : ["matrix"];
 }
 
 function surfaceFor(kind, index) {
@@ -141,7 +142,7 @@ export function drawHead() {
   render(html`
     <div class="heading">${title(place)}<span class="push"></span>${saves()}</div>
     <div class="tools" role="toolbar" aria-label="What is shown">${heads(place)}${tools(place, picture)}</div>
-    <div class=${`panes ${shown.length > 1 ? "two" : "one"} ${kinds.length > 1 ? "both" : "single"} ${place.rows > 80 ? "lengthy" : ""}`}>
+    <div class=${`panes ${shown.length > 1 ? "two" : "one"} ${kinds.length > 1 ? "both" : "single"} ${kinds[0] === "picture" ? "pictured" : place.rows > 80 ? "lengthy" : ""}`}>
       ${shown.map((pane, index) => html`${pane.title ? html`<div class="panetitle" data-pane=${index}>${pane.title}</div>` : nothing}`)}
       ${(shown.length > 1 ? [...kinds].reverse() : kinds).map((kind) => shown.map((_, index) => html`<div class=${`pane ${kind}`}>${surfaceFor(kind, index).element}</div>`))}
     </div>
@@ -174,7 +175,7 @@ function heads(place) {
     <button id="previous" title="The head before ( [ )" aria-label="Previous head" @click=${() => stepHead(-1)}>‹</button>
     <button id="next" title="The next head ( ] )" aria-label="Next head" @click=${() => stepHead(1)}>›</button>
     ${place.heads > 1 ? html`${other("mean", "mean", "Mean over the heads of this layer")}${other("max", "max", "Maximum over the heads of this layer")}` : nothing}
-    ${state.live && place.kind === "self" ? other("rollout", "rollout", "Attention followed through all layers (Abnar and Zuidema 2020)") : nothing}
+    ${state.live && place.kind === "self" && (!state.run.info.sources || place.side === "encoder") ? other("rollout", "rollout", "Attention followed through all layers (Abnar and Zuidema 2020)") : nothing}
   </span>`;
 }
 
@@ -209,7 +210,7 @@ function tools(place, picture) {
   const pieces = !picture && new Set((info.words ?? []).filter((word) => word !== null)).size < (info.words ?? []).filter((word) => word !== null).length;
   const special = (info.special ?? []).some(Boolean) || (info.source_special ?? []).some(Boolean);
   return html`
-    <span class="group" role="group" aria-label="View">${picture ? view("picture", "picture") : nothing}${view("both", "both")}${view("lines", "lines")}${view("matrix", "matrix")}</span>
+    <span class="group" role="group" aria-label="View">${picture ? view("picture", "picture") : nothing}${view("both", picture ? "lines + matrix" : "both")}${view("lines", "lines")}${view("matrix", "matrix")}</span>
     <span class="push"></span>${lockButton()}<i class="break"></i>
     ${check("words", "whole words", "Merge word pieces: the sum over a word's keys, the mean over its queries", pieces || (info.source_words && !picture))}
     ${check("special", "hide special", "Leave out special tokens such as [CLS] and </s>; weights are not rescaled", special)}

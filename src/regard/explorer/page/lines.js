@@ -8,7 +8,7 @@ const TALLEST = 34, LEGIBLE = 11, MOST_LINES = 3000, DENSE = 200, FAINTEST = 0.0
 
 export function layoutLines(context, width, height, view) {
   context.font = `12px ${FONT}`;
-  const room = Math.min(150, width * (width < 260 ? 0.24 : 0.3));
+  const room = Math.min(150, width * (width < 300 ? 0.22 : 0.3));
   const widest = (groups) => groups.slice(0, 400).reduce((most, group) => Math.max(most, context.measureText(group.text).width), 0);
   const left = Math.min(room, widest(view.rowGroups)) + EDGE + 6;
   const right = Math.min(room, widest(view.columnGroups)) + EDGE + 40;
@@ -182,7 +182,7 @@ export function drawLinesFocus(context, layout, view, colours, focus) {
   context.globalAlpha = 1;
   partners(context, layout, view, colours, byRow ? "column" : "row", sums, most);
   for (const row of focus.rows) plate(context, layout, view, colours, "row", row, colours.accent, colours.ground, "");
-  for (const column of focus.columns) plate(context, layout, view, colours, "column", column, colours.accent, colours.ground, shortNumber(byRow ? sums[column] : 0, 2));
+  for (const column of focus.columns) plate(context, layout, view, colours, "column", column, colours.accent, colours.ground, byRow ? shortNumber(sums[column], 2) : "");
 }
 
 // The strongest partners, on plates coloured by their weight, with their numbers; those that would touch are left out.

@@ -59,7 +59,7 @@ export class LiveSource {
   }
 
   top(run, position) { return this.#json("top", { run: run.id, position }); }
-  cost(run, position, signal) { return this.#json("cost", place(run, position), signal); }
+  cost(run, position, head, signal) { return this.#json("cost", { ...place(run, position), head }, signal); }
   async head(run, position, head) { return weightsOf(await this.#frame("head", { ...place(run, position), head })); }
   async rollout(run) { return weightsOf(await this.#frame("rollout", { run: run.id })); }
 

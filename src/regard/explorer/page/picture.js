@@ -1,8 +1,9 @@
 // A picture with its patches: what the chosen patch attends to, laid over the picture.
 
-import { FONT } from "./surface.js";
+import { FONT, fitted } from "./surface.js";
 import { sumOfRows, largestOf } from "./tables.js";
 
+const TINT = "#3b9cf0"; // is seen on black, on white and on grey
 const images = new Map();
 
 // The image of a run once it is decoded; null until then.
@@ -23,7 +24,7 @@ export function layoutPicture(context, width, height, view) {
   const [down, across] = view.run.info.grid ?? [1, view.columns];
   const first = view.run.info.class_token ? 1 : 0;
   const cell = Math.min((width - 32) / across, (height - 78) / down);
-  const box = { x: (width - cell * across) / 2, y: 34, width: cell * across, height: cell * down };
+  const box = { x: (width - cell * across) / 2, y: Math.max(34, (height - cell * down) / 2 - 10), width: cell * across, height: cell * down };
   const classBox = first ? { x: box.x, y: box.y + box.height + 10, width: 92, height: 24 } : null;
   return { width, height, down, across, first, cell, box, classBox };
 }
@@ -59,9 +60,9 @@ export function drawPictureFocus(context, layout, view, colours, focus) {
   const most = largestOf(layout.first ? sums.subarray(1) : sums) || 1;
   for (let index = layout.first; index < view.columns; index++) {
     const [x, y] = patchBox(layout, index);
-    context.fillStyle = "#10151b";
-    context.globalAlpha = 0.72 * (1 - Math.sqrt(Math.abs(sums[index]) / most));
-    context.fillRect(x, y, layout.cell + 0.5, layout.cell + 0.5);
+    context.fillStyle = TINT;
+    context.globalAlpha = 0.85 * Math.sqrt(Math.abs(sums[index]) / most);
+    context.fillRect(x, y, layout.cell, layout.cell);
   }
   context.globalAlpha = 1;
   context.strokeStyle = colours.accent;
@@ -80,7 +81,7 @@ function pictureCaption(context, layout, view, colours, focus, sums, count) {
   context.textBaseline = "middle";
   context.fillStyle = colours.quiet;
   const who = focus?.rows.length ? focus.rows.map((row) => view.rowGroups[row].text).join(" + ") : "all queries, on average";
-  context.fillText(`bright: attended to by ${who}`, layout.box.x, 18);
+  context.fillText(fitted(context, `blue: attended to by ${who}`, layout.width - layout.box.x), layout.box.x, layout.box.y - 14);
   const { classBox } = layout;
   if (!classBox) return;
   const chosen = focus?.rows.includes(0);

@@ -96,15 +96,15 @@ export function headScores(run, layer, head) {
 
 // What the thumbnail tells about a head, shown until its exact weights have come.
 export function previewTable(run, layer, head) {
-  const { rows, columns, size, codes, loaded } = run.layers[layer];
+  const { rows, columns, size, codes, loaded, pool } = run.layers[layer];
   if (!loaded || typeof head !== "number") return null;
   const [high, wide] = size;
   const weights = new Float32Array(rows * columns);
   const visible = new Uint8Array(rows * columns);
   for (let row = 0, i = 0; row < rows; row++) {
-    const from = head * high * wide + Math.floor((row * high) / rows) * wide;
+    const from = head * high * wide + Math.floor(row / pool[0]) * wide;
     for (let column = 0; column < columns; column++, i++) {
-      const code = codes[from + Math.floor((column * wide) / columns)];
+      const code = codes[from + Math.floor(column / pool[1])];
       visible[i] = code === MASKED ? 0 : 1;
       if (visible[i]) weights[i] = weightOfCode(code);
     }

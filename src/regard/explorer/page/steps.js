@@ -1,6 +1,6 @@
 // The bottom: a generation step by step, with the alternatives of each; choosing one goes on from there.
 
-import { html, render, nothing } from "./vendor/lit-html.js";
+import { html, render } from "./vendor/lit-html.js";
 import { state, redraw } from "./store.js";
 import { generateSteps, chooseStep } from "./actions.js";
 import { readable } from "./tokens.js";
@@ -37,7 +37,6 @@ function column(step, index) {
   return html`<div class=${`step ${chosen ? "chosen" : ""}`} role="listitem">
     <button class="token" data-step=${index} aria-pressed=${chosen} title="Show what this step attended to" @click=${() => chooseStep(index)}><bdi>${readable(step.token)}</bdi><span class="quiet">${roundPercent(step.probability)}</span></button>
     ${(step.alternatives ?? []).filter((other) => other.id !== step.id).slice(0, 4).map((other) => html`<button class="other" data-alternative=${other.id} title=${`Go on from here with “${readable(other.token)}”`} ?disabled=${Boolean(state.busy)} @click=${() => goOn(index, other)}><bdi>${readable(other.token)}</bdi><span class="quiet">${roundPercent(other.probability)}</span></button>`)}
-    ${(step.alternatives ?? []).length ? nothing : html`<span class="quiet">forced</span>`}
   </div>`;
 }
 

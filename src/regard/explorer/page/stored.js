@@ -55,17 +55,18 @@ export class StoredSource {
   }
 
   #headOf(run, layer, head) {
-    const { rows, columns, size, codes, causal } = run.layers[layer];
+    const { rows, columns, size, codes, causal, pool } = run.layers[layer];
     const weights = new Float32Array(rows * columns);
     const visible = new Uint8Array(rows * columns).fill(1);
     const exact = new Uint8Array(rows * columns);
     const full = this.codes.get(`${layer}:${head}`)?.data;
     const [high, wide] = full ? [rows, columns] : size;
+    const [down, across] = full ? [1, 1] : pool;
     const levels = full ?? codes.subarray(head * high * wide, (head + 1) * high * wide);
     for (let row = 0, i = 0; row < rows; row++) {
-      const from = Math.floor((row * high) / rows) * wide;
+      const from = Math.floor(row / down) * wide;
       for (let column = 0; column < columns; column++, i++) {
-        const code = levels[from + Math.floor((column * wide) / columns)];
+        const code = levels[from + Math.floor(column / across)];
         if (code === MASKED || (causal && column > row + columns - rows)) visible[i] = 0;
         else weights[i] = weightOfCode(code);
       }

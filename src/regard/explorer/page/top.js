@@ -2,10 +2,11 @@
 
 import { html, render, nothing } from "./vendor/lit-html.js";
 import { state, redraw } from "./store.js";
-import { runModel, compareWith, modelNamed, cancel } from "./actions.js";
+import { runModel, openFolder, compareWith, modelNamed, exampleOf, cancel } from "./actions.js";
 import { isDark } from "./colours.js";
 import { showHelp } from "./help.js";
 
+const FOLDER = "…folder";
 const MOST_PICTURE = 6e6; // bytes of a picture file
 
 export function drawTop() {
@@ -15,7 +16,7 @@ export function drawTop() {
   render(html`
     <form class="bar" @submit=${submitted}>
       <a class="brand" href="#" aria-label="Regard" @click=${(event) => event.preventDefault()}><svg viewBox="0 0 16 16" width="20" height="20" aria-hidden="true"><path d="M1 8q7-9 14 0q-7 9-14 0z" fill="none" stroke="currentColor" stroke-width="1.4"/><circle cx="8" cy="8" r="2.6" class="pupil"/></svg>Regard</a>
-      ${state.live ? html`<select id="menu" aria-label="Model" title="Which model reads the text" @change=${chosen}>${state.models.map((each) => html`<option value=${each.name} ?selected=${each.name === state.model}>${each.title}${each.installed ? "" : " (not installed)"}</option>`)}</select>` : html`<span class="saved">${model?.title ?? state.model}</span>`}
+      ${state.live ? html`<select id="menu" aria-label="Model" title="Which model reads the text" @change=${chosen}>${state.models.map((each) => html`<option value=${each.name} ?selected=${each.name === state.model}>${each.title}${each.installed ? "" : " (not installed)"}</option>`)}<option value=${FOLDER}>a folder…</option></select>${state.asksFolder ? html`<input id="folder" type="text" spellcheck="false" aria-label="Path of a checkpoint" placeholder="folder or .gguf file, then Enter" @keydown=${folderNamed}>` : nothing}` : html`<span class="saved">${model?.title ?? state.model}</span>`}
       ${inputs(model)}
       ${state.live ? html`<button id="run" class="primary" type="submit" ?disabled=${model && !model.installed} title="Run the model (Enter)">Run</button>${compare()}` : html`<span class="note">A saved page. To run models: <code>regard view</code></span>`}
       <button id="theme" type="button" class="icon" aria-label=${isDark(state.theme) ? "Light colours" : "Dark colours"} title="Light or dark" @click=${switchTheme}>${isDark(state.theme) ? "☀" : "☾"}</button>
@@ -74,10 +75,27 @@ function submitted(event) {
   runModel();
 }
 
+function folderNamed(event) {
+  if (event.key === "Escape") state.asksFolder = false;
+  else if (event.key === "Enter" && event.target.value.trim()) {
+    event.preventDefault();
+    state.asksFolder = false;
+    openFolder(event.target.value.trim());
+  } else return;
+  redraw("top");
+}
+
 function chosen(event) {
+  state.asksFolder = event.target.value === FOLDER;
+  if (state.asksFolder) {
+    event.target.value = state.model;
+    redraw("top");
+    setTimeout(() => document.getElementById("folder")?.focus(), 50);
+    return;
+  }
   state.model = event.target.value;
   const model = modelNamed(state.model);
-  state.input = { ...model.example };
+  state.input = exampleOf(model);
   if (state.compare.kind !== "twin") state.compare = { kind: "none", value: "" };
   redraw("top");
   if (model.installed) runModel();

@@ -56,7 +56,7 @@ export function drawWhatif() {
     ${dial(single)}
     <div class="row"><select id="mechanism" aria-label="Another mechanism" title="The same q, k and v through another mechanism" @change=${swapped}>
       <option value="" ?selected=${!changed("mechanism")}>the model’s own mechanism</option>
-      ${state.mechanisms.filter(fitting).map((mechanism) => html`<option value=${mechanism.name} ?selected=${changed("mechanism") === mechanism.name} title=${mechanism.formula ?? ""}>${mechanism.title}</option>`)}</select></div>
+      ${state.mechanisms.filter(fitting).map((mechanism) => html`<option value=${mechanism.name} ?selected=${changed("mechanism") === mechanism.name} title=${mechanism.formula ?? ""}>${mechanism.title}</option>`)}</select>${windowBox()}</div>
     <div class="row buttons">${toggle("silence", "silence", "The output of these heads becomes 0")}${toggle("mean", "mean", "Each query gets the mean of the output over all tokens")}${hide()}</div>
     ${chips()}${output()}`, element);
 }
@@ -82,7 +82,13 @@ function dial(single) {
 async function swapped(event) {
   const name = event.target.value || null;
   if (name && state.compare.kind === "none") state.compare = { kind: "before", value: "" };
-  await change("mechanism", name);
+  await change("mechanism", name, name === "window" ? { window: 4 } : {});
+}
+
+// How far softmax within a window looks.
+function windowBox() {
+  if (changed("mechanism") !== "window") return nothing;
+  return html`<label class="quiet">± <input id="window" type="number" min="0" max="9999" .value=${String(changed("mechanism", "window") ?? 8)} aria-label="Tokens on each side" title="How many tokens away a key may be" @change=${(event) => change("mechanism", "window", { window: Math.max(0, Math.round(Number(event.target.value)) || 0) })}></label>`;
 }
 
 function toggle(kind, words, hint) {
@@ -112,7 +118,7 @@ function changeWords(each) {
   const layer = each.layers ? state.base.layers.find((candidate) => candidate.index === each.layers[0]) : null;
   const where = !layer ? "all heads" : describeHead(layer, each.heads ? each.heads[0] : "all").replace(/, head all$/, "");
   if ("beta" in each) return `β ${each.beta === "inf" ? "∞" : exactNumber(Number(each.beta.toPrecision(3)))} · ${where}`;
-  if ("mechanism" in each) return `${mechanismTitle(each.mechanism)} · ${where}`;
+  if ("mechanism" in each) return `${mechanismTitle(each.mechanism)}${"window" in each ? ` ± ${each.window}` : ""} · ${where}`;
   if ("hide" in each) {
     const names = layer ? axisOf(state.base, layer.position, "keys").names : state.base.info.tokens;
     return `hidden: ${each.hide.map((position) => readable(names[position] ?? String(position))).join(", ")} · ${where}`;
