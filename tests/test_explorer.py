@@ -372,6 +372,28 @@ def test_generation_is_greedy_and_its_rows_are_its_attention():
         session.generate(name, 4, (99,), parts.append)
 
 
+def test_a_run_of_another_takes_its_tokens():
+    session = session_of(model=explored.decoder())
+    name = run(session, text="a b c")[0][0]["run"]
+    parts = []
+    session.generate(name, 3, (), parts.append)
+    generated = next(header for header, _ in read_frames(b"".join(parts)) if header["type"] == "run")
+    again = frames_of(session.run, run_request({"of": generated["run"], "changes": [{"beta": 0}], "twin": True}))
+    header, done = again[0][0], again[-1][0]
+    assert (header["ids"], header["generated"], header["twin"]) == (generated["ids"], 3, True)
+    assert done["divergence"] > 0
+    trained = frames_of(session.run, run_request({"of": header["run"]}))
+    assert not trained[0][0]["twin"]
+    model = session.snapshot(trained[0][0]["run"]).subject.model
+    assert model is session.shown_models["model"]
+    with torch.no_grad():
+        logits = model(torch.tensor([header["ids"]]))[0]
+    assert torch.equal(session.snapshot(trained[0][0]["run"]).output.logits, logits)
+    random = []
+    session.generate(header["run"], 2, (), random.append)
+    assert next(header for header, _ in read_frames(b"".join(random)) if header["type"] == "run")["twin"]
+
+
 def test_generation_of_a_translator():
     session = Session()
     name = run(session, "translator", source="Le chat dort.")[0][0]["run"]

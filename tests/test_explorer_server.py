@@ -1,5 +1,6 @@
 """The explorer's server on a real socket: what it answers, whom it refuses, and that it lives on."""
 
+import gzip
 import json
 import socket
 import threading
@@ -18,7 +19,7 @@ pytest.importorskip("uvicorn")
 from regard.explorer.catalog import catalog
 from regard.explorer.frames import read_frames
 from regard.explorer.guard import Place, is_loopback
-from regard.explorer.server import Explorer, listen, serving
+from regard.explorer.server import PAGE, Explorer, listen, serving
 from regard.explorer.session import Session
 
 TEXT = {"model": "model", "input": {"text": "a b c"}}
@@ -112,6 +113,16 @@ def test_the_page_has_the_token_and_may_load_nothing_from_elsewhere(explorer):
         "text/javascript; charset=utf-8",
     )
     assert headers["content-security-policy"] == policy
+
+
+def test_the_page_is_sent_compressed_where_a_browser_takes_it(explorer):
+    for path in ("/", "/page/main.js", "/page/style.css", "/page/vendor/uplot.js"):
+        plain = ask(explorer, path, method="GET")[2]
+        _, headers, content = ask(explorer, path, method="GET", headers={"Accept-Encoding": "gzip, br"})
+        assert headers["content-encoding"] == "gzip"
+        assert gzip.decompress(content) == plain
+    files = [file for file in PAGE.rglob("*.*") if file.suffix in (".js", ".css", ".html")]
+    assert sum(len(gzip.compress(file.read_bytes())) for file in files) <= 150_000
 
 
 def test_every_call_answers(explorer):

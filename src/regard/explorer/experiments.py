@@ -69,7 +69,7 @@ def generate_steps(
 ) -> tuple[Subject, int]:
     """Generate greedily after a snapshot's prompt and forced tokens, with its changes: a frame for each new token.
 
-    Gives the prompt with all new tokens, and the position of the first of them.
+    Gives the unchanged model with the prompt and all new tokens, and the position of the first of them.
     """
     subject = snapshot.subject
     model = _generative(subject)
@@ -100,7 +100,8 @@ def generate_steps(
             hidden, state = model.advance(torch.tensor([[token]], device=model.device), state)
             logits = model.predict(hidden)[:, -1]
     # The last token is shown, too, where the context has room for its row.
-    return check_size(of_ids(subject.name, model, [*begin, *new][: model.context_length], source)), len(begin)
+    whole = of_ids(subject.name, _generative(snapshot.origin), [*begin, *new][: model.context_length], source)
+    return check_size(whole), len(begin)
 
 
 def _generative(subject: Subject) -> GenerativeModel:

@@ -19,7 +19,6 @@ from regard.explorer.bundle import one_page
 from regard.explorer.codes import codes
 from regard.explorer.frames import frame, tensor_bytes
 from regard.explorer.snapshot import Snapshot, done_header, layer_frame, run_header
-from regard.explorer.subject import Pair, Picture, Text
 
 CELLS = 1024
 """Weights of a head that are stored as they are, at least one in each row."""
@@ -62,7 +61,7 @@ def exported_frames(snapshot: Snapshot, full: bool = False) -> Iterator[bytes]:
 
     The same pass gives the same bytes.
     """
-    yield frame({**run_header(snapshot), "input": _input(snapshot), "version": version("regard"), "full": full})
+    yield frame({**run_header(snapshot), "version": version("regard"), "full": full})
     for view in snapshot.layers:
         yield layer_frame(snapshot, view)
     yield frame(done_header(snapshot))
@@ -97,13 +96,3 @@ def largest(weights: Float[Tensor, "T S"], visible: Bool[Tensor, "T S"] | None =
     cells[..., 1] = chosen.indices.cpu().to(torch.int16)
     cells[..., 2:] = values.cpu().view(torch.int16).unflatten(-1, (count, 2))
     return tensor_bytes(cells[(chosen.values >= 0).cpu()])
-
-
-def _input(snapshot: Snapshot) -> dict[str, Any] | None:
-    """What the model read, as the page's text boxes show it."""
-    chosen = snapshot.subject.chosen
-    if isinstance(chosen, Text):
-        return {"text": chosen.text}
-    if isinstance(chosen, Pair):
-        return {"source": chosen.source, "target": chosen.target}
-    return {"image": None} if isinstance(chosen, Picture) else None

@@ -137,7 +137,7 @@ def of_trace(trace: Trace, sequence: int = 0) -> Snapshot:
     )
     nothing = Output(values=torch.zeros(0, 0), logits=None)
     views = tuple(layer_views(alone.layers, {}, crossing))
-    return Snapshot(name="1", subject=subject, trace=alone, layers=views, output=nothing)
+    return Snapshot(name="1", subject=subject, origin=subject, trace=alone, layers=views, output=nothing)
 
 
 def _side(tokens: list[list[str]] | None, count: int) -> Side:

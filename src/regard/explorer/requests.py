@@ -4,7 +4,7 @@ import base64
 import binascii
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from regard.core.mechanisms import named
@@ -26,9 +26,11 @@ DEFAULT_WINDOW = 8
 class RunRequest:
     """A pass of a model."""
 
-    model: str
-    chosen: "Input | str"
+    model: str = ""
+    chosen: "Input | str" = ""
     """What the model reads; a string is the name of a built-in picture."""
+    origin: str | None = None
+    """Another run, whose model and tokens are taken instead."""
     changes: tuple[HeadChange, ...] = ()
     twin: bool = False
     lane: str = ""
@@ -105,13 +107,14 @@ def run_request(body: Mapping[str, Any]) -> RunRequest:
     listed = body.get("changes") or []
     if not isinstance(listed, list) or len(listed) > MOST_CHANGES:
         raise ValueError(f"changes: expected a list of at most {MOST_CHANGES}, got {listed!r:.40}")
-    return RunRequest(
-        model=text_of(body, "model", most=4096),
-        chosen=input_of(body.get("input")),
+    request = RunRequest(
         changes=tuple(change_of(change) for change in listed),
         twin=flag_of(body, "twin"),
         lane=text_of(body, "lane", most=64) if body.get("lane") is not None else "",
     )
+    if body.get("of") is not None:
+        return replace(request, origin=text_of(body, "of", most=64))
+    return replace(request, model=text_of(body, "model", most=4096), chosen=input_of(body.get("input")))
 
 
 def input_of(value: object) -> "Input | str":

@@ -7,6 +7,7 @@ when nobody waits for its answer any more.
 """
 
 import asyncio
+import gzip
 import hmac
 import secrets
 import socket
@@ -14,6 +15,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from html import escape
 from importlib.metadata import version
 from pathlib import Path
@@ -113,7 +115,7 @@ class Explorer:
             return refusal(403, "token: expected the address that `regard view` printed, got another")
         page = (PAGE / "index.html").read_text(encoding="utf-8")
         page = page.replace(TOKEN_MARK, f'<meta name="regard-token" content="{escape(self.token)}">')
-        response = Response(page, media_type="text/html")
+        response = packed(request, page.encode(), KINDS[".html"])
         if not self.place.loopback:
             response.set_cookie(COOKIE, self.token, httponly=True, samesite="strict")
         return response
@@ -128,7 +130,7 @@ class Explorer:
             inside = False
         if not inside:
             return refusal(404, "page: expected a file of the page, got another")
-        return Response(file.read_bytes(), headers={"Content-Type": KINDS[file.suffix]})
+        return packed(request, file.read_bytes(), KINDS[file.suffix])
 
     def _is_token(self, token: str) -> bool:
         return hmac.compare_digest(token.encode(), self.token.encode())
@@ -241,6 +243,19 @@ class Explorer:
         """The likeliest tokens at a position."""
         position = asked.number_of(body, "position")
         return {"position": position, "top": self.session.snapshot(body.get("run")).top(position)}
+
+
+def packed(request: Request, content: bytes, kind: str) -> Response:
+    """A file of the page, compressed where the browser takes that."""
+    headers = {"Content-Type": kind, "Vary": "Accept-Encoding"}
+    if "gzip" not in request.headers.get("Accept-Encoding", ""):
+        return Response(content, headers=headers)
+    return Response(_compressed(content), headers={**headers, "Content-Encoding": "gzip"})
+
+
+@lru_cache(maxsize=128)
+def _compressed(content: bytes) -> bytes:
+    return gzip.compress(content, mtime=0)
 
 
 def _head(body: dict[str, Any]) -> int | str:

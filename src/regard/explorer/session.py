@@ -109,8 +109,13 @@ class Session:
 
     def run(self, request: RunRequest, emit: Emit, check: Check = no_check) -> None:
         """A pass, changed or not: its frames."""
-        subject = self.subject(request.model, request.chosen)
-        self.show(self.taken(subject, request.changes, twin=request.twin, check=check), emit, check)
+        more: dict[str, Any] = {}
+        if request.origin is None:
+            subject = self.subject(request.model, request.chosen)
+        else:
+            before = self.snapshot(request.origin)
+            subject, more = before.origin, {"generated": before.generated}
+        self.show(self.taken(subject, request.changes, twin=request.twin, check=check, **more), emit, check)
 
     def show(self, snapshot: Snapshot, emit: Emit, check: Check = no_check) -> None:
         """Keep a snapshot, and emit its frames."""
@@ -134,13 +139,13 @@ class Session:
             base, position = unchanged.output, unchanged.position
             views = unchanged.layers
             changes = with_windows(changes, [(v.traced.index, v.traced.kind, v.mechanism) for v in views])
-        if twin:
-            subject = replace(subject, model=self._twin(subject))
-        text = _text(subject, changes)
+        run = replace(subject, model=self._twin(subject)) if twin else subject
+        text = _text(run, changes)
         return take(
             str(next(self._numbers)),
-            subject,
+            run,
             changes,
+            origin=subject,
             base=base,
             position=position,
             check=check,
@@ -170,7 +175,8 @@ class Session:
         """New tokens after a snapshot's prompt, step by step, and then a pass over all of them."""
         before = self.snapshot(name)
         subject, first = generate_steps(before, steps, prefix, emit, check)
-        self.show(self.taken(subject, before.changes, check=check, twin=False, generated=first), emit, check)
+        snapshot = self.taken(subject, before.changes, twin=before.twin, check=check, generated=first)
+        self.show(snapshot, emit, check)
 
     def cost(self, name: object, layer: int, head: int = 0) -> dict[str, Any]:
         """What a head costs over the length."""

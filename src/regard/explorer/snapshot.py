@@ -10,13 +10,25 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from regard.checkpoints.tokenizer import Tokenizer
 from regard.core.families.mechanism import Mechanism
 from regard.explorer.changes import HeadChange, WindowedSoftmax, changed, changed_mechanism, hidden_keys
 from regard.explorer.codes import pool_size, thumbnails
 from regard.explorer.frames import frame, tensor_bytes
 from regard.explorer.layers import LayerView, layer_views, no_check, watched
-from regard.explorer.subject import Output, Side, Subject, output_names, read_output, shown_position
+from regard.explorer.subject import (
+    Output,
+    Pair,
+    Picture,
+    Side,
+    Subject,
+    Text,
+    output_names,
+    read_output,
+    shown_position,
+)
 from regard.inference.trace import Trace, trace
+from regard.models.base import GenerativeModel
 
 TOP = 5
 """How many of the likeliest tokens are shown."""
@@ -31,6 +43,8 @@ class Snapshot:
     name: str
     """By which a page refers to it."""
     subject: Subject
+    origin: Subject
+    """The same with the trained model, if this is its random twin."""
     changes: tuple[HeadChange, ...] = ()
     trace: Trace
     layers: tuple[LayerView, ...]
@@ -149,6 +163,7 @@ def take(
     subject: Subject,
     changes: Sequence[HeadChange] = (),
     *,
+    origin: Subject | None = None,
     base: Output | None = None,
     position: int | None = None,
     check: Callable[[], None] = no_check,
@@ -180,6 +195,7 @@ def take(
     return Snapshot(
         name=name,
         subject=subject,
+        origin=origin or subject,
         changes=tuple(changes),
         trace=recorded,
         layers=tuple(layer_views(recorded.layers, runs, subject.sources is not None)),
@@ -224,6 +240,9 @@ def run_header(snapshot: Snapshot) -> dict[str, Any]:
         "grid": subject.grid,
         "class_token": subject.class_token,
         "picture": picture,
+        "input": input_json(subject),
+        "written": subject_text(subject) if subject.sources is not None else None,
+        "generates": isinstance(subject.model, GenerativeModel),
         "twin": snapshot.twin,
         "changed": bool(snapshot.changes),
         "generated": snapshot.generated,
@@ -241,6 +260,26 @@ def done_header(snapshot: Snapshot) -> dict[str, Any]:
         "distance": snapshot.distance(),
         "text": snapshot.text,
     }
+
+
+def input_json(subject: Subject) -> dict[str, Any] | None:
+    """What the model was asked to read, as the body of a run has it; of a picture its pixels are apart."""
+    chosen = subject.chosen
+    if isinstance(chosen, Text):
+        return {"text": chosen.text}
+    if isinstance(chosen, Pair):
+        return {"source": chosen.source, "target": chosen.target}
+    if isinstance(chosen, Picture):
+        return {"image": None}
+    if subject.sources is None:
+        return {"text": subject_text(subject)}
+    return {"source": subject_text(subject, subject.sources), "target": subject_text(subject)}
+
+
+def subject_text(subject: Subject, side: Side | None = None) -> str | None:
+    """The tokens of a sequence as a text, if the model has a tokenizer of ours."""
+    tokenizer = getattr(subject.model, "tokenizer", None)
+    return tokenizer.decode((side or subject.tokens).ids) if isinstance(tokenizer, Tokenizer) else None
 
 
 def _layer_json(snapshot: Snapshot, view: LayerView) -> dict[str, Any]:
