@@ -55,8 +55,7 @@ def view(
 ) -> None:
     """Explore a model's attention in a browser: every layer and head, why it attends, and what if it did not.
 
-    The page runs on this machine alone and loads nothing from elsewhere. With --export it is one file that needs
-    neither a server nor a network.
+    The page stays on this machine and loads nothing from elsewhere; --export writes it as one file, without a server.
     """
     _check_inputs(text, image, pair, export, full)
     from regard.core.mechanisms.text import lookup
@@ -108,11 +107,15 @@ def _export(name: str, chosen: "Input | None", path: Path, full: bool, mechanism
     from regard.explorer.catalog import catalog, load_model
     from regard.explorer.export import export
     from regard.explorer.limits import check_size
+    from regard.explorer.pictures import picture_by_name, picture_names
     from regard.explorer.session import Session
     from regard.explorer.subject import subject_of
 
     if chosen is None:
-        chosen = next((entry.example for entry in catalog([name]) if entry.name == name), None)
+        entry = next((entry for entry in catalog([name]) if entry.name == name), None)
+        chosen = None if entry is None else entry.example
+        if entry is not None and entry.kind == "image" and picture_names():
+            chosen = picture_by_name(picture_names()[0])
     if chosen is None:
         raise ValueError(f"text: expected what {name} reads, TEXT or --image, got none")
     with waiting(f"loading {name}"):
