@@ -1,6 +1,6 @@
 // What the page does when it is asked to: run a model, choose a head, lock tokens, change attention, find effects.
 
-import { state, redraw } from "./store.js";
+import { state, redraw, awaited } from "./store.js";
 import { newRun, addFrame, strongestHead, readFrom } from "./runs.js";
 import { readAddress, writeAddress } from "./address.js";
 
@@ -92,7 +92,6 @@ export function runModel(keepHead = false) {
       Object.assign(state, { base: run, run, opened: false });
       redraw("model");
     });
-    if (state.input.target === null && base.info.input?.target) state.input = { ...base.info.input };
     if (!state.live && base.info.input) state.input = { ...base.info.input };
     openRun(keepHead, lock);
     if (state.changes.length) await runChanged(signal);
@@ -127,35 +126,32 @@ function openRun(keepHead, lock) {
   redraw();
 }
 
-// What the run in `base` read: after a generation, the new tokens too.
-function inputOfBase() {
-  return state.base.input ?? state.base.info.input ?? state.input;
-}
-
-function generatedInput(run) {
-  if (run.info.kind === "pair") return { ...state.input, target: run.done?.text ?? null };
-  const more = run.info.tokens.slice(run.info.generated ?? run.info.tokens.length).join("");
-  return { text: (state.input.text ?? "") + more.replace(/[Ġ▁]/gu, " ").replaceAll("Ċ", "\n") };
+// The tokens of `base` once more, changed or by a twin. A server that has dropped that run reads the text again.
+async function again(more, signal) {
+  const body = { changes: [], twin: false, ...more };
+  try {
+    return await collected({ of: state.base.id, ...body }, signal);
+  } catch (problem) {
+    if (!/^run: expected a recent run/.test(problem.message)) throw problem;
+    const { generated, input } = state.base.info;
+    return collected({ model: state.model, input: generated === null ? state.input : input, ...body }, signal);
+  }
 }
 
 async function runChanged(signal) {
-  const body = { model: state.model, input: inputOfBase(), changes: state.changes, twin: false };
-  state.run = await collected(body, signal);
+  state.run = await again({ changes: state.changes }, signal);
   redraw();
 }
 
 async function runOther(signal) {
   const { kind, value } = state.compare;
-  const body = { model: state.model, input: inputOfBase(), changes: [], twin: false };
   state.other = null;
   if (kind === "before") state.other = state.base;
-  else if (kind === "twin") state.other = await collected({ ...body, twin: true }, signal);
-  else if (kind === "mechanism" && value) {
-    const change = { layers: null, heads: null, mechanism: value };
-    state.other = await collected({ ...body, changes: [change] }, signal);
-  } else if (kind === "text" && value.trim()) {
-    const input = body.input.source === undefined ? { text: value } : { source: value, target: null };
-    state.other = await collected({ ...body, input }, signal);
+  else if (kind === "twin") state.other = await again({ twin: true }, signal);
+  else if (kind === "mechanism" && value) state.other = await again({ changes: [{ layers: null, heads: null, mechanism: value }] }, signal);
+  else if (kind === "text" && value.trim()) {
+    const input = state.input.source === undefined ? { text: value } : { source: value, target: null };
+    state.other = await collected({ model: state.model, input, changes: [], twin: false }, signal);
   }
   redraw();
 }
@@ -241,7 +237,7 @@ export function lockTokens(rows, columns) {
 export function findEffects(twin) {
   return computing(twin ? "Silencing each head of the random twin" : "Silencing each head", async (signal) => {
     let run = state.run;
-    if (twin) run = await collected({ model: state.model, input: inputOfBase(), changes: [], twin: true }, signal);
+    if (twin) run = await again({ twin: true }, signal);
     let heads = null;
     await source.effects(run, (message) => {
       if (message.type === "progress") {
@@ -270,7 +266,6 @@ export function generateSteps(prefix = []) {
     }, signal);
     if (!run) return;
     run.prompt = state.base.prompt ?? state.base;
-    run.input = generatedInput(run);
     Object.assign(state, { run, base: run, changes: [], other: null, generated: run.info.generated ?? null, hover: null, locked: null, pair: null });
     if (steps.length) chooseStep(Math.max(0, prefix.length - 1));
   });
@@ -309,7 +304,7 @@ export function topAt(run, position) {
   const place = `${run.id}/${position}`;
   if (!tops.has(place)) {
     tops.set(place, run.done.top);
-    source.top(run, position).then(({ top }) => {
+    awaited(source.top(run, position)).then(({ top }) => {
       tops.set(place, top);
       redraw("whatif");
     }).catch(() => {}); // the position has no output of its own: what is shown stays

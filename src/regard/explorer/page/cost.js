@@ -2,7 +2,7 @@
 
 import { html, render } from "./vendor/lit-html.js";
 import { uPlot } from "./vendor/uplot.js";
-import { state, redraw, mechanismTitle } from "./store.js";
+import { state, redraw, awaited, mechanismTitle } from "./store.js";
 import { cost, setOption } from "./actions.js";
 import { palette, isDark } from "./colours.js";
 import { withPrefix, count } from "./numbers.js";
@@ -22,7 +22,7 @@ let countingFor = "";
 function askCost(place) {
   if (countingFor === place) return;
   countingFor = place;
-  cost().then((answer) => prices.set(place, answer)).catch((problem) => prices.set(place, { problem: problem.message })).finally(() => {
+  awaited(cost()).then((answer) => prices.set(place, answer)).catch((problem) => prices.set(place, { problem: problem.message })).finally(() => {
     countingFor = "";
     redraw("cost");
   });

@@ -1,10 +1,9 @@
 // Starts the page: from a server, or from the run that is stored in an exported file.
 
-import { state, region, redraw, drawn } from "./store.js";
+import { state, region, redraw, quiet } from "./store.js";
 import { LiveSource } from "./live.js";
 import { StoredSource } from "./stored.js";
 import { start, runModel, say, idle } from "./actions.js";
-import { waitingFor } from "./runs.js";
 import { viewOf } from "./view.js";
 import { addressIsForeign, readAddress } from "./address.js";
 import { drawTop, setTheme, storedTheme } from "./top.js";
@@ -36,16 +35,14 @@ const ready = start(origin).catch((problem) => {
   redraw();
 });
 
-// Until nothing is computed, fetched or waiting to be drawn.
+// Until nothing is computed, asked for or waiting to be drawn.
 async function settled() {
   await ready;
   do {
-    await waitingFor();
-    await drawn();
+    await quiet();
     await new Promise((resolve) => setTimeout(resolve, 10));
   } while (!idle());
-  await waitingFor();
-  await drawn();
+  await quiet();
 }
 
 // For tests and scripts: what is shown, and the number behind a cell (positions of tokens, not of merged words).

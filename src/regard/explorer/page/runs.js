@@ -1,6 +1,6 @@
 // Runs as they arrive frame by frame, and the tables of their heads, fetched when they are shown.
 
-import { redraw } from "./store.js";
+import { redraw, awaited } from "./store.js";
 import { weightOfCode, MASKED } from "./codes.js";
 
 export function newRun(message) {
@@ -73,13 +73,9 @@ function fetched(place, ask, names) {
       pending.delete(place);
       redraw(...names);
     });
-    pending.set(place, wait);
+    pending.set(place, awaited(wait));
   }
   return null;
-}
-
-export function waitingFor() {
-  return Promise.all(pending.values());
 }
 
 // Exact weights of a head, or null while they are on their way.

@@ -35,8 +35,22 @@ function drawDirty() {
   waiting = [];
 }
 
-export function drawn() {
-  return frame ? new Promise((resolve) => waiting.push(resolve)) : Promise.resolve();
+const unanswered = new Set();
+
+// Counts a question as open until its answer, or its failure, has come.
+export function awaited(promise) {
+  unanswered.add(promise);
+  const over = () => unanswered.delete(promise);
+  promise.then(over, over);
+  return promise;
+}
+
+// Until every question is answered and the answers are drawn.
+export async function quiet() {
+  do {
+    await Promise.allSettled(unanswered);
+    if (frame) await new Promise((resolve) => waiting.push(resolve));
+  } while (frame || unanswered.size);
 }
 
 export function mechanismTitle(name) {

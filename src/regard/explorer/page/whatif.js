@@ -22,10 +22,20 @@ export function placeOf(beta, scale) {
   return beta === 0 ? 0 : Math.round(Math.min(END - 1, Math.max(1, MIDDLE + DECADE * Math.log10(beta / scale))));
 }
 
+// The beta of the model's own mechanism: 1/√K as a rule, 0 or "inf" at the ends, null where it has none.
+function ownBeta() {
+  return state.base.layers[state.layer]?.mechanism?.scale ?? null;
+}
+
+function isScale(beta) {
+  return Number.isFinite(beta) && beta > 0;
+}
+
+// The beta in the dial's middle.
 function scaleHere() {
-  const own = state.base.layers[state.layer]?.mechanism?.scale;
-  if (Number.isFinite(own) && own > 0) return own;
-  return (typeof state.head === "number" && headScores(state.run, state.layer, state.head)?.scale) || 0.125;
+  if (isScale(ownBeta())) return ownBeta();
+  const found = typeof state.head === "number" ? headScores(state.run, state.layer, state.head)?.scale : null;
+  return isScale(found) ? found : 0.125;
 }
 
 function dragged(event) {
@@ -36,7 +46,7 @@ function dragged(event) {
 function released(event) {
   const place = Number(event.target.value);
   const beta = betaAt(place, scaleHere());
-  change("beta", place === MIDDLE ? null : beta === Infinity ? "inf" : beta);
+  change("beta", place === placeOf(ownBeta(), scaleHere()) ? null : beta === Infinity ? "inf" : beta);
 }
 
 export function drawWhatif() {
@@ -68,9 +78,9 @@ function fitting(mechanism) {
 function dial(single) {
   const softmax = state.run.layers[state.layer].mechanism?.family ?? "softmax";
   const scale = scaleHere();
-  const beta = state.beta ?? changed("beta");
-  const place = state.beta !== null ? placeOf(state.beta, scale) : placeOf(beta, scale);
-  const value = beta === null ? scale : beta === "inf" ? Infinity : beta;
+  const beta = state.beta ?? changed("beta") ?? ownBeta() ?? scale;
+  const place = placeOf(beta, scale);
+  const value = beta === "inf" ? Infinity : beta;
   return html`<div class="dial"><label for="beta">β <output id="betavalue">${exactNumber(value === Infinity ? Infinity : Number(value.toPrecision(4)))}</output></label>
     <input id="beta" type="range" min="0" max=${END} step="1" list="marks" .value=${String(place)} ?disabled=${softmax === "channel"} title="Drag: the matrix follows at once. Let go: the model runs again."
       aria-label="Beta, from uniform over the model's own scale to argmax" aria-valuetext=${value === 0 ? "uniform" : value === Infinity ? "argmax" : exactNumber(value)}

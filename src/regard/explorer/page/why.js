@@ -1,7 +1,7 @@
 // The Why card: from q and k to the weight of the pair in focus, number by number, and what its value adds.
 
 import { html, render, nothing } from "./vendor/lit-html.js";
-import { state, redraw } from "./store.js";
+import { state, redraw, awaited } from "./store.js";
 import { why } from "./actions.js";
 import { panes, viewOf, focusOf, pairOf, tokenPair } from "./view.js";
 import { palette, isDark } from "./colours.js";
@@ -15,7 +15,6 @@ const bars = document.createElement("canvas");
 bars.className = "bars";
 bars.setAttribute("role", "img");
 let asked = null;
-let timer = 0;
 let latest = null; // stays on the card while the next answer is on its way
 
 function wanted() {
@@ -31,19 +30,22 @@ function wanted() {
 function askWhy(pair) {
   if (asked?.place === pair.place) return;
   asked?.control.abort();
-  clearTimeout(timer);
   const control = new AbortController();
   asked = { place: pair.place, control };
-  timer = setTimeout(async () => {
-    try {
-      answers.set(pair.place, await why(pair.query, pair.key, control.signal));
-    } catch (problem) {
-      if (problem.name === "AbortError") return;
-      answers.set(pair.place, { problem: problem.message });
-    }
-    if (answers.size > 200) answers.delete(answers.keys().next().value);
-    redraw("why");
-  }, state.locked || !latest ? 0 : PAUSE);
+  awaited(answered(pair, control.signal, state.locked || !latest ? 0 : PAUSE));
+}
+
+async function answered(pair, signal, pause) {
+  await new Promise((resolve) => setTimeout(resolve, pause));
+  if (signal.aborted) return;
+  try {
+    answers.set(pair.place, await why(pair.query, pair.key, signal));
+  } catch (problem) {
+    if (problem.name === "AbortError") return;
+    answers.set(pair.place, { problem: problem.message });
+  }
+  if (answers.size > 200) answers.delete(answers.keys().next().value);
+  redraw("why");
 }
 
 export function drawWhy() {
