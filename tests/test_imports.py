@@ -18,7 +18,7 @@ from regard.commands import commands, train
 
 HEAVY = {"torch", "numpy", "einops", "jaxtyping", "hypothesis", "matplotlib", "transformers", "typer", "rich"}
 # Not triton: torch's own FLOP counter, which our operators tell their FLOPs, imports it where it is installed.
-HEAVY |= {"tokenizers", "safetensors", "jinja2", "gguf", "tensorboard", "sacrebleu", "llvmlite"}
+HEAVY |= {"tokenizers", "safetensors", "jinja2", "gguf", "tensorboard", "sacrebleu", "llvmlite", "starlette", "uvicorn"}
 CORE = ("attend", "weights", "explain", "Softmax", "Quadratic", "Channel", "Mechanism", "causal", "padding")
 CORE += ("cost", "Work", "crossover", "layer_cost")
 ENTRY = "import sys\nfrom regard.commands import main\nsys.argv[0] = 'regard'\n"

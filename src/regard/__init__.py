@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from regard.core.states.fixed_state import FixedState as FixedState
     from regard.core.states.state import Sizes as Sizes
     from regard.core.states.state import State as State
+    from regard.explorer.notebook import view as view
     from regard.inference.effects import Effects as Effects
     from regard.inference.effects import effects as effects
     from regard.inference.generation import Generated as Generated
@@ -110,6 +111,7 @@ _HOMES = {
     "regard.models.summary": "Summary",
     "regard.models.transformer": "Transformer TransformerConfig",
     "regard.models.vision": "VisionConfig VisionTransformer",
+    "regard.explorer.notebook": "view",
     "regard.inference.effects": "Effects effects",
     "regard.inference.intervene": "intervene",
     "regard.inference.trace": "Trace trace",

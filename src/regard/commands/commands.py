@@ -89,6 +89,14 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...]]] = {
             'regard translate --model runs/own --mechanism my_file.py:Mine "Le chat dort."',
         ),
     ),
+    "view": (
+        "view",
+        (
+            "regard view",
+            'regard view minilm "The animal did not cross the street because it was tired."',
+            'regard view smollm2 "The capital of France is" --export page.html',
+        ),
+    ),
     "classify": (
         "classify",
         (

@@ -21,6 +21,8 @@ EXTRAS = {
     "sacrebleu": "train",
     "transformers": "hf",
     "gguf": "gguf",
+    "starlette": "view",
+    "uvicorn": "view",
 }
 """The smallest extra with a package, by the name that Python imports."""
 

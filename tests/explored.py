@@ -1,0 +1,60 @@
+"""Small models with random weights for tests of the explorer."""
+
+import torch
+
+import regard as rg
+from regard.explorer.snapshot import take
+from regard.explorer.subject import of_ids
+
+LETTERS = ["[UNK]", "[CLS]", "[SEP]", *"abcdefghijklmnop"]
+SIZES = {"vocabulary_size": len(LETTERS), "embedding_dim": 16, "num_heads": 4, "num_layers": 2}
+
+
+def tokenizer():
+    return rg.Tokenizer.from_vocabulary(LETTERS, special={"unk": "[UNK]", "classification": "[CLS]"})
+
+
+def spread(model):
+    """The model with larger weights, so that its attention is far from uniform."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim > 1:
+                parameter.copy_(torch.randn_like(parameter) * (0.4 if "embedding" not in name else 1.0))
+    model.tokenizer = tokenizer()
+    return model.eval()
+
+
+def decoder(**changes):
+    return spread(rg.Decoder(rg.DecoderConfig(**{**SIZES, **changes})))
+
+
+def encoder(**changes):
+    return spread(rg.Encoder(rg.EncoderConfig(**{**SIZES, "context_length": 512, **changes})))
+
+
+def translator(**changes):
+    config = rg.TransformerConfig(**{**SIZES, "start_token": 1, "end_tokens": (2,), **changes})
+    return spread(rg.Transformer(config))
+
+
+MODELS = {
+    "bert": lambda: spread(rg.Encoder(rg.EncoderConfig.bert(**SIZES))),
+    "gpt2": lambda: spread(rg.Decoder(rg.DecoderConfig.gpt2(**SIZES))),
+    "grouped": lambda: decoder(num_kv_heads=2),
+    "t5": lambda: spread(rg.Transformer(rg.TransformerConfig.t5(**SIZES))),
+    "softcap": lambda: decoder(mechanism=rg.Softmax(softcap=1.5, beta=0.7)),
+    "argmax": lambda: decoder(mechanism=rg.Argmax()),
+    "quadratic": lambda: encoder(mechanism=rg.Quadratic()),
+    "elu": lambda: decoder(mechanism=rg.Elu(), num_kv_heads=1),
+    "retention": lambda: decoder(mechanism=rg.Retention(), num_kv_heads=2),
+    "gated": lambda: decoder(mechanism="gated", num_kv_heads=2),
+    "delta": lambda: decoder(mechanism="delta"),
+    "window": lambda: encoder(window=rg.Window(2, 2)),
+}
+
+
+def snapshot(model, length=9, source_length=6, changes=(), **more):
+    ids = torch.randint(3, len(LETTERS), (length,)).tolist()
+    reads_source = isinstance(model, rg.Transformer)
+    source = torch.randint(3, len(LETTERS), (source_length,)).tolist() if reads_source else None
+    return take("1", of_ids("model", model, ids, source), changes, **more)
