@@ -86,7 +86,9 @@ def test_continuations_of_a_full_prompt_share_it():
     assert prompt.state.layers[0].capacity == 2100
     newest = torch.tensor([[3]])
     states = [model.extend(newest, with_room(prompt.state, 1, 50))[1] for _ in range(10)]
-    buffers = {buffer for state in (prompt.state, *states) for layer in state.layers for buffer in layer.runs[0].buffers}
+    buffers = {
+        buffer for state in (prompt.state, *states) for layer in state.layers for buffer in layer.runs[0].buffers
+    }
     memory = sum(tensor.nbytes for buffer in buffers for tensor in buffer.tensors)
     assert memory <= 2.4 * prompt.nbytes
     whole = model(torch.tensor([[*prompt.tokens[0], 3, 4]]))[:, -1:]

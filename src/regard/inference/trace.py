@@ -51,6 +51,9 @@ def trace(
     keys that did not exist yet. Any other pass, such as one with another input or with reordered beams, replaces what
     was recorded. Tensors are detached. In training, weights are those before dropout.
 
+    A Hugging Face model is set to eager attention meanwhile, for all threads: two threads on one such model at the same
+    time are not supported.
+
     >>> import regard as rg, torch
     >>> layer = rg.MultiHeadAttention(16, 4, num_kv_heads=2, mechanism=rg.Quadratic())
     >>> x = torch.randn(1, 6, 16)

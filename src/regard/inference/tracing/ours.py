@@ -12,8 +12,8 @@ from regard.core.masks.structure import structure_of
 from regard.core.paths.exact import choose_scores
 from regard.core.tensors import fitted, weighs_tokens
 from regard.core.user_code import runs_user_code
-from regard.inference.calls import Histories, WholeCall
-from regard.inference.interventions.change import Changed, changes_of, sizes_of
+from regard.inference.histories import Histories, WholeCall
+from regard.inference.interventions.change import Changed, call_shape, changes_of
 from regard.inference.interventions.ours import changed_weights
 from regard.inference.tracing.gather import Met, Recorder
 from regard.models.layers.attention import Attend
@@ -42,7 +42,7 @@ class Adapter:
         assert isinstance(module, Attend)
         self.recorder.enter(module)
         call = self.histories.whole(module, args, kwargs, output[1])
-        self.recorder.meet(module, met(call, changes_of(module, sizes_of(call.q, call.k))))
+        self.recorder.meet(module, met(call, changes_of(module, call_shape(call.q, call.k, call.first))))
 
 
 def met(call: WholeCall, changes: list[Changed]) -> Met:
