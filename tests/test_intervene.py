@@ -104,6 +104,38 @@ def test_a_silent_head_is_zero_and_the_others_are_bitwise_unchanged(mechanism):
     assert torch.equal(earlier, head_outputs(model, ids, 0))
 
 
+CHANGES = {
+    "silence": {"silence": True},
+    "mean": {"mean": True},
+    "hide": {"hide": [1]},
+    "beta": {"beta": 3.0},
+    "mechanism": {"mechanism": "quadratic"},
+    "mean of a trace": {"mean": "trace"},
+    "weights": {"weights": "trace"},
+    "values": {"values": "trace"},
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+@pytest.mark.parametrize("name", ["ours", "gpt2", "llama", "bert"])
+def test_what_was_not_asked_for_is_bitwise_unchanged(name, what):
+    model, ids = builders()[name](), tokens()
+    plain = run(model, ids)
+    with rg.trace(model) as other:
+        run(model, tokens())
+    options = {key: other if value == "trace" else value for key, value in CHANGES[what].items()}
+    keep = ("outputs", "weights")
+    with rg.trace(model, keep=keep) as before:
+        logits = run(model, ids)
+    with rg.intervene(model, layers=[1], heads=[2], **options), rg.trace(model, keep=keep) as after:
+        assert not torch.equal(run(model, ids), logits)
+    for part in keep:
+        assert torch.equal(getattr(after.layers[0], part), getattr(before.layers[0], part))
+        assert torch.equal(getattr(after.layers[1], part)[:, [0, 1, 3]], getattr(before.layers[1], part)[:, [0, 1, 3]])
+    assert not torch.equal(after.layers[1].outputs[:, 2], before.layers[1].outputs[:, 2])
+    assert torch.equal(run(model, ids), plain)
+
+
 @pytest.mark.parametrize("mechanism", CAUSAL)
 def test_hidden_keys_are_masked_keys_also_token_by_token(mechanism):
     model, ids = decoder(mechanism), tokens()

@@ -133,13 +133,13 @@ def _together(heads: tuple[int, ...], changes: list[tuple[int, Change]], shape: 
         if change.hide:
             total = replace(total, hidden=total.hidden | set(shape.columns(change.hide)))
         if change.weights is not None:
-            total = replace(total, weights=_patched_weights(change.weights.layers[layer], heads, shape))
+            total = replace(total, weights=_patched_weights(change.weights.layers[layer].flat(), heads, shape))
         if change.values is not None:
-            total = replace(total, values=_patched_values(change.values.layers[layer], shape))
+            total = replace(total, values=_patched_values(change.values.layers[layer].flat(), shape))
         if isinstance(change.mean, bool):
             total = replace(total, mean=total.mean if change.mean is False else True)
         else:
-            total = replace(total, mean=_recorded_mean(change.mean.layers[layer], heads))
+            total = replace(total, mean=_recorded_mean(change.mean.layers[layer].flat(), heads))
         if isinstance(change.silence, Tensor):
             total = replace(total, silence=change.silence[:, list(heads)])
         elif change.silence:

@@ -100,7 +100,8 @@ class Adapter:
 
     def __init__(self, module: nn.Module) -> None:
         self.histories = Histories()
-        self.handle = module.register_forward_hook(self.after, with_kwargs=True)
+        # Before the hooks of traces, which record what is changed.
+        self.handle = module.register_forward_hook(self.after, with_kwargs=True, prepend=True)
 
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], produced: Any) -> Any:
         """The output of a run with its changes."""

@@ -7,7 +7,7 @@ masks included, so the outputs are exactly those of eager attention.
 
 import inspect
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -22,7 +22,9 @@ from torch.overrides import TorchFunctionMode
 
 from regard.inference.interventions.change import call_shape, changes_of
 from regard.inference.interventions.huggingface import EagerCall, real_keys, visible_pairs
-from regard.inference.tracing.gather import Met, Recorder
+from regard.inference.tracing.definition import Definition
+from regard.inference.tracing.gather import Map, Met, Readers, Recorder
+from regard.inference.tracing.projections import by_head, their_projection
 from regard.inference.tracing.record import Kind
 
 SOURCES = ("key_value_states", "encoder_hidden_states", "context_hidden_states", "context")
@@ -218,7 +220,9 @@ def _attend(
         out, weights = call.changed(out, weights, parts)
         undropped = weights if same else undisturbed.changed(out, undropped, parts)[1]
     for adapter in traced:
-        adapter.meet(module, of_module, query, key, value, attention_mask, undropped, scores)
+        adapter.meet(
+            module, of_module, query, key, value, attention_mask, undropped, scores, out.transpose(1, 2), kwargs
+        )
     return out, weights
 
 
@@ -240,20 +244,54 @@ class _SoftmaxInputs(TorchFunctionMode):
 class Adapter:
     """Reports every run of a Hugging Face model's attention modules to a recorder."""
 
-    def __init__(self, recorder: Recorder, attentions: Iterable[nn.Module]) -> None:
-        self.recorder, self.attentions = recorder, list(attentions)
+    def __init__(self, recorder: Recorder, model: nn.Module, attentions: dict[nn.Module, str]) -> None:
+        self.recorder, self.model, self.attentions = recorder, model, list(attentions)
         self._entered: set[nn.Module] = set()
         self._last: tuple[Any, int, int] = (None, 0, 0)
-        self._masked_last: tuple[Tensor | None, Tensor | None, bool] = (None, None, False)
+        self._masked_last = Seen()
+        self._outputs: dict[nn.Module, list[Tensor]] = {}
+        """What each module's heads gave in its run, (B, T, H · V), until their projection reads it."""
+        self.projections: dict[nn.Module, nn.Module | None] = {}
+        if "outputs" in recorder.chosen.keep:
+            self.projections = {module: their_projection(model, path) for module, path in attentions.items()}
 
     def attach(self) -> list[Any]:
-        """Hooks at every attention module."""
-        return [module.register_forward_pre_hook(self.before) for module in self.attentions]
+        """Hooks at every attention module, and where the model reads tokens and pictures."""
+        handles = [module.register_forward_pre_hook(self.before) for module in self.attentions]
+        for module, projection in self.projections.items():
+            if projection is not None:
+                handles.append(projection.register_forward_pre_hook(self._checked(module)))
+        for module in self.model.modules():
+            if isinstance(module, nn.Conv2d) and module.kernel_size == module.stride != (1, 1):
+                handles.append(module.register_forward_hook(self._see_map))
+        handles += [table.register_forward_pre_hook(self._read) for table in token_tables(self.model)]
+        return handles
+
+    def _checked(self, attention: nn.Module) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+        """Some models gate or norm the heads before the projection: then it does not tell what a head adds."""
+
+        def before(module: nn.Module, args: tuple[Any, ...]) -> None:
+            outputs = self._outputs.pop(attention, [])
+            together = torch.cat(outputs, 1) if outputs else torch.empty(0)
+            read = args[0].detach() if args else torch.empty(1)
+            if read.numel() != together.numel() or not torch.equal(read.reshape(together.shape), together):
+                self.projections[attention] = None
+
+        return before
+
+    def _read(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        ids = args[0] if args else None
+        if isinstance(ids, Tensor) and ids.ndim == 2 and not ids.is_floating_point():
+            self.recorder.read(ids)
+
+    def _see_map(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        self.recorder.see_map((output.shape[-2], output.shape[-1]))
 
     def before(self, module: nn.Module, args: tuple[Any, ...] = ()) -> None:
         """Number the run."""
         self.recorder.enter(module)
         self._entered.add(module)
+        self._outputs.pop(module, None)
 
     def wants(self, module: nn.Module) -> bool:
         """Whether the module's run is recorded."""
@@ -271,10 +309,16 @@ class Adapter:
         mask: Any,
         weights: Any,
         scores: Tensor | None,
+        out: Tensor,
+        options: dict[str, Any],
     ) -> None:
-        """Record one run."""
-        kind = call.kind
-        seen, real, causal = self._masked(mask, q, k)
+        """Record one run; `options` are those of the eager function."""
+        kind, about = call.kind, self._masked(mask, q, k)
+        seen = about.visible
+        if self.projections.get(module) is not None:
+            self._outputs.setdefault(module, []).append(out.detach().transpose(1, 2).flatten(2))
+        grid = self.recorder.grid
+        patches = grid is not None and kind == "self" and k.shape[2] >= grid[0] * grid[1]
 
         def pick(whole: Tensor | None, rows: list[int] | None, heads: list[int] | None) -> Tensor | None:
             if whole is None:
@@ -302,28 +346,98 @@ class Adapter:
             Met(
                 kind=kind,
                 mechanism=type(module).__name__,
+                definition=_definition(module, q, options, about.biased),
                 q=q,
                 k=k,
                 v=v,
                 weigh=weigh,
                 score=score,
                 see=lambda rows, heads: pick(seen, rows, heads),
-                real=real,
-                causal=causal and kind == "self",
+                real=about.real,
+                causal=about.causal and kind == "self",
+                outputs=out,
+                project=lambda heads: by_head(self.projections.get(module), q.shape[1], out.shape[3], heads),
+                map=Map(grid) if grid is not None and patches else None,
             ),
             packed=call.packed,
         )
 
-    def _masked(self, mask: Any, q: Tensor, k: Tensor) -> tuple[Tensor | None, Tensor | None, bool]:
-        """Which pairs are visible, which keys are real, and whether the mask is causal; computed once per mask."""
+    def _masked(self, mask: Any, q: Tensor, k: Tensor) -> "Seen":
+        """What a mask says; computed once per mask."""
         queries, keys = q.shape[2], k.shape[2]
         if not isinstance(mask, Tensor):
-            return None, None, queries == 1
+            return Seen(causal=queries == 1)
         if self._last[0] is not mask or self._last[1:] != (queries, keys):
             seen = visible_pairs(mask, keys)
             assert seen is not None
             after = torch.ones(queries, keys, dtype=torch.bool, device=seen.device).triu(keys - queries + 1)
             real = real_keys(seen, q.shape[0])
-            masks = None if bool(seen.all()) else seen, None if bool(real.all()) else real
-            self._last, self._masked_last = (mask, queries, keys), (*masks, not bool((seen & after).any()))
+            self._last = mask, queries, keys
+            self._masked_last = Seen(
+                None if bool(seen.all()) else seen,
+                None if bool(real.all()) else real,
+                not bool((seen & after).any()),
+                mask.is_floating_point() and bool((mask.masked_select(seen) != 0).any()),
+            )
         return self._masked_last
+
+
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """What a mask of transformers says."""
+
+    visible: Tensor | None = None
+    """Which pairs it shows; None if all."""
+    real: Tensor | None = None
+    """Which keys are not padding; None if all."""
+    causal: bool = False
+    biased: bool = False
+    """Whether it also adds to the scores of visible pairs, as ALiBi does."""
+
+
+def _definition(module: nn.Module, q: Tensor, options: dict[str, Any], biased: bool) -> Definition:
+    """How eager attention makes weights, by its options."""
+    scale, bias = options.get("scaling", getattr(module, "scaling", None)), options.get("position_bias")
+    biased = biased or (isinstance(bias, Tensor) and bool((bias != 0).any()))
+    window = options.get("sliding_window")
+    return Definition(
+        name="Softmax",
+        scale=float(q.shape[3] ** -0.5 if scale is None else scale),
+        softcap=options.get("softcap"),
+        bias=biased,
+        options={"sliding_window": window} if isinstance(window, int) else {},
+    )
+
+
+def token_tables(model: nn.Module) -> list[nn.Module]:
+    """The embeddings of token ids."""
+    tables = []
+    for module in model.modules():
+        if isinstance(module, sys.modules["transformers"].PreTrainedModel):
+            try:
+                tables.append(module.get_input_embeddings())
+            except NotImplementedError:  # it has several, or none
+                continue
+    return list(dict.fromkeys(table for table in tables if isinstance(table, nn.Module)))
+
+
+def readers(model: nn.Module) -> Readers:
+    """What the Hugging Face models in a module read and predict."""
+    kind = sys.modules["transformers"].PreTrainedModel
+    models: list[Any] = [module for module in model.modules() if isinstance(module, kind)]
+    pairs = [(module, module.get_encoder()) for module in models if getattr(module.config, "is_encoder_decoder", False)]
+    configs = [module.config for module in models]
+    names: dict[int, str] = next((labels for config in configs if (labels := getattr(config, "id2label", None))), {})
+    classifies = all(getattr(config, "vocab_size", None) != len(names) for config in configs)
+    return Readers(
+        num_classes=len(names) if classifies else None,
+        name_classes=lambda ids: [str(names.get(number, number)) for number in ids],
+        logits=dict.fromkeys(models, _logits),
+        # A decoder by itself says that it is its encoder.
+        sources=frozenset(encoder for module, encoder in pairs if encoder is not module),
+    )
+
+
+def _logits(output: Any) -> Tensor | None:
+    logits = getattr(output, "logits", None)
+    return logits if isinstance(logits, Tensor) and logits.ndim in (2, 3) else None
