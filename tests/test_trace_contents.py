@@ -122,6 +122,19 @@ def test_an_encoder_decoder_knows_both_its_texts():
     assert (labelled.source_tokens, len(labelled.tokens[0])) == ([list("abcdefg")], 4)
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_is_called_so_whichever_token_fills_it(side):
+    model, ids = with_tokenizer(ours()), torch.randint(1, 40, (2, 5))
+    valid = torch.ones(2, 5, dtype=torch.bool)
+    hidden = slice(0, 2) if side == "left" else slice(3, 5)
+    valid[1, hidden] = False
+    with trace(model) as traced:
+        logits = model(ids, mask=rg.padding(valid=valid))
+    assert traced.tokens[0] == model.tokenizer.tokens(ids[0])
+    assert [token == "[PAD]" for token in traced.tokens[1]] == (~valid[1]).tolist()
+    same(traced.top(sequence=1), likeliest(logits[1, 4 if side == "left" else 2], 5))
+
+
 def test_logits_at_chosen_positions_are_not_taken_for_classes():
     model = pair()
     source, target = torch.randint(1, 40, (1, 7)), torch.randint(1, 40, (1, 4))

@@ -386,14 +386,18 @@ class Recorder:
         queries, keys, starter = met.q.shape[2], met.k.shape[2], under.starter
         under.queries = queries
         under.end = self._ends.get(starter, 0) + queries if under.continues else keys
-        under.real = None if met.real is None else met.real[:, keys - queries :]
+        under.real = None if met.real is None else met.real[:, keys - queries :].expand(len(met.q), queries)
         self._ends[starter] = under.end
         (ids, self._ids), read = (self._ids, None), self.trace._read
         side = "source_tokens" if starter in self.readers.sources else "tokens"
         before = read.get(side) if under.continues else [] if keys == queries else None
         fits = ids is not None and ids.shape == (met.q.shape[0], queries)
         # What came before the trace, or came as embeddings, has no tokens here.
-        read[side] = None if before is None or not fits or ids is None else [*before, ids.clone()]
+        if before is None or ids is None or not fits:
+            read[side] = None
+        else:  # a copy, since the caller may reuse the tensor
+            real = ids.clone() if under.real is None else ids.masked_fill(~under.real.to(ids.device), -1)
+            read[side] = [*before, real]
         if side == "source_tokens":  # a new source begins a new target
             read["tokens"] = None
 

@@ -25,6 +25,8 @@ MOST_SHOWN = 16
 """The most layers of a trace, and heads of a layer, that are printed or shown in a notebook."""
 KEEP = ("weights", "queries", "keys", "values", "scores", "outputs")
 """Tensors of a layer that a trace can record."""
+PADDING = "[PAD]"
+"""What a position of padding is called, whichever token fills it."""
 Kind = Literal["self", "cross"]
 Tokens = Sequence[str] | Sequence[Sequence[str]]
 
@@ -59,7 +61,7 @@ class TracedLayer:
     """Positions of the queries: among the keys in self-attention, from 0 in cross-attention."""
     definition: Definition | None = None
     """The mechanism as a value; None in files of older versions."""
-    weights: Float[Tensor, "*b H T S"] | None = None
+    weights: Float[Tensor, "*b H _ _"] | None = None
     """(B, H, T, S), before dropout."""
     queries: Float[Tensor, "*b H T K"] | None = None
     """(B, H, T, K), with rotary positions applied if the model has them."""
@@ -297,7 +299,7 @@ class Trace:
         if self._spelling is None:
             return self._spelled.get(side)
         parts = self._read.get(side)
-        return [self._spelling(sequence) for sequence in torch.cat(parts, 1).tolist()] if parts else None
+        return [_spelled(sequence, self._spelling) for sequence in torch.cat(parts, 1).tolist()] if parts else None
 
     def label(self, tokens: Tokens | None = None, source_tokens: Tokens | None = None) -> "Trace":
         """Set the token strings: of one sequence, or of each in the batch. `source_tokens` are those of an encoder."""
@@ -417,6 +419,12 @@ class Trace:
         if len(layers) > MOST_SHOWN:
             notes.append(f"and {len(layers) - MOST_SHOWN} more layers: trace.plot()")
         return table(rows, title=f"Trace of {self.model or 'a model'}, {len(layers)} layers", notes=notes)
+
+
+def _spelled(ids: list[int], spell: "Spelling") -> list[str]:
+    """The strings of token ids; those of padding are -1."""
+    names = spell([max(0, number) for number in ids])
+    return [PADDING if number < 0 else name for number, name in zip(ids, names, strict=True)]
 
 
 def _fits(tokens: list[list[str]], layer: TracedLayer) -> bool:
