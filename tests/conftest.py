@@ -21,7 +21,8 @@ TRACED = ("test_compile", "test_transforms", "test_kernels", "test_softmax_kerne
 """Tests of what torch traces, of code that torch.compile makes, and of Triton's interpreter."""
 ABOVE = (
     "test_encoder", "test_transformer", "test_t5", "test_vision", "test_davit", "test_trace", "test_trace_huggingface",
-    "test_trace_patterns", "test_trace_files", "test_summary", "test_plots", "test_masks", "test_errors",
+    "test_trace_patterns", "test_trace_files", "test_trace_contents", "test_summary", "test_plots", "test_masks",
+    "test_errors",
     "test_own_mechanism", "test_own_mechanism_files", "test_replay", "test_arm", "test_compiler", "test_imports",
     "test_decoder", "test_checkpoints", "test_checkpoint_dtypes",
     "test_huggingface", "test_gguf", "test_generation", "test_prompt_cache", "test_beams", "test_sampling",

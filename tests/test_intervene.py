@@ -104,6 +104,38 @@ def test_a_silent_head_is_zero_and_the_others_are_bitwise_unchanged(mechanism):
     assert torch.equal(earlier, head_outputs(model, ids, 0))
 
 
+CHANGES = {
+    "silence": {"silence": True},
+    "mean": {"mean": True},
+    "hide": {"hide": [1]},
+    "beta": {"beta": 3.0},
+    "mechanism": {"mechanism": "quadratic"},
+    "mean of a trace": {"mean": "trace"},
+    "weights": {"weights": "trace"},
+    "values": {"values": "trace"},
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+@pytest.mark.parametrize("name", ["ours", "gpt2", "llama", "bert"])
+def test_what_was_not_asked_for_is_bitwise_unchanged(name, what):
+    model, ids = builders()[name](), tokens()
+    plain = run(model, ids)
+    with rg.trace(model) as other:
+        run(model, tokens())
+    options = {key: other if value == "trace" else value for key, value in CHANGES[what].items()}
+    keep = ("outputs", "weights")
+    with rg.trace(model, keep=keep) as before:
+        logits = run(model, ids)
+    with rg.intervene(model, layers=[1], heads=[2], **options), rg.trace(model, keep=keep) as after:
+        assert not torch.equal(run(model, ids), logits)
+    for part in keep:
+        assert torch.equal(getattr(after.layers[0], part), getattr(before.layers[0], part))
+        assert torch.equal(getattr(after.layers[1], part)[:, [0, 1, 3]], getattr(before.layers[1], part)[:, [0, 1, 3]])
+    assert not torch.equal(after.layers[1].outputs[:, 2], before.layers[1].outputs[:, 2])
+    assert torch.equal(run(model, ids), plain)
+
+
 @pytest.mark.parametrize("mechanism", CAUSAL)
 def test_hidden_keys_are_masked_keys_also_token_by_token(mechanism):
     model, ids = decoder(mechanism), tokens()
@@ -289,6 +321,96 @@ def test_a_mean_leaves_padding_out():
     changed[1, 3:] = 100.0
     with rg.intervene(layer, mean=True):
         torch.testing.assert_close(layer(changed, mask=mask)[1, :3], layer(x, mask=mask)[1, :3])
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("builder", THEIRS.values(), ids=THEIRS)
+def test_a_mean_of_a_hugging_face_model_leaves_padding_out(builder, side):
+    model, ids = builder(), tokens()
+    mask = torch.ones_like(ids)
+    hidden = slice(0, 3) if side == "left" else slice(4, 7)
+    mask[1, hidden] = 0
+    others = ids.clone()
+    others[1, hidden] = (ids[1, hidden] + 5) % 40  # what padding says must not reach the mean
+    with rg.intervene(model, layers=[0], mean=True):
+        first, second = (model(which, attention_mask=mask).logits for which in (ids, others))
+        everything = model(ids).logits
+    torch.testing.assert_close(first[mask == 1], second[mask == 1], atol=1e-6, rtol=0)
+    assert not torch.allclose(first[0], everything[0], atol=1e-6)
+
+
+@pytest.mark.parametrize("builder", [gpt2, llama])
+def test_a_mean_over_a_continuation_of_a_hugging_face_model_is_refused(builder):
+    model, ids = builder(), tokens()
+    cache = model(ids[:, :4], use_cache=True).past_key_values
+    message = "mean: expected whole passes, or mean=trace"
+    with pytest.raises(ValueError, match=message), rg.intervene(model, mean=True):
+        model(ids[:, 4:6], past_key_values=cache)
+
+
+def test_cross_attention_is_never_a_step():
+    model, ids = t5(), tokens(1)
+    with rg.trace(model) as recorded:
+        model(input_ids=ids, decoder_input_ids=ids[:, :1])
+    [cross, _] = [layer.index for layer in recorded.layers if layer.kind == "cross"]
+    before = model(input_ids=ids, decoder_input_ids=ids[:, :1]).logits
+    with rg.intervene(model, layers=[cross], mean=True):
+        after = model(input_ids=ids, decoder_input_ids=ids[:, :1]).logits
+    torch.testing.assert_close(after, before)  # the mean over one token is that token's output
+
+
+def windowed():
+    return decoder(window=rg.Window(3), context_length=64)
+
+
+@pytest.mark.parametrize("place", [2, 9, -2])
+def test_hidden_positions_are_those_of_the_sequence_also_when_a_window_has_dropped_keys(place):
+    model, ids = windowed(), tokens(1, 24)
+    state, steps = model.start(batch=1), []
+    with rg.intervene(model, layers=[0], hide=[place]):
+        for at in range(24):
+            logits, state = model.extend(ids[:, at : at + 1], state)
+            steps.append(logits)
+    assert max(layer.dropped for layer in state.layers) > 8
+    if place < 0:  # of each pass: the token before the newest
+        valid = torch.ones(24, 24, dtype=torch.bool)
+        valid[range(1, 24), range(23)] = False
+    else:
+        valid = torch.ones(24, 24, dtype=torch.bool)
+        valid[:, place] = False
+    attention = model.stack.layers[0].attention
+    whole = attention.attend.forward
+
+    def masked(q, k, v, mask=None, *rest, **more):
+        return whole(q, k, v, mask & rg.dense(valid), *rest, **more)
+
+    attention.attend.forward = masked
+    torch.testing.assert_close(torch.cat(steps, 1), model(ids), atol=2e-5, rtol=1e-4)
+
+
+def test_hidden_positions_of_a_hugging_face_model_with_a_sliding_cache():
+    config = transformers.MistralConfig(
+        vocab_size=40, hidden_size=16, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=32, max_position_embeddings=64, sliding_window=4, **ENDS
+    )  # fmt: skip
+    model, ids = transformers.MistralForCausalLM(config).eval(), tokens(1, 14)
+    with rg.intervene(model, hide=[9]):
+        expected = model(ids).logits
+        cache, steps = transformers.DynamicCache(config=config), []
+        for at in range(14):
+            steps.append(model(ids[:, at : at + 1], past_key_values=cache).logits)
+    torch.testing.assert_close(torch.cat(steps, 1), expected, atol=1e-5, rtol=1e-4)
+    assert not torch.allclose(expected, model(ids).logits)
+
+
+def test_a_state_from_a_file_knows_what_its_window_dropped(tmp_path):
+    model, ids = windowed(), tokens(1, 24)
+    prompt = rg.prefill(model, [ids[0, :12].tolist()], chunk=3)
+    saved = prompt.save(tmp_path / "prompt.safetensors")
+    again = rg.Prompt.load(saved, model)
+    dropped = [layer.dropped for layer in prompt.state.layers]
+    assert max(dropped) > 0
+    assert [layer.dropped for layer in again.state.layers] == dropped
 
 
 def test_generation_under_a_change_is_that_of_whole_passes():

@@ -67,7 +67,7 @@ def test_streams_are_joined_for_every_mechanism(name):
                 assert mine is theirs is None
                 continue
             real = torch.isfinite(theirs) & torch.isfinite(mine)
-            if part in ("weights", "scores", "queries"):  # rows of padding mean nothing
+            if part in ("weights", "scores", "queries", "outputs"):  # rows of padding mean nothing
                 real[1, :, 140:] = False
             # A choice between near ties may fall differently on differently rounded inputs.
             wrong = ((mine - theirs).abs() > 1e-3 * (1 + theirs.abs()))[real]
@@ -105,8 +105,9 @@ def test_only_what_is_chosen_is_recorded():
     assert [layer.index for layer in some.layers] == [0, 3]
     mine, theirs = some.layers[3], whole.layers[3]
     assert (mine.heads, mine.rows) == ((3, 1), (6, 2))
-    for part in ("weights", "scores", "queries"):
+    for part in ("weights", "scores", "queries", "outputs"):
         assert torch.allclose(getattr(mine, part), getattr(theirs, part)[:, [3, 1]][:, :, [6, 2]]), part
+    assert torch.equal(mine.projection, theirs.projection[[3, 1]])
     assert torch.equal(mine.keys, theirs.keys[:, [1, 0]])
     assert torch.equal(mine.visible.expand(2, 1, 2, 7), theirs.visible.expand(2, 1, 7, 7)[:, :, [6, 2]])
     with trace(model, keep=["weights"]) as light:
@@ -218,6 +219,13 @@ def test_a_layer_on_its_own_knows_when_it_crosses():
         assert traced.layers[0].kind == "self"
     with trace(layer) as traced:
         layer(x)
+    assert traced.layers[0].kind == "self"
+
+
+def test_a_sequence_that_attends_to_itself_by_name_is_self_attention():
+    layer, x = MultiHeadAttention(16, 4).eval(), torch.randn(1, 5, 16)
+    with trace(layer) as traced:
+        layer(x, x, x)
     assert traced.layers[0].kind == "self"
 
 

@@ -61,6 +61,7 @@ def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
 
 
 FACTS = {"index": 0, "name": "", "kind": "self", "mechanism": "", "heads": [0], "rows": [0, 1], "causal": False}
+SOFTMAX = {"name": "Softmax", "scale": 1.0, "softcap": None, "bias": False, "options": {}}
 LAYER = {**FACTS, "by_pairs": True, "weights": "w"}
 ABOUT = {"format": 1, "model": "", "tokens": None, "source_tokens": None, "layers": [LAYER]}
 
@@ -70,7 +71,7 @@ ABOUT = {"format": 1, "model": "", "tokens": None, "source_tokens": None, "layer
     [
         None,
         [],
-        {**ABOUT, "format": 2},
+        {**ABOUT, "format": 3},
         {**ABOUT, "layers": 3},
         {**ABOUT, "layers": [3]},
         {**ABOUT, "layers": [LAYER, LAYER]},
@@ -89,6 +90,20 @@ ABOUT = {"format": 1, "model": "", "tokens": None, "source_tokens": None, "layer
         {**ABOUT, "layers": [{**LAYER, "visible": "wide"}]},
         {**ABOUT, "layers": [{**LAYER, "real": "w"}]},
         {**ABOUT, "layers": [{**LAYER, "keys": "none"}]},
+        {**ABOUT, "format": 2, "class_token": -1},
+        {**ABOUT, "format": 2, "layers": [{**LAYER, "grid": [3]}]},
+        {**ABOUT, "format": 2, "layers": [{**LAYER, "windows": [1, 2]}]},
+        {**ABOUT, "format": 2, "layers": [{**LAYER, "weights": "windows", "windows": [2, 2]}]},
+        {**ABOUT, "format": 2, "layers": [{**LAYER, "definition": {"name": "Softmax"}}]},
+        {**ABOUT, "format": 2, "layers": [{**LAYER, "definition": {**SOFTMAX, "scale": "x"}}]},
+        {**ABOUT, "format": 2, "layers": [{**LAYER, "definition": {**SOFTMAX, "options": {"c": []}}}]},
+        {**ABOUT, "format": 2, "layers": [{**LAYER, "outputs": "none"}]},
+        {**ABOUT, "format": 2, "layers": [{**LAYER, "projection": "w"}]},
+        {**ABOUT, "format": 2, "predictions": {"positions": [0], "names": [], "real": True}},
+        {**ABOUT, "format": 2, "predictions": {"positions": [0, 1], "names": [], "real": False}},
+        {**ABOUT, "format": 2, "predictions": {"positions": ["0"], "names": [], "real": False}},
+        {**ABOUT, "format": 2, "predictions": {"positions": [0], "names": [[0, 1]], "real": False}},
+        {**ABOUT, "format": 2, "predictions": 3},
         {**ABOUT, "layers": [{name: fact for name, fact in LAYER.items() if name != "causal"}]},
     ],
 )
@@ -99,11 +114,23 @@ def test_files_that_are_no_traces_are_refused(about, tmp_path):
         "whole": torch.ones(1, 1, 2, 3, dtype=torch.int64),
         "wide": torch.ones(1, 1, 2, 4, dtype=torch.bool),
         "none": torch.ones(1, 0, 3, 4),
+        "windows": torch.ones(1, 3, 1, 2, 3),
+        "predictions.ids": torch.zeros(1, 1, 5, dtype=torch.int64),
+        "predictions.probabilities": torch.zeros(1, 1, 5),
     }
     path = tmp_path / "one.safetensors"
     save_file(tensors, path, metadata={} if about is None else {"regard.inference.trace": json.dumps(about)})
     with pytest.raises(ValueError, match=r"one\.safetensors: expected"):
         Trace.open(path)
+
+
+def test_a_file_of_the_first_format_opens_without_what_it_lacks(tmp_path):
+    path = tmp_path / "one.safetensors"
+    save_file({"w": torch.ones(1, 1, 2, 3)}, path, metadata={"regard.inference.trace": json.dumps(ABOUT)})
+    old = Trace.open(path)
+    assert old.layers[0].definition is old.layers[0].windows is old.predictions is old.grid is old.class_token is None
+    with pytest.raises(ValueError, match="top: expected a model with logits"):
+        old.top()
 
 
 def test_the_file_that_the_refused_ones_were_made_of_opens(tmp_path):

@@ -107,6 +107,23 @@ def test_random_heads_have_no_label_but_diffuse(spread):
     assert {head.label for head in labelled.heads} == {"diffuse" if spread < 5 else None}
 
 
+RANDOM = {
+    "ours": lambda: rg.Decoder(
+        rg.DecoderConfig(vocabulary_size=40, embedding_dim=64, num_layers=3, num_heads=8, positions="learned")
+    ),
+    **{name: MODELS[name] for name in ("gpt2", "bert", "albert", "llama", "qwen2")},
+}
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_the_heads_of_a_random_model_have_no_label_but_diffuse(name):
+    model, ids = RANDOM[name]().eval(), torch.randperm(40)[None, :24]
+    words = ["[CLS]", *(f"word{place}" for place in range(22)), "[SEP]"]
+    with torch.no_grad(), trace(model, tokens=words) as traced:
+        model(ids)
+    assert {head.label for head in traced.patterns().heads} <= {"diffuse", None}
+
+
 def test_a_mixture_of_a_pattern_and_uniform_scores_its_parts():
     weights = 0.3 * looking(HEADS["self"]) + 0.7 / 8
     head = patterns(Trace([layer_of(weights[None, None])])).of(0, 0)

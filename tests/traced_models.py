@@ -8,7 +8,7 @@ from regard.inference.trace import TracedLayer
 from regard.models.layers.block import BlockConfig, Stack
 
 transformers = pytest.importorskip("transformers")
-EVERYTHING = ("weights", "queries", "keys", "values", "scores")
+EVERYTHING = ("weights", "queries", "keys", "values", "scores", "outputs")
 SIZES = {
     "vocab_size": 40,
     "hidden_size": 16,

@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     from regard.inference.generation import stream as stream
     from regard.inference.intervene import intervene as intervene
     from regard.inference.trace import Trace as Trace
+    from regard.inference.trace import TracedLayer as TracedLayer
     from regard.inference.trace import trace as trace
     from regard.models.davit import DaViT as DaViT
     from regard.models.davit import DaViTConfig as DaViTConfig
@@ -114,7 +115,7 @@ _HOMES = {
     "regard.explorer.notebook": "view",
     "regard.inference.effects": "Effects effects",
     "regard.inference.intervene": "intervene",
-    "regard.inference.trace": "Trace trace",
+    "regard.inference.trace": "Trace TracedLayer trace",
 }
 """The public names, by the module that defines them; the imports above say the same to type checkers."""
 _HOME = {name: module for module, names in _HOMES.items() for name in names.split()}

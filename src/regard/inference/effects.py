@@ -131,7 +131,7 @@ def effects(
     tokenizer (for an encoder-decoder a source and a target). The logits are the output of our decoders and
     encoder-decoders and the `logits` of Hugging Face models; `predict` gives them for others, such as
     `predict=encoder.masked_words`. Without logits the distance alone is measured. `watch` is told how many heads are
-    done, and may raise to stop.
+    done, and may raise to stop. Two threads on one Hugging Face model at the same time are not supported.
 
     >>> import regard as rg, torch
     >>> model = rg.Decoder(rg.DecoderConfig(vocabulary_size=11, embedding_dim=8, num_layers=2, num_heads=2))

@@ -48,12 +48,13 @@ def intervene(
     - `silence`: the heads' outputs are 0;
     - `mean`: the mean of a head's outputs instead of them, over all tokens of the pass, padding apart, or over those
       of a trace (`mean=trace`), which also serves token by token and shows no token what comes after it;
-    - `hide`: keys at these positions are hidden; negative ones count from the end of each pass;
+    - `hide`: keys at these positions of the sequence are hidden; negative ones count from the end of each pass;
     - `beta`: another inverse temperature, from 0 (all visible keys alike) to inf (the best key alone);
     - `mechanism`: another mechanism, or the name of one;
     - `weights`, `values`: those of a trace of the same sizes, made with another input or another model.
 
-    Contexts nest. Changes of the same head add up; where two replace the same thing, the inner one counts.
+    Contexts nest. Changes of the same head add up; where two replace the same thing, the inner one counts. A change
+    reaches every thread that runs the model; two threads on one Hugging Face model at the same time are not supported.
 
     >>> import regard as rg, torch
     >>> layer = rg.MultiHeadAttention(16, 4)

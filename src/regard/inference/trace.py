@@ -7,19 +7,25 @@ trace is saved as one file. `rollout`, `value_weighted` and `patterns` analyse i
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 from torch import nn
 
 from regard.inference.tracing import huggingface, ours
 from regard.inference.tracing.analysis import rollout, value_weighted
-from regard.inference.tracing.gather import Chosen, Recorder
+from regard.inference.tracing.definition import Definition
+from regard.inference.tracing.gather import Chosen, Readers, Recorder
 from regard.inference.tracing.patterns import HeadPatterns, Patterns, patterns, word_ids
+from regard.inference.tracing.predictions import Prediction, Predictions, Spelling
 from regard.inference.tracing.record import KEEP, Layers, Tokens, Trace, TracedLayer
 
 __all__ = [
+    "Definition",
     "HeadPatterns",
     "Layers",
     "Patterns",
+    "Prediction",
+    "Predictions",
     "Trace",
     "TracedLayer",
     "patterns",
@@ -37,7 +43,7 @@ def trace(
     layers: Sequence[int] | None = None,
     heads: Sequence[int] | None = None,
     rows: Sequence[int] | None = None,
-    keep: Sequence[str] = ("weights", "queries", "keys", "values"),
+    keep: Sequence[str] = ("weights", "queries", "keys", "values", "predictions"),
     tokens: Tokens | None = None,
     source_tokens: Tokens | None = None,
 ) -> Iterator[Trace]:
@@ -45,11 +51,19 @@ def trace(
 
     `layers` are numbered in the order in which attention runs in one forward pass, cross-attention included. `rows` are
     positions of queries; negative ones count from the end of each pass, so `rows=[-1]` while generating records every
-    new token. Our models compute weights only for what is chosen. `keep` may also name "scores".
+    new token. Our models compute weights only for what is chosen.
+
+    `keep` may also name "scores", and "outputs", what each head gives (`layer.outputs`, `layer.contributions()`).
+    "predictions" are the likeliest tokens at each recorded row, or classes: `trace.top()`. `tokens` are their strings,
+    and `source_tokens` those of an encoder-decoder's source, by default those of the input where the model has a
+    tokenizer (`model.tokenizer`).
 
     Passes that continue from a KV cache (`generate`, `extend`) are joined: they add rows and keys, with weights of 0 on
     keys that did not exist yet. Any other pass, such as one with another input or with reordered beams, replaces what
     was recorded. Tensors are detached. In training, weights are those before dropout.
+
+    A Hugging Face model is set to eager attention meanwhile, for all threads: two threads on one such model at the same
+    time are not supported.
 
     >>> import regard as rg, torch
     >>> layer = rg.MultiHeadAttention(16, 4, num_kv_heads=2, mechanism=rg.Quadratic())
@@ -73,15 +87,15 @@ def trace(
         )
     both = {module: name for name, module in model.named_modules() if module in attentions or module in theirs}
     traced = Trace(tokens=tokens, source_tokens=source_tokens, model=type(model).__name__)
-    recorder = Recorder(traced, chosen, both)
+    recorder = Recorder(traced, chosen, both, _readers(model, bool(theirs)))
     with ExitStack() as stack:
         for handle in recorder.watch(list(dict.fromkeys([model, *starts, *their_starts]))):
             stack.callback(handle.remove)
         if attentions:
-            for handle in ours.Adapter(recorder).attach(model):
+            for handle in ours.Adapter(recorder, model).attach(model):
                 stack.callback(handle.remove)
         if theirs:
-            adapter = huggingface.Adapter(recorder, theirs)
+            adapter = huggingface.Adapter(recorder, model, theirs)
             for handle in adapter.attach():
                 stack.callback(handle.remove)
             stack.enter_context(huggingface.eager(model, adapter.attentions, adapter))
@@ -92,11 +106,35 @@ def trace(
     recorder.check()
 
 
+def _readers(model: nn.Module, theirs: bool) -> Readers:
+    """What our and Hugging Face's models in a module read and predict."""
+    first = ours.readers(model)
+    other = huggingface.readers(model) if theirs else Readers()
+    return Readers(
+        spell=_spelling(model),
+        name_classes=first.name_classes or other.name_classes,
+        num_classes=other.num_classes,
+        logits={**first.logits, **other.logits},
+        heads=first.heads,
+        sources=first.sources | other.sources,
+    )
+
+
+def _spelling(model: nn.Module) -> Spelling | None:
+    """The strings of token ids by the tokenizer of a model, of our kind or Hugging Face's; None without one."""
+    for module in model.modules():
+        tokenizer: Any = getattr(module, "tokenizer", None)
+        spell = getattr(tokenizer, "tokens", None) or getattr(tokenizer, "convert_ids_to_tokens", None)
+        if callable(spell):
+            return spell
+    return None
+
+
 def _chosen(
     layers: Sequence[int] | None, heads: Sequence[int] | None, rows: Sequence[int] | None, keep: Sequence[str]
 ) -> Chosen:
-    if isinstance(keep, str) or not keep or not set(keep) <= set(KEEP):
-        raise ValueError(f"keep: expected some of {', '.join(KEEP)}, got {keep!r}")
+    if isinstance(keep, str) or not keep or not set(keep) <= {*KEEP, "predictions"}:
+        raise ValueError(f"keep: expected some of {', '.join(KEEP)} and predictions, got {keep!r}")
     return Chosen(
         None if layers is None else frozenset(chosen_numbers("layers", layers, 0)),
         None if heads is None else chosen_numbers("heads", heads),

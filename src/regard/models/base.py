@@ -122,6 +122,25 @@ class TextModel(Model):
     def default_length(self) -> int:
         return min(self.context_length, LONGEST)
 
+    @property
+    def token_tables(self) -> list[nn.Embedding]:
+        """The embeddings that token ids are looked up in."""
+        raise NotImplementedError
+
+    @property
+    def output_stack(self) -> Stack:
+        """The blocks whose hidden states `vocabulary_logits` reads."""
+        raise NotImplementedError
+
+    @property
+    def source_stack(self) -> Stack | None:
+        """The blocks that read a separate source sequence; None without one."""
+        return None
+
+    def vocabulary_logits(self, hidden: Float[Tensor, "*b E"]) -> Float[Tensor, "*b D"] | None:
+        """Logits over the vocabulary from hidden states; None for a model without such a head."""
+        raise NotImplementedError
+
 
 class GenerativeModel(TextModel):
     """A model that generates token by token: the interface that sampling, beam search and saved prompts use."""
@@ -134,6 +153,13 @@ class GenerativeModel(TextModel):
     def decoder_stack(self) -> Stack:
         """The blocks that generate; their states are the decoding state."""
         raise NotImplementedError
+
+    @property
+    def output_stack(self) -> Stack:
+        return self.decoder_stack
+
+    def vocabulary_logits(self, hidden: Float[Tensor, "*b E"]) -> Float[Tensor, "*b D"] | None:
+        return self.predict(hidden)
 
     def embed(self, tokens: Int[Tensor, "B T"], place: Int[Tensor, "..."]) -> Float[Tensor, "B T E"]:
         """The first block's input: embeddings of tokens at their positions."""
@@ -180,6 +206,11 @@ class ImageModel(Model):
     def num_tokens(self, height: int, width: int) -> int:
         """How many tokens the first attention layer sees of an image."""
         raise NotImplementedError
+
+    @property
+    def token_grid(self) -> tuple[int, int] | None:
+        """Rows and columns of the patches that are the last tokens of every layer; None where layers differ."""
+        return None
 
     def resized(self: SomeModel, image_size: int | tuple[int, int]) -> SomeModel:
         """A copy for images of another size."""

@@ -253,13 +253,18 @@ class Half(nn.Module):
         tokens = tokens + self.dropout(self.network(self.network_norm(tokens)))
         return rearrange(tokens, "b y x e -> b e y x")
 
+    def window_counts(self, height: int, width: int) -> tuple[int, int] | None:
+        """How many windows a map is cut into, down and across; None for attention over the whole map."""
+        size = self.window_size
+        return None if size is None else (-(-height // size), -(-width // size))
+
     def flops(self, side: int, dtype: torch.dtype) -> int:
         """FLOPs on a map of side × side positions."""
         everywhere = products(self.attention_conv) + products(self.network_conv) + products(self.network)
-        across = 1 if self.window_size is None else -(-side // self.window_size)
+        down, across = self.window_counts(side, side) or (1, 1)
         tokens = side**2 if self.window_size is None else self.window_size**2
         window = products(self.attention) * tokens + attention_flops(self.attention, tokens, tokens, dtype)
-        return everywhere * side**2 + window * across**2
+        return everywhere * side**2 + window * down * across
 
     def _attend(self, x: Float[Tensor, "B Y X E"]) -> Float[Tensor, "B Y X E"]:
         if self.window_size is None:

@@ -211,6 +211,10 @@ class Decoder(GenerativeModel):
         return list(self.stack.blocks)
 
     @property
+    def token_tables(self) -> list[nn.Embedding]:
+        return [self.embedding]
+
+    @property
     def tied_table(self) -> nn.Embedding | None:
         return self.embedding if self.config.tied else None
 

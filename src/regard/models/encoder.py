@@ -299,6 +299,18 @@ class Encoder(TextModel):
         return self.config.context_length
 
     @property
+    def token_tables(self) -> list[nn.Embedding]:
+        return [self.embedding]
+
+    @property
+    def output_stack(self) -> Stack:
+        return self.stack
+
+    def vocabulary_logits(self, hidden: Float[Tensor, "*b E"]) -> Float[Tensor, "*b D"] | None:
+        """Logits of masked words, if the model has a head for them."""
+        return self.masked_words(hidden) if self.config.masked_words else None
+
+    @property
     def blocks(self) -> list[nn.Module]:
         return list(self.stack.blocks)
 

@@ -312,6 +312,14 @@ class Transformer(GenerativeModel):
         return list(self.encoder.blocks)
 
     @property
+    def token_tables(self) -> list[nn.Embedding]:
+        return list(dict.fromkeys([self._table("source"), self._table("target")]))
+
+    @property
+    def source_stack(self) -> Stack | None:
+        return self.encoder
+
+    @property
     def tied_table(self) -> nn.Embedding | None:
         return self._table("target") if self.config.tied else None
 

@@ -207,6 +207,10 @@ class VisionTransformer(ImageModel):
     def blocks(self) -> list[nn.Module]:
         return list(self.stack.blocks)
 
+    @property
+    def token_grid(self) -> tuple[int, int] | None:
+        return self.config.grid
+
     def num_tokens(self, height: int, width: int) -> int:
         """The class token and the patches."""
         return 1 + self.config.num_patches

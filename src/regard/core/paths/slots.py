@@ -122,7 +122,7 @@ class CacheSlot(Slot):
         batch = self.tensors[0].shape[0]
         buffer = Buffer(self.tensors[0], self.tensors[1], length, False, _pair(self.tensors[2:]), self.rounded)
         run = Run(tuple(range(batch)), buffer, waiting=False)
-        return KeyValueState((run,), max(like.capacity, self.clock.capacity), length, padding)
+        return KeyValueState((run,), max(like.capacity, self.clock.capacity), length, padding, dropped=like.dropped)
 
 
 class SharedSlot(Slot):

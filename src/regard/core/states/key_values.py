@@ -53,6 +53,7 @@ class KeyValueState(State):
     them."""
     forgotten: int = 0
     """How many of the first tokens were dropped: they had left the sliding window, and room was needed."""
+    dropped: int = 0
 
     @classmethod
     def empty(
@@ -176,7 +177,7 @@ class KeyValueState(State):
             split = (run.split(spans, self.length, end, room) if run.waiting else [run] for run in runs)
             runs = [run for parts in split for run in parts]
         longer = tuple([self._extended(run, k, v, recorded) for run in runs])
-        return KeyValueState(longer, self.capacity, end, padding, None, self.may_share, self.forgotten)
+        return KeyValueState(longer, self.capacity, end, padding, None, self.may_share, self.forgotten, self.dropped)
 
     def _extended(self, run: Run, k: Tensor, v: Tensor, recorded: bool) -> Run:
         """A run with its rows of T more keys and values appended, from the position where the run begins."""
@@ -280,7 +281,8 @@ class KeyValueState(State):
         if type(count) is not int or not least <= count <= stored.length:
             raise ValueError(f"{count!r} tokens of {stored.length}")
         forgotten = stored.plan["forgotten"]
-        return self.filled(stored, count, count - forgotten if type(forgotten) is int else count)
+        filled = self.filled(stored, count, count - forgotten if type(forgotten) is int else count)
+        return replace(filled, dropped=stored.length - count)
 
     def filled(self, stored: Stored, count: int, capacity: int) -> "KeyValueState":
         """A state of `count` tokens from a file, given an empty one like it."""
@@ -312,7 +314,9 @@ class KeyValueState(State):
         if padding is not None:
             padding = padding.between(drop, self.length, self.length)
         runs = tuple(moved(run) for run in self.runs)
-        return KeyValueState(runs, capacity, kept, padding, may_share=self.may_share, forgotten=forgotten)
+        return KeyValueState(
+            runs, capacity, kept, padding, may_share=self.may_share, forgotten=forgotten, dropped=self.dropped + drop
+        )
 
 
 def first_room(lengths: Iterable[int], most: int) -> int:

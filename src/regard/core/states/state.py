@@ -96,6 +96,8 @@ class State:
 
     forgotten: int = 0
     """How many of the first tokens were dropped because they left the sliding window."""
+    dropped: int = 0
+    """How many tokens came before position 0 of this state: `windowed` dropped them and counts from there again."""
 
     @property
     def batch(self) -> int:

@@ -32,7 +32,7 @@ class Change:
     mean: "bool | Trace" = False
     """Over the tokens of the pass, or of a trace."""
     hide: tuple[int, ...] = ()
-    """Positions of keys, negative ones from the end."""
+    """Positions of keys in their sequence, negative ones from the end of the pass."""
     beta: float | None = None
     mechanism: Mechanism | None = None
     weights: "Trace | None" = None
@@ -56,7 +56,7 @@ class Changed:
 
     heads: tuple[int, ...]
     hidden: frozenset[int] = frozenset()
-    """Positions of keys."""
+    """Keys of the run, from 0."""
     beta: float | None = None
     mechanism: Mechanism | None = None
     weights: Float[Tensor, "B h T S"] | None = None
@@ -76,35 +76,54 @@ class Changed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """Of one run of attention."""
+class CallShape:
+    """The sizes of one run of attention, and where its keys are in their sequence."""
 
     batch: int
     heads: int
     queries: int
     keys: int
+    first: int = 0
+    """The position of the first key: a sliding window drops the keys before it."""
+    unused: int = 0
+    """Room at the end of the keys that no token has taken yet, as static caches have it."""
+
+    @property
+    def end(self) -> int:
+        """The position after the last token."""
+        return self.first + self.keys - self.unused
+
+    def columns(self, positions: Iterable[int]) -> list[int]:
+        """The keys at positions of the sequence, negative ones from its end; keys that are not there have none.
+
+        >>> from regard.inference.interventions.change import CallShape
+        >>> CallShape(batch=1, heads=1, queries=1, keys=4, first=10).columns([-1, 11, 3, 20])
+        [3, 1]
+        """
+        places = (place + self.end if place < 0 else place for place in positions)
+        return [place - self.first for place in places if self.first <= place < self.end]
 
 
-def added(changes: Iterable[tuple[int, Change]], sizes: Sizes) -> list[Changed]:
+def added(changes: Iterable[tuple[int, Change]], shape: CallShape) -> list[Changed]:
     """The changes of a run, by heads that have the same ones; each change comes with the number of its layer.
 
-    >>> from regard.inference.interventions.change import Change, Sizes, added
+    >>> from regard.inference.interventions.change import CallShape, Change, added
     >>> changes = [(0, Change(heads=(0, 1), beta=2.0)), (0, Change(heads=(1,), hide=(-1,)))]
-    >>> sizes = Sizes(batch=1, heads=4, queries=3, keys=3)
-    >>> [(part.heads, part.beta, sorted(part.hidden)) for part in added(changes, sizes)]
+    >>> shape = CallShape(batch=1, heads=4, queries=3, keys=3)
+    >>> [(part.heads, part.beta, sorted(part.hidden)) for part in added(changes, shape)]
     [((0,), 2.0, []), ((1,), 2.0, [2])]
     """
     by_head: dict[int, list[tuple[int, Change]]] = {}
     for layer, change in changes:
-        for head in change.chosen_heads(sizes.heads):
+        for head in change.chosen_heads(shape.heads):
             by_head.setdefault(head, []).append((layer, change))
     groups: dict[tuple[int, ...], list[int]] = {}
     for head in sorted(by_head):
         groups.setdefault(tuple(id(change) for _, change in by_head[head]), []).append(head)
-    return [_together(tuple(heads), by_head[heads[0]], sizes) for heads in groups.values()]
+    return [_together(tuple(heads), by_head[heads[0]], shape) for heads in groups.values()]
 
 
-def _together(heads: tuple[int, ...], changes: list[tuple[int, Change]], sizes: Sizes) -> Changed:
+def _together(heads: tuple[int, ...], changes: list[tuple[int, Change]], shape: CallShape) -> Changed:
     total = Changed(heads=heads)
     for layer, change in changes:
         if change.mechanism is not None:
@@ -112,15 +131,15 @@ def _together(heads: tuple[int, ...], changes: list[tuple[int, Change]], sizes: 
         if change.beta is not None:
             total = replace(total, beta=change.beta, weights=None)
         if change.hide:
-            total = replace(total, hidden=total.hidden | set(_positions(change.hide, sizes.keys)))
+            total = replace(total, hidden=total.hidden | set(shape.columns(change.hide)))
         if change.weights is not None:
-            total = replace(total, weights=_patched_weights(change.weights.layers[layer], heads, sizes))
+            total = replace(total, weights=_patched_weights(change.weights.layers[layer].flat(), heads, shape))
         if change.values is not None:
-            total = replace(total, values=_patched_values(change.values.layers[layer], sizes))
+            total = replace(total, values=_patched_values(change.values.layers[layer].flat(), shape))
         if isinstance(change.mean, bool):
             total = replace(total, mean=total.mean if change.mean is False else True)
         else:
-            total = replace(total, mean=_recorded_mean(change.mean.layers[layer], heads))
+            total = replace(total, mean=_recorded_mean(change.mean.layers[layer].flat(), heads))
         if isinstance(change.silence, Tensor):
             total = replace(total, silence=change.silence[:, list(heads)])
         elif change.silence:
@@ -128,26 +147,21 @@ def _together(heads: tuple[int, ...], changes: list[tuple[int, Change]], sizes: 
     return total
 
 
-def _positions(hidden: tuple[int, ...], keys: int) -> list[int]:
-    """Positions from 0; those of keys that are not there yet hide nothing."""
-    return [place % keys if place < 0 else place for place in hidden if -keys <= place < keys]
-
-
-def _patched_weights(layer: "TracedLayer", heads: tuple[int, ...], sizes: Sizes) -> Tensor:
+def _patched_weights(layer: "TracedLayer", heads: tuple[int, ...], shape: CallShape) -> Tensor:
     weights = layer.need("weights")
     missing = [head for head in heads if head not in layer.heads]
     if missing:
         raise ValueError(f"weights: expected a trace of heads {list(heads)}, got one of {list(layer.heads)}")
     chosen = weights[:, [layer.heads.index(head) for head in heads]]
-    expected = (sizes.batch, len(heads), sizes.queries, sizes.keys)
+    expected = (shape.batch, len(heads), shape.queries, shape.keys)
     return _fitting("weights", chosen, expected, layer.index)
 
 
-def _patched_values(layer: "TracedLayer", sizes: Sizes) -> Tensor:
+def _patched_values(layer: "TracedLayer", shape: CallShape) -> Tensor:
     values = layer.need("values")
-    if layer.heads != tuple(range(sizes.heads)):
-        raise ValueError(f"values: expected a trace of all {sizes.heads} heads, got one of {list(layer.heads)}")
-    return _fitting("values", values, (sizes.batch, values.shape[1], sizes.keys, values.shape[3]), layer.index)
+    if layer.heads != tuple(range(shape.heads)):
+        raise ValueError(f"values: expected a trace of all {shape.heads} heads, got one of {list(layer.heads)}")
+    return _fitting("values", values, (shape.batch, values.shape[1], shape.keys, values.shape[3]), layer.index)
 
 
 def _recorded_mean(layer: "TracedLayer", heads: tuple[int, ...]) -> Float[Tensor, "1 h 1 V"]:
@@ -171,8 +185,8 @@ def _fitting(name: str, tensor: Tensor, expected: tuple[int, ...], layer: int) -
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Run:
-    """One run of attention, as a model's adapter gives it."""
+class HeadOutputs:
+    """What the heads of one run gave, as a model's adapter reports it."""
 
     out: Float[Tensor, "B H T V"]
     real: Bool[Tensor, "B T"] | None
@@ -183,18 +197,18 @@ class Run:
     """The output of all heads with the changes that need attention again."""
 
 
-def changed_output(run: Run, parts: list[Changed]) -> Float[Tensor, "B H T V"]:
+def changed_output(outputs: HeadOutputs, parts: list[Changed]) -> Float[Tensor, "B H T V"]:
     """The output with every changed head in its place; the others are bitwise what they were."""
-    out = run.out
+    out = outputs.out
     for part in parts:
         heads = list(part.heads)
-        new = run.compute(part)[:, heads] if part.recomputes else run.out[:, heads]
+        new = outputs.compute(part)[:, heads] if part.recomputes else outputs.out[:, heads]
         if isinstance(part.mean, Tensor):
             new = part.mean.to(new).expand_as(new)
         elif part.mean:
-            if run.step:
+            if outputs.step:
                 raise ValueError("mean: expected whole passes, or mean=trace for token-by-token ones, got a step")
-            new = _mean(new, run.real).expand_as(new)
+            new = _mean(new, outputs.real).expand_as(new)
         if isinstance(part.silence, Tensor):
             # A picture's windows stand on the batch axis, those of an image together.
             rows = part.silence.to(new.device).repeat_interleave(len(new) // len(part.silence), 0)
@@ -230,7 +244,7 @@ class Place:
     def __init__(self, changes: Iterable[Change]) -> None:
         self.changes, self.numbers, self.seen = tuple(changes), dict[nn.Module, int](), set[int]()
         self.keys = 0
-        """Of the longest changed run."""
+        """Of the longest sequence in a changed run."""
 
     def enter(self, module: nn.Module, number: int) -> None:
         """A module begins a run of this number."""
@@ -247,20 +261,21 @@ class Place:
             raise ValueError(f"hide: expected positions of the {self.keys} keys, got {absent[0]}")
 
 
-def changes_of(module: nn.Module, sizes: Sizes) -> list[Changed]:
+def changes_of(module: nn.Module, shape: CallShape) -> list[Changed]:
     """What is changed of the run that a module is in."""
     for place in ACTIVE.get(module, ()):
         if any(change.applies(place.numbers.get(module, -1)) for change in place.changes):
-            place.keys = max(place.keys, sizes.keys)
+            place.keys = max(place.keys, shape.end)
     current = [
         (place.numbers[module], change)
         for place in ACTIVE.get(module, ())
         if module in place.numbers
         for change in place.changes
     ]
-    return added([(layer, change) for layer, change in current if change.applies(layer)], sizes)
+    return added([(layer, change) for layer, change in current if change.applies(layer)], shape)
 
 
-def sizes_of(q: Float[Tensor, "B H T K"], k: Float[Tensor, "B G S K"]) -> Sizes:
-    """The sizes of a run by its queries and keys."""
-    return Sizes(batch=q.shape[0], heads=q.shape[1], queries=q.shape[2], keys=k.shape[2])
+def call_shape(q: Float[Tensor, "B H T K"], k: Float[Tensor, "B G S K"], first: int = 0, unused: int = 0) -> CallShape:
+    """The shape of a run by its queries and keys."""
+    batch, heads, queries, _ = q.shape
+    return CallShape(batch=batch, heads=heads, queries=queries, keys=k.shape[2], first=first, unused=unused)

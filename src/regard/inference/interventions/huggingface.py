@@ -5,13 +5,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from jaxtyping import Bool
 from torch import Tensor, nn
 
 from regard.core.attention import attend, weights
 from regard.core.families.mechanism import Mechanism
 from regard.core.masks import Mask, causal, dense
 from regard.core.mechanisms import Softmax
-from regard.inference.interventions.change import Changed, Run, always_causal, changed_output
+from regard.inference.interventions.change import Changed, HeadOutputs, always_causal, changed_output
+from regard.inference.tracing.record import Kind
 
 
 def visible_pairs(mask: Any, keys: int) -> Tensor | None:
@@ -21,6 +23,11 @@ def visible_pairs(mask: Any, keys: int) -> Tensor | None:
     seen = mask[(None,) * (4 - mask.ndim)][..., :keys]
     seen = seen if seen.dtype == torch.bool else seen > torch.finfo(seen.dtype).min / 2
     return seen.expand(*seen.shape[:3], keys)
+
+
+def real_keys(seen: Bool[Tensor, "..."], batch: int) -> Bool[Tensor, "B S"]:
+    """Which keys are no padding: those that some query sees."""
+    return seen.any(1).any(1).expand(batch, seen.shape[3])
 
 
 def _rule(seen: Tensor) -> Mask:
@@ -35,6 +42,9 @@ class EagerCall:
     """One run of a module's eager attention."""
 
     module: nn.Module
+    kind: Kind
+    past: int | None
+    """How many tokens the KV cache has already; None without a cache."""
     forward: Callable[..., tuple[Tensor, Any]]
     q: Tensor
     k: Tensor
@@ -46,13 +56,27 @@ class EagerCall:
     def changed(self, out: Tensor, weighed: Any, parts: list[Changed]) -> tuple[Tensor, Any]:
         """The output (B, T, H, V) and the weights with all changes."""
         again = {id(part): self.again(part) for part in parts if part.recomputes}
-        step = self.q.shape[2] == 1 < self.k.shape[2]
-        run = Run(out=out.transpose(1, 2), real=None, step=step, compute=lambda part: again[id(part)][0])
+        outputs = HeadOutputs(
+            out=out.transpose(1, 2), real=self._real(), step=self._step(), compute=lambda part: again[id(part)][0]
+        )
         for part in parts:
             if part.weighs and isinstance(weighed, Tensor):
                 heads = torch.tensor(part.heads, device=weighed.device)
                 weighed = weighed.index_copy(1, heads, again[id(part)][1][:, list(part.heads)].to(weighed))
-        return changed_output(run, parts).transpose(1, 2).contiguous(), weighed
+        return changed_output(outputs, parts).transpose(1, 2).contiguous(), weighed
+
+    def _step(self) -> bool:
+        """Whether these are new tokens after others."""
+        if self.kind == "cross":
+            return False
+        return self.q.shape[2] < self.k.shape[2] if self.past is None else self.past > 0
+
+    def _real(self) -> Tensor | None:
+        """Which queries (B, T) are no padding, by the mask of self-attention; None if it does not say."""
+        seen, queries = visible_pairs(self.mask, self.k.shape[2]), self.q.shape[2]
+        if seen is None or self.kind == "cross" or self._step():
+            return None
+        return real_keys(seen, self.q.shape[0])[:, :queries]
 
     def again(self, part: Changed) -> tuple[Tensor, Tensor]:
         """The output (B, H, T, V) and the weights of all heads with a change."""

@@ -13,8 +13,15 @@ from regard.core.families.mechanism import Mechanism
 from regard.core.masks import Mask, padding
 from regard.core.masks.structure import structure_of
 from regard.core.tensors import weighs_tokens
-from regard.inference.calls import Histories, WholeCall
-from regard.inference.interventions.change import Changed, Run, always_causal, changed_output, changes_of, sizes_of
+from regard.inference.histories import Histories, WholeCall
+from regard.inference.interventions.change import (
+    Changed,
+    HeadOutputs,
+    always_causal,
+    call_shape,
+    changed_output,
+    changes_of,
+)
 from regard.models.layers.attention import Attend
 
 
@@ -93,14 +100,15 @@ class Adapter:
 
     def __init__(self, module: nn.Module) -> None:
         self.histories = Histories()
-        self.handle = module.register_forward_hook(self.after, with_kwargs=True)
+        # Before the hooks of traces, which record what is changed.
+        self.handle = module.register_forward_hook(self.after, with_kwargs=True, prepend=True)
 
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], produced: Any) -> Any:
         """The output of a run with its changes."""
         assert isinstance(module, Attend)
         out, state = produced
         call = self.histories.whole(module, args, kwargs, state)
-        parts = changes_of(module, sizes_of(call.q, call.k))
+        parts = changes_of(module, call_shape(call.q, call.k, call.first))
         if not parts:
             return None
         real = None
@@ -108,6 +116,6 @@ class Adapter:
             tokens, keys = call.q.shape[2], call.k.shape[2]
             valid = structure_of(call.rule, tokens, keys).valid(keys, call.q.device)
             real = None if valid is None else valid[:, keys - tokens :].expand(call.q.shape[0], tokens)
-        step = call.kind == "self" and call.q.shape[2] < call.k.shape[2]
-        run = Run(out=out, real=real, step=step, compute=lambda part: output(call, part))
-        return changed_output(run, parts), state
+        step = call.kind == "self" and call.q.shape[2] < call.first + call.k.shape[2]
+        outputs = HeadOutputs(out=out, real=real, step=step, compute=lambda part: output(call, part))
+        return changed_output(outputs, parts), state

@@ -29,7 +29,8 @@ def rollout(trace: Trace) -> Tensor:
     flow: Tensor | None = None
     for layer in layers:
         weights = layer.need("weights")
-        square = layer.kind == "self" and layer.by_pairs and layer.rows == tuple(range(weights.shape[3]))
+        whole = layer.by_pairs and layer.windows is None
+        square = layer.kind == "self" and whole and layer.rows == tuple(range(weights.shape[3]))
         if not square or (flow is not None and flow.shape[1] != weights.shape[3]):
             raise ValueError(
                 f"trace: expected self-attention of one stack with all its rows, got layer {layer.index} "
@@ -44,7 +45,7 @@ def rollout(trace: Trace) -> Tensor:
 
 
 def value_weighted(layer: TracedLayer, projection: Tensor | None = None) -> Tensor:
-    """‖w · v‖ (B, H, T, S): how much each key's value contributes; a small value contributes little at any weight.
+    """‖w · v‖, shaped as the weights: how much each key's value contributes; a small value does little at any weight.
 
     With `projection`, the weight (E, H · V) of the output projection, it is ‖w · W_o v‖, the part that reaches the
     residual stream.
@@ -61,6 +62,8 @@ def value_weighted(layer: TracedLayer, projection: Tensor | None = None) -> Tens
     weights, values = layer.need("weights"), layer.need("values")
     if not layer.by_pairs:
         raise ValueError(f"layer: expected weights between queries and keys, got those of {layer.mechanism}")
+    if layer.windows is not None:
+        return value_weighted(layer.flat(), projection).unflatten(0, weights.shape[:2])
     heads, length = weights.shape[1], values.shape[3]
     values = values.repeat_interleave(heads // values.shape[1], dim=1).to(weights.dtype)
     if projection is not None:

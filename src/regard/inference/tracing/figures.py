@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from regard.inference.effects import Effects
 
 
-def heads_figure(trace: Trace, layer: int, head: int | None = None, sequence: int = 0) -> Figure:
+def heads_figure(trace: Trace, layer: int, head: int | None = None, sequence: int = 0, window: int = 0) -> Figure:
     """The weights of a layer's recorded heads, or of one of them, with their tokens."""
     traced = trace.layers[layer]
     if head is not None and head not in traced.heads:
         raise ValueError(f"head: expected a recorded head, one of {list(traced.heads)}, got {head!r}")
-    weights = _weights(traced, sequence)
+    weights = _weights(traced, sequence, window)
     panels = {
         f"head {number}": weights[place] for place, number in enumerate(traced.heads) if head is None or number == head
     }
@@ -34,9 +34,9 @@ def heads_figure(trace: Trace, layer: int, head: int | None = None, sequence: in
     return weights_figure(panels, down, keys=across, title=words)
 
 
-def overview_figure(trace: Trace, sequence: int = 0) -> Figure:
+def overview_figure(trace: Trace, sequence: int = 0, window: int = 0) -> Figure:
     """The weights of all recorded layers and heads, as small maps."""
-    layers = [(layer, _weights(layer, sequence)) for layer in trace.layers]
+    layers = [(layer, _weights(layer, sequence, window)) for layer in trace.layers]
     columns = max((len(weights) for _, weights in layers), default=1)
     size = min(14.0, max(3.0, 0.95 * columns + 0.9)), min(18.0, max(1.6, 0.95 * len(layers) + 0.7))
     note = "In each map queries down, keys across; weights from 0 (white) to 1 (dark), hidden pairs grey."
@@ -76,11 +76,16 @@ def effects_figure(effects: "Effects") -> Figure:
     return figure
 
 
-def _weights(layer: TracedLayer, sequence: int) -> Tensor:
+def _weights(layer: TracedLayer, sequence: int, window: int) -> Tensor:
     """The weights (H, T, S) of one sequence, NaN for hidden pairs, which get a separate colour."""
     weights = layer.need("weights")
     if type(sequence) is not int or not 0 <= sequence < len(weights):
         raise ValueError(f"sequence: expected 0 to {len(weights) - 1}, got {sequence!r}")
+    if layer.windows is not None:
+        count = weights.shape[1]
+        if type(window) is not int or not 0 <= window < count:
+            raise ValueError(f"window: expected 0 to {count - 1} in layer {layer.index}, got {window!r}")
+        return _weights(layer.flat(), sequence * count + window, 0)
     shown = weights[sequence].detach().float().cpu()
     if layer.visible is None:
         return shown

@@ -225,7 +225,7 @@ def patterns(trace: Trace, separators: Sequence[str] | Sequence[int] | None = No
     heads: list[HeadPatterns] = []
     for layer in trace.layers:
         if layer.by_pairs:
-            heads += _heads(trace, layer, separators)
+            heads += _heads(trace, layer.flat(), separators)
     return Patterns(tuple(heads))
 
 

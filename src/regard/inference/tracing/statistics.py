@@ -96,7 +96,7 @@ def statistics(trace: Trace) -> list[HeadStatistics]:
     [(0.0, 0.25, 1.5)]
     """
     measured = []
-    for layer in trace.layers:
+    for layer in (recorded.flat() for recorded in trace.layers):
         if not layer.by_pairs:
             continue
         weights = layer.need("weights").double()
@@ -122,7 +122,8 @@ def compare(trace: Trace, other: Trace) -> Comparison:
             f"other: expected a trace of the layers {numbers}, got {[layer.index for layer in other.layers]}"
         )
     heads = []
-    for layer, changed in zip(trace.layers, other.layers, strict=True):
+    for recorded, compared in zip(trace.layers, other.layers, strict=True):
+        layer, changed = recorded.flat(), compared.flat()
         before, after = layer.need("weights").double(), changed.need("weights").double()
         if before.shape != after.shape or layer.heads != changed.heads:
             raise ValueError(

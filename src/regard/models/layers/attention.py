@@ -289,7 +289,7 @@ class MultiHeadAttention(nn.Module):
         if key is not None:
             if self.rotary is not None or positions is not None or ragged is not None:
                 raise ValueError("key: expected None with rotary heads, positions or a ragged batch, got a tensor")
-            return self.cross(query, *self.remember(key, value), mask, bias=bias)
+            return self._reach(query, *self.remember(key, value), mask, bias, cross=key is not query)
         if value is not None:
             raise ValueError("key: expected a tensor, since value is given, got None")
         if ragged is not None and (rule := self._packed(query, mask, bias, ragged)) is not None:
@@ -358,8 +358,13 @@ class MultiHeadAttention(nn.Module):
         self, query: Tensor, k: Tensor, v: Tensor, mask: AnyMask = None, *, bias: Tensor | None = None
     ) -> Float[Tensor, "B T E"]:
         """Attention of `query` to the keys and values that `remember` gave."""
+        return self._reach(query, k, v, mask, bias, cross=True)
+
+    def _reach(
+        self, query: Tensor, k: Tensor, v: Tensor, mask: AnyMask, bias: Tensor | None, *, cross: bool
+    ) -> Float[Tensor, "B T E"]:
         self._check_input("query", query, self.embedding_dim)
-        out, _ = self.attend(self.split_heads(self.W_q(query), self.qk_length), k, v, mask, bias, cross=True)
+        out, _ = self.attend(self.split_heads(self.W_q(query), self.qk_length), k, v, mask, bias, cross=cross)
         return self._finish(out, None)
 
     def start(self, *, batch: int, capacity: int = 4096, storage: torch.dtype | None = None) -> Any:

@@ -32,6 +32,8 @@ class WholeCall:
     v: Tensor
     rule: Mask | None
     bias: Tensor | None
+    first: int = 0
+    """The position of the first key in its sequence: a sliding window drops the keys before it."""
 
 
 class Histories:
@@ -46,7 +48,9 @@ class Histories:
         arguments = ARGUMENTS.bind(module, *args, **kwargs).arguments
         k, v = arguments["k"], arguments["v"]
         rule, state = as_mask(arguments.get("mask")), arguments.get("state")
+        first = 0
         if state is not None:
+            first = longer.dropped
             k, v, padding = self._history(module, k, v, rule, state, longer)
             rule = padding if rule is None else rule if padding is None else rule & padding
         return WholeCall(
@@ -57,6 +61,7 @@ class Histories:
             v=v,
             rule=rule,
             bias=arguments.get("bias"),
+            first=first,
         )
 
     def _history(
