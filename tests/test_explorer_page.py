@@ -384,6 +384,7 @@ def test_a_deep_link_survives_a_reload(tab, explorer):
     spot = tab.evaluate("regard.headOnScreen(1, 3)")
     tab.mouse.click(spot["x"], spot["y"])
     tab.click("[data-view=matrix]")
+    settle(tab)
     tab.mouse.click(*cell(tab, 4, 2))
     tab.click("[data-change=silence]")
     settle(tab)

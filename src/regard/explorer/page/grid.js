@@ -3,7 +3,7 @@
 import { html, render, nothing } from "./vendor/lit-html.js";
 import { state, redraw } from "./store.js";
 import { chooseHead, setOption, findEffects, cancel } from "./actions.js";
-import { describeHead } from "./head.js";
+import { describeHead } from "./runs.js";
 import { Surface, FONT } from "./surface.js";
 import { paintTable } from "./paint.js";
 import { palette, isDark, LABELS } from "./colours.js";

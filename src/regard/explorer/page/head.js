@@ -3,6 +3,7 @@
 import { html, render, nothing } from "./vendor/lit-html.js";
 import { state, redraw } from "./store.js";
 import { chooseHead, setOption, lockTokens } from "./actions.js";
+import { describeHead } from "./runs.js";
 import { panes, viewOf, focusOf, pairOf, isExact } from "./view.js";
 import { Surface } from "./surface.js";
 import { palette, isDark, LABELS } from "./colours.js";
@@ -121,12 +122,6 @@ export function lockFocus() {
   if (state.locked) return release();
   const pair = pairOf(view, focusOf(view));
   if (pair) lockTokens([view.rowGroups[pair.row].tokens[0]], [view.columnGroups[pair.column].tokens[0]]);
-}
-
-export function describeHead(place, head) {
-  const layer = `${{ cross: "cross-attention" }[place.stack] ?? place.stack} ${place.number}`;
-  const words = { mean: "mean over heads", max: "maximum over heads", rollout: "rollout over all layers" };
-  return head === "rollout" ? words.rollout : `${layer}, ${words[head] ?? `head ${head}`}`;
 }
 
 export function drawHead() {

@@ -22,6 +22,13 @@ export function addFrame(run, message) {
   }
 }
 
+// A head in words.
+export function describeHead(place, head) {
+  const layer = `${{ cross: "cross-attention" }[place.stack] ?? place.stack} ${place.number}`;
+  const words = { mean: "mean over heads", max: "maximum over heads", rollout: "rollout over all layers" };
+  return head === "rollout" ? words.rollout : `${layer}, ${words[head] ?? `head ${head}`}`;
+}
+
 // The head with the strongest label that says something; the first head if none has one.
 export function strongestHead(run) {
   let best = { layer: 0, head: 0, strength: -1 };

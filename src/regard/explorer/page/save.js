@@ -2,6 +2,7 @@
 
 import { state, redraw } from "./store.js";
 import { exportedPage, say } from "./actions.js";
+import { describeHead } from "./runs.js";
 import { palette, isDark } from "./colours.js";
 import { painted } from "./paint.js";
 import { bestColumn } from "./lines.js";
@@ -25,8 +26,7 @@ function download(blob, name) {
 }
 
 function caption() {
-  const place = state.run.layers[state.layer];
-  return `${state.run.info.model} · layer ${place.index} ${place.kind === "cross" ? "cross " : ""}· ${typeof state.head === "number" ? `head ${state.head}` : state.head}`;
+  return `${state.run.info.model} · ${describeHead(state.run.layers[state.layer], state.head)}`;
 }
 
 // The surfaces as they stand on the screen, overlays and a title included.

@@ -3,10 +3,9 @@
 import { html, render, nothing } from "./vendor/lit-html.js";
 import { state, redraw, mechanismTitle } from "./store.js";
 import { change, changed, applyChanges, compareWith, topAt } from "./actions.js";
-import { headScores } from "./runs.js";
+import { headScores, describeHead } from "./runs.js";
 import { axisOf, readable } from "./tokens.js";
 import { exactNumber, percent } from "./numbers.js";
-import { describeHead } from "./head.js";
 
 const MIDDLE = 100, END = 200, DECADE = 50; // places of the dial: a decade of beta each 50
 
@@ -147,7 +146,7 @@ function output() {
     ${done.divergence === null || done.divergence === undefined ? nothing : html`<span>KL <b id="kl">${exactNumber(done.divergence)}</b> nats</span>`}
     ${done.distance === null || done.distance === undefined ? nothing : html`<span>output moved <b id="moved">${percent(done.distance)}</b></span>`}`}</p>`;
   const written = done.text ? html`<p class="written" id="written">${isChanged && state.base.done.text !== done.text ? html`<s><bdi>${state.base.done.text}</bdi></s> ` : nothing}<bdi>${done.text}</bdi></p>` : nothing;
-  if (!before?.length || !after?.length) return html`${moved}${written}${isChanged || done.text ? nothing : html`<p class="quiet tight">This model has no word predictions: the card will say how far its output moves.</p>`}`;
+  if (!before?.length || !after?.length) return html`${moved}${written}${isChanged || done.text || !state.live ? nothing : html`<p class="quiet tight">This model has no word predictions: the card will say how far its output moves.</p>`}`;
   const rows = after.map((entry) => ({ ...entry, before: before.find((other) => other.id === entry.id)?.probability ?? null }));
   const gone = before.filter((entry) => !after.some((other) => other.id === entry.id));
   return html`
