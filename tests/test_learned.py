@@ -119,6 +119,22 @@ def test_a_layers_mechanism_is_one_object_while_its_tensors_are_the_same():
     assert torch.equal(layer.mechanism.shift, lent["attend.shift"])
 
 
+def test_a_parametrized_tensor_is_computed_at_each_access():
+    class Doubled(torch.nn.Module):
+        def forward(self, x):
+            return 2 * x
+
+    layer = attention(LEARNED["a parameter"]())
+    torch.nn.utils.parametrize.register_parametrization(layer.attend, "shift", Doubled())
+    layer.to(torch.float64)
+    x, twin = torch.randn(1, 5, 16, dtype=torch.float64), copy.deepcopy(layer)
+    assert torch.equal(twin(x), layer(x))
+    before = layer(x)
+    with torch.no_grad():
+        layer.attend.parametrizations.shift.original.add_(1)
+    assert not torch.equal(before, layer(x))
+
+
 def test_a_moved_layers_formula_gets_copies_for_new_shapes_only():
     inputs = []
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 import regard as rg
 from regard.core.kernels import decode_attention
@@ -101,11 +102,13 @@ def reason(mechanism=rg.Softmax(), q=None, cache=None, mask=rg.causal):  # noqa:
 
 
 def test_what_no_kernel_serves_is_named(monkeypatch):
-    assert reason() == "not a softmax that kernels of ours compute"  # on a CPU
+    assert reason() == "made for GPUs, heads of at most 128 numbers and at most float32"
     monkeypatch.setattr(gpu, "serves", lambda q, v: True)
     assert reason() is None
     assert reason(mask=rg.causal & LEFT) is None
-    assert reason(rg.Softmax(softcap=5.0)) == "not a softmax that kernels of ours compute"
+    assert reason(rg.Softmax(softcap=5.0)) == "not plain softmax"
+    with FlopCounterMode(display=False):
+        assert reason() == "a mode must see every operator"
     assert "query rows" in reason(q=torch.randn(4, 6, 900, 16))
     assert "no band" in reason(mask=rg.global_tokens(3) | rg.causal)
     assert "no band" in reason(q=torch.randn(4, 6, 8, 16), mask=rg.window(before=3, after=3))
@@ -114,27 +117,63 @@ def test_what_no_kernel_serves_is_named(monkeypatch):
     assert reason(mask=unlike) == "rows that share tokens have different padding"
 
 
-def test_slots_share_a_prompt_and_give_it_back(monkeypatch):
+@pytest.fixture
+def slotted(monkeypatch):
+    """Kernels for GPUs serve on this CPU, steps go over slots and short prompts are shared: the states of shared slots
+    that were made."""
+    states = []
     monkeypatch.setattr(key_value_runs, "SHARED", 64)
-    config = rg.DecoderConfig(vocabulary_size=61, embedding_dim=32, num_layers=2, num_heads=4, num_kv_heads=2)
-    model = rg.Decoder(config).eval()
-    prompt, options = [token % 61 for token in range(150)], {"max_new_tokens": 12, "n": 3, "temperature": 1.0}
-    expected = rg.generate(model, [prompt], **options, seed=5)
-    slotted = []
-    monkeypatch.setattr(slots.SharedSlot, "__init__", _noted(slots.SharedSlot.__init__, slotted))
-    monkeypatch.setattr(gpu, "serves", lambda q, v: True)
+    monkeypatch.setattr(slots.SharedSlot, "__init__", _noted(slots.SharedSlot.__init__, states))
+    monkeypatch.setattr(gpu, "serves", lambda q, v: gpu._computes(max(q.shape[3], v.shape[3]), q.dtype))
     monkeypatch.setattr(replay, "unfit", replay.uncapturable)
-    texts = rg.generate(model, [prompt], **options, seed=5)
-    assert [text.tokens for text in texts] == [text.tokens for text in expected]
+    return states
+
+
+def small_model(**changes):
+    sizes = {"vocabulary_size": 61, "embedding_dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
+    return rg.Decoder(rg.DecoderConfig(**sizes, **changes)).eval()
+
+
+PROMPT = [token % 61 for token in range(150)]
+
+
+@pytest.mark.parametrize("storage", [None, torch.int8], ids=str)
+def test_samples_of_a_prompt_share_it_in_their_slots(storage, slotted, monkeypatch):
+    model, options = small_model(), {"max_new_tokens": 12, "n": 3, "temperature": 1.0, "seed": 5, "storage": storage}
+    texts = rg.generate(model, [PROMPT], **options)
     assert slotted
     assert all(state.runs[0].prefix_length == 150 for state in slotted)
-    reading = replay.Reading(model, rg.prefill(model, [prompt]).chosen([0, 0]))
-    for token in texts[0].tokens[:3]:
-        reading.read([token, token], most=20)
-    state = reading.prompt.state.layers[1]
-    assert state.runs[0].prefix_length == 150
-    whole, _ = model.extend(torch.tensor([[*prompt, *texts[0].tokens[:3]]]), model.start(batch=1, capacity=200))
-    torch.testing.assert_close(reading.prompt.logits[:1], whole[:, -1], rtol=1e-4, atol=1e-4)
+    monkeypatch.undo()
+    assert [text.tokens for text in texts] == [text.tokens for text in rg.generate(model, [PROMPT], **options)]
+
+
+def test_prompts_padded_on_the_left_share_what_each_has(slotted, monkeypatch):
+    model, options = small_model(), {"max_new_tokens": 12, "n": 2, "temperature": 1.0, "seed": 5}
+    prompts = [PROMPT, PROMPT[7:]]
+    texts = rg.generate(model, prompts, **options)
+    assert slotted
+    monkeypatch.undo()
+    assert [text.tokens for text in texts] == [text.tokens for text in rg.generate(model, prompts, **options)]
+
+
+def test_a_state_that_a_slot_gave_back_goes_on(slotted):
+    model = small_model()
+    reading = replay.Reading(model, rg.prefill(model, [PROMPT]).chosen([0, 0]))
+    for token in (5, 6, 7):
+        reading.read([token, token + 1], most=20)
+    assert slotted
+    state = reading.prompt.state
+    assert state.layers[1].runs[0].prefix_length == 150
+    rows = [[*PROMPT, 5, 6, 7], [*PROMPT, 6, 7, 8]]
+    torch.testing.assert_close(reading.prompt.logits, model(torch.tensor(rows))[:, -1], rtol=1e-4, atol=1e-4)
+    for changed, histories in (
+        (state.reorder(torch.tensor([1])), rows[1:]),
+        (state.crop(151), [row[:151] for row in rows]),
+        (state.crop(40), [row[:40] for row in rows]),
+    ):
+        logits, _ = model.extend(torch.tensor([[9]] * len(histories)), changed)
+        whole = model(torch.tensor([[*row, 9] for row in histories]))
+        torch.testing.assert_close(logits[:, -1], whole[:, -1], rtol=1e-4, atol=1e-4)
 
 
 def _noted(make, states):

@@ -6,6 +6,7 @@ from typing import Any
 
 EXPECTED = {
     "int_parsing": "a whole number",
+    "int_parsing_size": "a whole number of fewer digits",
     "int_from_float": "a whole number",
     "float_parsing": "a number",
     "greater_than_equal": "at least {ge}",
@@ -25,18 +26,22 @@ def sentence(error: Any) -> str:
     'not this'
     """
     if close := getattr(error, "possibilities", None):  # the closest match first
-        return f"no option {error.option_name}; did you mean {close[0]}?"
+        options = [option for parameter in error.ctx.command.params for option in parameter.opts]
+        longer = [option for option in options if option.startswith(error.option_name)]
+        return f"no option {error.option_name}; did you mean {(longer or close)[0]}?"
     message = str(error.format_message())
-    match = re.match(r"No such command '(.*?)'", message)
+    match = re.match(r"No such command (['\"])(?P<name>.*)\1", message)
     if match or message.startswith("Missing command"):
         names = sorted(error.ctx.command.commands)
-        close = get_close_matches(match[1], names, 1) if match else []
+        close = get_close_matches(match["name"], names, 1) if match else []
         hint = f"; did you mean {close[0]}?" if close else ""
-        return f"command: expected one of {', '.join(names)}, got {repr(match[1]) if match else 'none'}{hint}"
+        return f"command: expected one of {', '.join(names)}, got {repr(match['name']) if match else 'none'}{hint}"
     if match := re.match(r"No such option: (.*)", message):
         return f"no option {match[1]}"
     if match := re.match(r"Option '(.*)' requires an argument", message):
         return f"{match[1]}: expected a value, got none"
+    if match := re.match(r"Option '(.*)' does not take a value", message):
+        return f"{match[1]}: expected no value, got one"
     if match := re.match(r"Got unexpected extra arguments?(?:\(s\))? \((.*)\)", message):
         return f"arguments: expected no more, got {match[1]!r}"
     parameter = getattr(error, "param", None)
@@ -49,5 +54,6 @@ def sentence(error: Any) -> str:
     if details is None:
         return f"{name}: {error.message}"
     wrong = details()[0]
-    expected = EXPECTED.get(wrong["type"], wrong["msg"]).format(**wrong.get("ctx", {}))
-    return f"{name}: expected {expected}, got {wrong['input']!r}"
+    if wrong["type"] not in EXPECTED:
+        return f"{name}: {wrong['msg']}, got {wrong['input']!r:.60}"
+    return f"{name}: expected {EXPECTED[wrong['type']].format(**wrong.get('ctx', {}))}, got {wrong['input']!r:.60}"

@@ -28,7 +28,8 @@ def decode_kernel(
 
     The keys are at the positions from `first` on, up to `stop`. Of `slots` parts of all launches, this one's begin at
     `slot`. APPENDED: the last key, of the only query, is not among the others yet. The last part takes it and stores
-    it. MEMBERS: the batch rows that have the keys of a line, `members` of them or fewer and then -1.
+    it. A line is a batch row of the keys and a key/value head. MEMBERS: the batch rows of queries that have a row of
+    keys, `members` of them or fewer and then -1.
     """
     split, tile, line = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     parent, group = (line // groups).to(tl.int64), (line % groups).to(tl.int64)
@@ -38,16 +39,17 @@ def decode_kernel(
         member = row // (shared * queries)
         batch = tl.load(MEMBERS + parent * members + member, mask=member < members, other=-1).to(tl.int64)
         here = batch >= 0
-        bounded = tl.load(MEMBERS + parent * members)  # of rows that share keys, all have the same real ones
+        bounds_row = tl.load(MEMBERS + parent * members)  # of rows that share keys, all have the same real ones
         row %= shared * queries
     else:
-        batch, here, bounded = parent, row < shared * queries, parent
+        batch, here, bounds_row = parent, row < shared * queries, parent
     head, t = group * shared + row // queries, row % queries
     if COUNTED:
         keys = tl.load(LENGTH)
     low, high = first, tl.minimum(keys, stop)
     if BOUNDED:
-        low, high = tl.maximum(tl.load(LOW + bounded), low), tl.minimum(tl.load(HIGH + bounded), high)
+        low = tl.maximum(tl.load(LOW + bounds_row), low)
+        high = tl.minimum(tl.load(HIGH + bounds_row), high)
     if WINDOWED:
         low = tl.maximum(low, keys - queries - before)
     is_seen = (keys > low) & (keys <= high)

@@ -211,7 +211,7 @@ def attend(
     scales: tuple[Tensor, Tensor] | None = None, length: Tensor | None = None, new: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
     """`forward` of a call whose sizes are known, over the first `keys` keys."""
-    return _attend([(work, Part(k, v, scales=scales), keys)], q, keys, bounds, length, new)
+    return _launch_parts([(work, Part(k, v, scales=scales), keys)], q, keys, bounds, length, new)
 
 
 def forward_parts(
@@ -237,16 +237,16 @@ def forward_parts(
         scales = None if part.scales is None else part.scales[0]
         work = work_of(q, part.k, part.v, scale, causal, before, scales, stored, members)
         pieces.append((work, part, min(part.stop, keys) - part.first))
-    return _attend(pieces, q, keys, bounds, length, new)
+    return _launch_parts(pieces, q, keys, bounds, length, new)
 
 
-def _attend(
+def _launch_parts(
     pieces: list[tuple[Work, Part, int]], q: Tensor, keys: int, bounds: Tensor | None, length: Tensor | None,
     new: tuple[Tensor, Tensor] | None,
 ) -> Tensor:  # fmt: skip
     """Attention over parts, each with how many keys it has; then their sums as one."""
-    work = pieces[0][0]
-    value_length = work.sizes[3]
+    whole = pieces[0][0]
+    value_length = whole.sizes[3]
     choices = [
         plan(
             planned(count),
@@ -259,9 +259,9 @@ def _attend(
         for work, _, count in pieces
     ]
     slots, slot = sum([splits for _, splits in choices]), 0
-    out, sums = q.new_empty(work.sizes), None
+    out, sums = q.new_empty(whole.sizes), None
     if slots > 1:
-        sums = q.new_empty(work.count * slots * (value_length + 2), dtype=torch.float32)
+        sums = q.new_empty(whole.count * slots * (value_length + 2), dtype=torch.float32)
     for (work, part, _), (chosen, splits) in zip(pieces, choices, strict=True):
         tiles, lines = work.grid
         new_k, new_v = (None, None) if new is None or part is not pieces[-1][1] else new
@@ -276,10 +276,10 @@ def _attend(
     if sums is not None:
         power = power_of_2(slots)
         # Few rows of many parts: many programs for a row. Many rows of few parts: one.
-        slice_width = work.width if work.count >= 1024 else 16
+        slice_width = whole.width if whole.count >= 1024 else 16
         step = min(power, 4096 // slice_width)
         launch(
-            work.launches, power, merge_kernel, (work.count, ceil_divide(value_length, slice_width), 1), (sums, out),
+            whole.launches, power, merge_kernel, (whole.count, ceil_divide(value_length, slice_width), 1), (sums, out),
             lambda: ((), dict(
                 V=value_length, WIDTH=slice_width, SPLITS=power, STEP=step,
                 num_warps=4 if step * slice_width >= 2048 else 1,

@@ -46,7 +46,7 @@ def usable_state(
     derived = recorded or any([run.derived for run in state.runs])
 
     def cannot(run: Run) -> str | None:
-        part = part_of(mask, run.rows, run.begin, state.length)
+        part = None if q.is_cpu else part_of(mask, run.rows, run.begin, state.length)  # only a GPU's kernels ask
         return shared.cannot(mechanism, run.of(q), run, state.length, part, bias, derived)
 
     return state if all([cannot(run) is None for run in state.runs if run.prefixes]) else state.apart()

@@ -47,8 +47,8 @@ class _Part:
 def cannot(
     mechanism: Any, q: Tensor, run: Run, length: int, mask: Mask | None, bias: Tensor | None, recorded: bool
 ) -> str | None:
-    """Why a run's newest queries cannot attend to shared tokens and the rest separately; None if they can. `mask` is
-    for the rows of the run and counts positions from where the run begins."""
+    """Why a run's newest queries cannot attend to shared tokens and the rest separately; None if they can. On a GPU,
+    `mask` is for the rows of the run and counts positions from where the run begins."""
     if not getattr(mechanism, "as_defined", False):
         return "only softmax merges parts"
     if bias is not None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.core.eager import kept
+from regard.core.eager import kept, untouched
 from regard.core.masks import Mask
 from regard.core.masks.structure import structure_of
 from regard.core.paths import gpu, split, torch_softmax
@@ -20,6 +20,8 @@ def cannot(mechanism: Any, q: Tensor, run: Run, length: int, mask: Mask | None) 
     from where the run begins."""
     if (reason := unfit(mechanism, q, run)) is not None:
         return reason
+    if not untouched():
+        return "a mode must see every operator"
     structure = structure_of(mask, q.shape[2], length - run.begin)
     if q.shape[2] > 1 and q.shape[2] * (q.shape[1] // run.buffer.keys.shape[1]) > torch_softmax.MOST_ROWS:
         return f"more than {torch_softmax.MOST_ROWS} query rows a key/value head"
@@ -33,8 +35,10 @@ def cannot(mechanism: Any, q: Tensor, run: Run, length: int, mask: Mask | None) 
 
 def unfit(mechanism: Any, q: Tensor, run: Run) -> str | None:
     """Why no kernel computes over a run in parts, for any mask; None if one does."""
-    serves = gpu.serves(q, run.buffer.values) and split.scale(mechanism, q.shape[3]) is not None
-    return None if serves else "not a softmax that kernels of ours compute"
+    if split.scale(mechanism, q.shape[3]) is None:
+        return "not plain softmax"
+    serves = gpu.serves(q, run.buffer.values)
+    return None if serves else f"made for GPUs, heads of at most {gpu.LONGEST} numbers and at most float32"
 
 
 def attend(mechanism: Any, q: Tensor, run: Run, length: int, mask: Mask | None) -> Tensor:
@@ -76,7 +80,8 @@ def _members(places: tuple[int, ...], parents: int, device: torch.device) -> Ten
     """The rows of each parent, (parents, most), and -1 where there are fewer."""
     rows = [[row for row, place in enumerate(places) if place == parent] for parent in range(parents)]
     most = max(map(len, rows))
-    return gpu.table(tuple(zip(*([*row, *[-1] * (most - len(row))] for row in rows), strict=True)), device)
+    padded = torch.tensor([[*row, *[-1] * (most - len(row))] for row in rows], dtype=torch.int32, device="cpu")
+    return padded.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else padded
 
 
 def _same_for_members(rows: Sequence[tuple[int, int]], places: Sequence[int]) -> bool:

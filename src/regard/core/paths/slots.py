@@ -96,19 +96,15 @@ class CacheSlot(Slot):
 
     def attend(self, mechanism: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         keys, values, *scales = self.tensors
-        scale = split.scale(mechanism, q.shape[3])
-        fused = scale is not None and gpu.serves(q, values)
+        fused = split.scale(mechanism, q.shape[3]) is not None and gpu.serves(q, values)
         stored = fused and not scales and k.stride(3) == v.stride(3) == 1  # by the kernel itself
         if not stored:
-            new = (k, v) if self.rounded is None else _apart(quantize(k), quantize(v))
-            for room, tensor in zip(self.tensors, new, strict=True):
-                room.index_copy_(2, self.clock.newest, tensor)
+            _store(self.tensors, self.clock.newest, k, v)
         if fused:
             # Triton is imported only where it is used.
             from regard.core.kernels import decode_attention
 
-            assert scale is not None
-            q, scale = (q, scale) if scale > 0 else (q * 0, 1.0)
+            q, scale = shared_gpu.scaled(mechanism, q)
             return decode_attention.forward(
                 q, keys, values, scale, self.bounds, before=self.before, scales=_pair(scales), length=self.clock.length,
                 new=(k, v) if stored else None,
@@ -143,9 +139,7 @@ class SharedSlot(Slot):
         q, scale = shared_gpu.scaled(mechanism, q)
         stored = len(self.tensors) == 2 and k.stride(3) == v.stride(3) == 1  # by the kernel itself
         if not stored:
-            new = (k, v) if len(self.tensors) == 2 else _apart(quantize(k), quantize(v))
-            for room, tensor in zip(self.tensors, new, strict=True):
-                room.index_copy_(2, self.clock.newest - self.run.prefix_length, tensor)
+            _store(self.tensors, self.clock.newest - self.run.prefix_length, k, v)
         return decode_attention.forward_parts(
             q, self.parts, self.clock.capacity, scale, self.bounds, before=self.before, length=self.clock.length,
             new=(k, v) if stored else None,
@@ -231,7 +225,7 @@ class SumSlot(Slot):
 def cache_slot(mechanism: Any, qk_length: int, state: KeyValueState, clock: Clock, before: int | None) -> Slot:
     """The slot of a KV cache: what rows share stays where it is, if a kernel can read it there."""
     [run, *others] = state.runs
-    like = run.buffer.keys.new_empty(0, 1, 0, qk_length)
+    like = run.buffer.keys.new_empty(0, 1, 0, qk_length, dtype=run.buffer.dtype)
     shares = run.prefixes and not run.begin and not others and shared_gpu.unfit(mechanism, like, run) is None
     return (SharedSlot if shares else CacheSlot)(state, clock, before)
 
@@ -240,8 +234,14 @@ def _pair(scales: Any) -> tuple[Tensor, Tensor] | None:
     return (scales[0], scales[1]) if scales else None
 
 
-def _apart(keys: tuple[Tensor, Tensor], values: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    return keys[0], values[0], keys[1], values[1]
+def _store(tensors: tuple[Tensor, ...], place: Tensor, k: Tensor, v: Tensor) -> None:
+    """Write a token's key and value at a place, as int8 numbers and scales if there are four tensors."""
+    new: tuple[Tensor, ...] = (k, v)
+    if len(tensors) == 4:
+        (k, k_scale), (v, v_scale) = quantize(k), quantize(v)
+        new = k, v, k_scale, v_scale
+    for room, tensor in zip(tensors, new, strict=True):
+        room.index_copy_(2, place, tensor)
 
 
 def _placed(state: KeyValueState, which: int, capacity: int) -> Tensor:

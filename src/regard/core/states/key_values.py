@@ -14,7 +14,7 @@ from torch import Tensor
 
 from regard.core.masks import Padding, Window
 from regard.core.masks.padded import join_padding, reorder_padding
-from regard.core.states.buffer import Buffer, roomy
+from regard.core.states.buffer import FORKED, Buffer, roomy
 from regard.core.states.key_value_runs import Run
 from regard.core.states.state import Sizes, State, Stored, check_tokens, row_index
 
@@ -41,8 +41,8 @@ class KeyValueState(State):
     runs: tuple[Run, ...]
     """Every batch row belongs to exactly one run."""
     capacity: int
-    """The most tokens it may hold. The buffer of `start` has this room from the beginning; the buffer of a fork grows
-    up to it."""
+    """The most tokens it may hold. The buffer of `start` has this room from the beginning; buffers of forks, and of
+    long states that got more room, grow up to it."""
     length: int = 0
     padding: Padding | None = None
     """Which of the keys are real; None while all are."""
@@ -257,9 +257,12 @@ class KeyValueState(State):
         kept = self.length - self.forgotten
         if kept + more <= self.capacity:
             return self
-        # The memory comes with the next tokens (`Buffer.extended`): by then it may be that of a fork, which copies
-        # nothing.
-        return replace(self, capacity=kept + max(more, first_room([kept], most)))
+        capacity = kept + max(more, first_room([kept], most))
+        if not self.may_share or kept < FORKED:
+            return self.resized(capacity)
+        # The memory comes with the next tokens (`Buffer.extended`): for all but the first it is that of a fork, which
+        # copies nothing.
+        return replace(self, capacity=capacity)
 
     def history(self) -> tuple[Tensor, Tensor, Padding | None]:
         return self.keys, self.values, self.padding

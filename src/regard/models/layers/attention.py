@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._pytree import tree_leaves
 
 from regard.core.attention import attend, weights
@@ -155,14 +156,19 @@ class Attend(nn.Module):
 
     # What is remembered of a mechanism (`user_code.read_only`) is remembered by its identity: where torch replaces
     # registered tensors for good, the mechanism with the new tensors is kept. `functional_call` lends its tensors.
+    # A parametrized tensor is computed at each access and cannot be kept.
     def _apply(self, *arguments: Any, **options: Any) -> "Attend":
         nn.Module._apply(self, *arguments, **options)
-        self._mechanism = self.mechanism
+        self._keep_mechanism()
         return self
 
     def _load_from_state_dict(self, *arguments: Any, **options: Any) -> None:
         super()._load_from_state_dict(*arguments, **options)
-        self._mechanism = self.mechanism
+        self._keep_mechanism()
+
+    def _keep_mechanism(self) -> None:
+        if not is_parametrized(self):
+            self._mechanism = self.mechanism
 
     def forward(
         self,
