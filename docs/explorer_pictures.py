@@ -136,7 +136,7 @@ def generation(stage: Stage) -> None:
 
 def long_text(stage: Stage) -> None:
     """MiniLM on a long text."""
-    stage.open(model="minilm", text=" ".join(LONG.split()), layer=1, head=2, view="matrix")
+    stage.open(model="minilm", text=" ".join(LONG.split()), layer=1, head=2, view="matrix", threshold=0.01)
 
 
 def vision(stage: Stage) -> None:
@@ -223,8 +223,10 @@ def reduced(content: bytes) -> bytes:
     picture = Image.open(io.BytesIO(content)).convert("RGB")
     pixels = np.asarray(picture).reshape(-1, 3)
     shades, places, counts = np.unique(pixels, axis=0, return_inverse=True, return_counts=True)
-    frequent = shades[np.argsort(-counts)[:FREQUENT]]
-    for colours in (256, 192, 128, 96, 64, 48, 40):
+    order = np.argsort(-counts)
+    vivid = order[np.ptp(shades[order].astype(np.int32), axis=1) > 90]  # controls and labels: few pixels, but seen
+    frequent = shades[[*order[: FREQUENT // 2], *vivid[: FREQUENT // 2]]]
+    for colours in (256, 192, 128, 96, 64, 48):
         mixed = picture.quantize(colours - FREQUENT, dither=Image.Dither.NONE).getpalette()
         palette = np.concatenate([frequent, np.array(mixed, dtype=np.uint8).reshape(-1, 3)])[:colours]
         away = ((shades[:, None].astype(np.int32) - palette[None].astype(np.int32)) ** 2).sum(-1)
