@@ -29,6 +29,7 @@ bench: $(READY) ## speed against named peers, as this processor and as one with 
 
 pictures: $(READY) ## every picture in docs/, from the code and the committed results
 	$(BIN)/python docs/pictures.py
+	$(BIN)/python docs/explorer_pictures.py # says what is missing where there is no Chromium
 
 check: $(READY) ## every law on every mechanism
 	$(BIN)/regard check

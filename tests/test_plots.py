@@ -20,6 +20,7 @@ from regard.core.weights_figure import weights_figure
 
 DOCS = Path(__file__).parent.parent / "docs"
 sys.path.append(str(DOCS))
+import explorer_pictures  # noqa: E402
 import pictures  # noqa: E402
 
 MECHANISMS = {"softmax": rg.Softmax(), "quadratic": rg.Quadratic()}
@@ -122,7 +123,8 @@ def test_figures_save_in_the_usual_formats(tmp_path: Path, suffix: str) -> None:
 
 
 def test_every_picture_of_the_docs_has_a_maker() -> None:
-    assert {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.png")} == set(pictures.PICTURES)
+    screenshots = {f"explorer/{name}" for name in explorer_pictures.PICTURES}
+    assert {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.png")} == set(pictures.PICTURES) | screenshots
 
 
 def test_every_picture_that_the_texts_show_is_there() -> None:

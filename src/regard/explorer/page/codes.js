@@ -9,8 +9,7 @@ export function weightOfCode(code) {
 }
 
 // The level of each cell: a code, MASKED, or NEGATIVE + a code; `most` is the weight of the strongest colour.
-export function levelsOf(weights, visible, most) {
-  const levels = new Uint16Array(weights.length);
+export function levelsOf(weights, visible, most, levels = new Uint16Array(weights.length)) {
   const scale = LARGEST_CODE ** 2 / most;
   for (let i = 0; i < weights.length; i++) {
     const weight = weights[i];

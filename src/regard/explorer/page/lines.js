@@ -1,6 +1,6 @@
 // Tokens on both sides with lines between them: queries on the left, keys on the right, as thick as the weight.
 
-import { fitted, FONT } from "./surface.js";
+import { fitted, widestName, FONT } from "./surface.js";
 import { strongest, sumOfRows, sumOfColumns } from "./tables.js";
 import { shortNumber } from "./numbers.js";
 
@@ -9,9 +9,8 @@ const TALLEST = 34, LEGIBLE = 11, MOST_LINES = 3000, DENSE = 200, FAINTEST = 0.0
 export function layoutLines(context, width, height, view) {
   context.font = `12px ${FONT}`;
   const room = Math.min(150, width * (width < 300 ? 0.22 : 0.3));
-  const widest = (groups) => groups.slice(0, 400).reduce((most, group) => Math.max(most, context.measureText(group.text).width), 0);
-  const left = Math.min(room, widest(view.rowGroups)) + EDGE + 6;
-  const right = Math.min(room, widest(view.columnGroups)) + EDGE + 40;
+  const left = Math.min(room, widestName(context, view.rowGroups)) + EDGE + 6;
+  const right = Math.min(room, widestName(context, view.columnGroups)) + EDGE + 40;
   const step = (count) => Math.min(TALLEST, (height - 2 * EDGE) / Math.max(1, count));
   const [rowStep, columnStep] = [step(view.rows), step(view.columns)];
   const middle = (count, size) => Math.max(EDGE, (height - count * size) / 2);

@@ -1,6 +1,6 @@
 // The matrix: queries down, keys across, a cell for each pair; hatched where the mask hides the key.
 
-import { fitted, FONT } from "./surface.js";
+import { fitted, widestName, FONT } from "./surface.js";
 import { paintTable } from "./paint.js";
 import { bestColumn } from "./lines.js";
 
@@ -9,9 +9,8 @@ const SLANT = -Math.PI / 3;
 
 export function layoutMatrix(context, width, height, view) {
   context.font = `11.5px ${FONT}`;
-  const widest = (groups) => groups.slice(0, 400).reduce((most, group) => Math.max(most, context.measureText(group.text).width), 8);
-  const left = Math.min(width * 0.24, 110, widest(view.rowGroups)) + MARGIN + 4;
-  const top = Math.min(height * 0.22, 84, widest(view.columnGroups) * 0.87 + 10) + 16;
+  const left = Math.min(width * 0.24, 110, widestName(context, view.rowGroups)) + MARGIN + 4;
+  const top = Math.min(height * 0.22, 84, widestName(context, view.columnGroups) * 0.87 + 10) + 16;
   const roomAcross = width - left - Math.min(38, MARGIN + width * 0.05), roomDown = height - top - MARGIN;
   const size = Math.min(LARGEST_CELL, roomAcross / view.columns, roomDown / view.rows);
   // Tables of very unequal sides would shrink to a strip: let their cells be oblong.

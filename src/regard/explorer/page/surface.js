@@ -47,6 +47,17 @@ export function cleared(canvas, width, height, ratio = window.devicePixelRatio |
   return context;
 }
 
+const widths = new WeakMap();
+
+// The width of the widest name of an axis, in the font that is set; of very long axes, of those that begin it.
+export function widestName(context, groups) {
+  const known = widths.get(groups);
+  if (known?.font === context.font) return known.width;
+  const width = groups.slice(0, 400).reduce((most, group) => Math.max(most, context.measureText(group.text).width), 8);
+  widths.set(groups, { font: context.font, width });
+  return width;
+}
+
 // The text, cut with an ellipsis where it is wider than `room`.
 export function fitted(context, text, room) {
   if (context.measureText(text).width <= room) return text;

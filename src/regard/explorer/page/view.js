@@ -22,7 +22,8 @@ export function placeIn(run) {
   return { layer, head };
 }
 
-let dialBuffer = null;
+let dialBuffer = null, dialLevels = null; // used again for every place of the dial
+let dialled = null;
 
 // The weights at the dial's beta, computed here while it is dragged; null if the products have not come yet.
 export function dialTable(run) {
@@ -31,7 +32,22 @@ export function dialTable(run) {
   const scores = headScores(run, layer, head);
   if (!scores) return null;
   if (dialBuffer?.length !== scores.products.length) dialBuffer = new Float32Array(scores.products.length);
-  return softmaxAt(scores, state.beta, dialBuffer);
+  if (dialled?.scores !== scores || dialled.beta !== state.beta) {
+    dialled = { scores, beta: state.beta, table: softmaxAt(scores, state.beta, dialBuffer) };
+  }
+  return dialled.table;
+}
+
+const groupsOfRuns = new WeakMap();
+
+// The groups of an axis; the same list again while nothing about it changes, since every move of the dial asks for it.
+function groupsShown(run, layer, side, length) {
+  if (!groupsOfRuns.has(run)) groupsOfRuns.set(run, new Map());
+  const lists = groupsOfRuns.get(run);
+  const axis = axisOf(run, layer, side);
+  const key = [axis.which, state.words, state.special, length].join();
+  if (!lists.has(key)) lists.set(key, groupsOf(axis, state.words, state.special, length));
+  return lists.get(key);
 }
 
 const views = new WeakMap();
@@ -39,7 +55,8 @@ const views = new WeakMap();
 // Everything needed to draw a run's head: tables, groups of tokens, levels of colour. Null while nothing has come.
 export function viewOf(run) {
   const { layer, head } = placeIn(run);
-  let data = dialTable(run) ?? headTable(run, layer, head);
+  const dial = dialTable(run);
+  let data = dial ?? headTable(run, layer, head);
   const preview = !data;
   data ??= previewTable(run, layer, head);
   if (!data) return null;
@@ -47,14 +64,15 @@ export function viewOf(run) {
   const stored = views.get(data);
   if (stored?.options === options) return stored;
   const place = run.layers[layer];
-  const rowGroups = groupsOf(axisOf(run, layer, "queries"), state.words, state.special, data.rows);
-  const columnGroups = groupsOf(axisOf(run, layer, "keys"), state.words, state.special, data.columns);
+  const rowGroups = groupsShown(run, layer, "queries", data.rows);
+  const columnGroups = groupsShown(run, layer, "keys", data.columns);
   const table = grouped(data, rowGroups, columnGroups);
   const shown = filtered(table, state.threshold, state.top);
   const most = state.contrast ? largestOf(shown.weights) || 1 : 1;
+  if (dial && dialLevels?.length !== shown.weights.length) dialLevels = new Uint16Array(shown.weights.length);
   const view = {
     options, run, place, layer, head, data, preview, table, shown, rowGroups, columnGroups, most,
-    rows: table.rows, columns: table.columns, levels: levelsOf(shown.weights, shown.visible, most),
+    rows: table.rows, columns: table.columns, levels: levelsOf(shown.weights, shown.visible, most, dial ? dialLevels : undefined),
   };
   views.set(data, view);
   return view;
