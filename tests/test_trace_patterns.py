@@ -141,6 +141,15 @@ def test_induction_on_a_repeated_sequence():
     assert head.score["induction"] == pytest.approx(1)
     assert head.top == "induction"
     assert head.baseline["induction"] == pytest.approx(sum(1 / n for n in (5, 6, 7, 8)) / 4)
+    assert head.label == "induction"
+
+
+def test_a_single_repeated_word_is_no_induction_head():
+    weights = torch.full((8, 8), 0.125)
+    weights[6] = torch.eye(8)[2]  # "the" looks at what followed "the"
+    head = patterns(Trace([layer_of(weights[None, None])], tokens="a the cat saw dogs and the mouse".split())).of(0, 0)
+    assert (head.rows["induction"], head.score["induction"]) == (1, pytest.approx(1))
+    assert head.label == "diffuse"
 
 
 def test_the_baseline_is_of_the_visible_keys_and_padding_is_left_out():

@@ -19,8 +19,8 @@ eighth pattern, uniform, the mass is the overlap with uniform weights, the sum o
 baseline is the overlap of a one-hot head, 1/n: its score is 1 for a uniform head, 0 for a one-hot one. A head that
 mixes a one-key pattern and uniform weights as a : 1 - a scores a and 1 - a.
 
-A head is labelled with its strongest pattern if that scores at least 0.4, "diffuse" if none does and its weights are
-nearly uniform, and not at all otherwise: the heads of a random model have no pattern.
+A head is labelled with its strongest pattern if that scores at least 0.4 on at least 2 rows, "diffuse" if none does and
+its weights are nearly uniform, and not at all otherwise: the heads of a random model have no pattern.
 """
 
 from collections import Counter
@@ -44,6 +44,8 @@ LETTERS = ("P", "N", "F", "/", "W", "S", "I", "D")
 """A letter for each pattern in the cells of a figure, for readers who cannot distinguish the colours."""
 LABELLED = 0.4
 """The score from which a pattern labels a head."""
+LEAST_ROWS = 2
+"""A pattern labels a head if at least so many rows could show it: a single repeated word is no induction head."""
 DIFFUSE = "diffuse"
 NEARLY_UNIFORM = 0.5
 """The score of uniform from which a head without a pattern is diffuse."""
@@ -78,7 +80,7 @@ class HeadPatterns:
     @property
     def label(self) -> str | None:
         """What the head does, if it clearly does something: a pattern, or "diffuse"; None otherwise."""
-        shares = {name: self.score[name] or 0.0 for name in PATTERNS[:-1]}
+        shares = {name: (self.score[name] or 0.0) if self.rows[name] >= LEAST_ROWS else 0.0 for name in PATTERNS[:-1]}
         strongest = max(shares, key=lambda name: (round(shares[name], 6), self.rows[name]))
         if shares[strongest] >= LABELLED:
             return strongest
