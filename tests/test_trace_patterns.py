@@ -147,7 +147,8 @@ def test_induction_on_a_repeated_sequence():
 def test_a_single_repeated_word_is_no_induction_head():
     weights = torch.full((8, 8), 0.125)
     weights[6] = torch.eye(8)[2]  # "the" looks at what followed "the"
-    head = patterns(Trace([layer_of(weights[None, None])], tokens="a the cat saw dogs and the mouse".split())).of(0, 0)
+    tokens = ["a", "the", "cat", "saw", "dogs", "and", "the", "mouse"]
+    head = patterns(Trace([layer_of(weights[None, None])], tokens=tokens)).of(0, 0)
     assert (head.rows["induction"], head.score["induction"]) == (1, pytest.approx(1))
     assert head.label == "diffuse"
 
