@@ -244,14 +244,22 @@ def _heads(trace: Trace, layer: TracedLayer, separators: Sequence[str] | Sequenc
         wanted = visible & targets.to(weights.device)[:, None]
         among = wanted.sum(-1)
         rows = counted & (among > 0) & (among < everyone)
-        mass, baseline = (weights * wanted).sum(-1), (among / everyone.clamp(min=1)).expand(batch, heads, -1)
+        mass, baseline = _on(weights, wanted), (among / everyone.clamp(min=1)).expand(batch, heads, -1)
         results[name] = _mean(mass, rows), _mean(baseline, rows), rows.sum((0, 2)).expand(heads)
     even = 1 / everyone.clamp(min=1)
-    overlap = torch.minimum(weights, even[..., None]).masked_fill(~visible, 0).sum(-1)
+    overlap = _on(torch.minimum(weights, even[..., None]), visible)
     rows = counted & (everyone > 1)
     shares = _mean(even.expand(batch, heads, -1), rows)
     results["uniform"] = _mean(overlap, rows), shares, rows.sum((0, 2)).expand(heads)
     return [_head(layer, place, results) for place in range(heads)]
+
+
+def _on(weights: Tensor, keys: Tensor) -> Tensor:
+    """The sum (B, H, T) of the weights on some keys, (B or 1, H or 1, T, S): without a table of products."""
+    chosen = keys.to(weights.dtype).expand(len(weights), *keys.shape[1:])
+    if chosen.shape[1] == 1:
+        return torch.einsum("bhts,bts->bht", weights, chosen[:, 0])
+    return torch.einsum("bhts,bhts->bht", weights, chosen)
 
 
 def _mean(numbers: Tensor, rows: Tensor) -> Tensor:

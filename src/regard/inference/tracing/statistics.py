@@ -99,14 +99,16 @@ def statistics(trace: Trace) -> list[HeadStatistics]:
     for layer in (recorded.flat() for recorded in trace.layers):
         if not layer.by_pairs:
             continue
-        weights = layer.need("weights").double()
+        weights = layer.need("weights")
+        weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
         rows = _rows(layer, weights)
         signed = bool((weights < 0).any())
         entropy = [None] * len(layer.heads) if signed else _mean(torch.special.entr(weights).sum(-1), rows)
         first = _mean(_on_first(layer, weights), rows)
         queries = torch.tensor(layer.rows, device=weights.device)[:, None]
-        steps = (queries - torch.arange(weights.shape[3], device=weights.device)).abs()
-        distance = _mean((weights * steps).sum(-1), rows) if layer.kind == "self" else [None] * len(first)
+        steps = (queries - torch.arange(weights.shape[3], device=weights.device)).abs().to(weights.dtype)
+        away = torch.einsum("bhts,ts->bht", weights, steps)  # without a table of products
+        distance = _mean(away, rows) if layer.kind == "self" else [None] * len(first)
         measured += [
             HeadStatistics(layer.index, head, layer.kind, spread, on_first, away)
             for head, spread, on_first, away in zip(layer.heads, entropy, first, distance, strict=True)
