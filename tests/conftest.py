@@ -26,7 +26,7 @@ ABOVE = (
     "test_own_mechanism", "test_own_mechanism_files", "test_replay", "test_arm", "test_compiler", "test_imports",
     "test_decoder", "test_checkpoints", "test_checkpoint_dtypes",
     "test_huggingface", "test_gguf", "test_generation", "test_prompt_cache", "test_beams", "test_sampling",
-    "test_stop_strings", "test_copies", "test_cost", "test_recurrent",
+    "test_stop_strings", "test_copies", "test_cost", "test_recurrent", "test_intervene", "test_trace_contents",
     "test_explorer", "test_explorer_server", "test_explorer_export", "test_explorer_page",
 )  # fmt: skip
 """Tests of what computes by layers that have tests of their own, of masks and messages, and of other processors."""

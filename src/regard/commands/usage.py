@@ -30,7 +30,7 @@ def sentence(error: Any) -> str:
         longer = [option for option in options if option.startswith(error.option_name)]
         return f"no option {error.option_name}; did you mean {(longer or close)[0]}?"
     message = str(error.format_message())
-    match = re.match(r"No such command (['\"])(?P<name>.*)\1", message)
+    match = re.match(r"No such command (['\"])(?P<name>.*?)\1\.", message)
     if match or message.startswith("Missing command"):
         names = sorted(error.ctx.command.commands)
         close = get_close_matches(match["name"], names, 1) if match else []
