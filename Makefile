@@ -57,7 +57,8 @@ $(READY): requirements.lock weights.lock pyproject.toml
 # The explorer's page is tested in a browser; where it cannot be installed, those tests are skipped and say so.
 $(VENV)/.chromium: $(READY)
 	command -v chromium >/dev/null || test "$$(id -u)" != 0 || ! command -v apt-get >/dev/null || \
-		(apt-get -qq update && apt-get -qq install -y --no-install-recommends chromium fonts-dejavu-core) >/dev/null 2>&1 || \
+		timeout 120 sh -c "apt-get -qq update && apt-get -qq install -y --no-install-recommends chromium fonts-dejavu-core" \
+			>/dev/null 2>&1 || \
 		echo "no Chromium: tests of the explorer's page are skipped"
 	touch $@
 
