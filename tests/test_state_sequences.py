@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -73,7 +73,7 @@ class Sequences(RuleBasedStateMachine):
         batch=st.integers(1, 4),
         seed=st.integers(0, 9),
         prompt=st.sampled_from([130, 20, 300, 0]),
-        hidden=st.sampled_from(["left", "none", "holes"]),
+        hidden=st.sampled_from(["left", "right", "none", "holes"]),
     )
     def begin(self, batch: int, seed: int, prompt: int, hidden: str) -> None:
         self.generator = torch.Generator().manual_seed(seed)
@@ -88,15 +88,13 @@ class Sequences(RuleBasedStateMachine):
         return self.mechanism.start(batch=batch, capacity=capacity, **sizes)
 
     def real(self, batch: int, count: int, hidden: str) -> Tensor:
-        """Which of new tokens are real: all, those from some position on, or any."""
+        """Which of new tokens are real: all, none, those from some position on or up to one, or any."""
         chance = torch.rand(batch, count if hidden == "holes" else 1, generator=self.generator)
         if hidden == "holes":
             return chance < 0.7
-        return (
-            torch.arange(count) >= (count * chance * 1.2).long()
-            if hidden == "left"
-            else chance.new_ones(batch, count) > 0
-        )
+        edge = (count * chance * 1.2).long()
+        kinds = {"left": torch.arange(count) >= edge, "right": torch.arange(count) < edge}
+        return kinds.get(hidden, torch.full((batch, count), hidden != "all"))
 
     def draw(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self.generator, dtype=self.dtype)
@@ -115,7 +113,7 @@ class Sequences(RuleBasedStateMachine):
     @rule(
         data=st.data(),
         count=st.sampled_from([130, 1, 90, 1, 64, 7, 63]),
-        hidden=st.sampled_from(["none", "left", "holes"]),
+        hidden=st.sampled_from(["none", "right", "left", "holes", "all"]),
         poison=st.sampled_from(["nothing", "what is hidden", "nothing", "a real token"]),
     )
     def extend(self, data: Any, count: int, hidden: str, poison: str) -> None:
@@ -123,7 +121,7 @@ class Sequences(RuleBasedStateMachine):
         count = min(count, CAPACITY - past.state.length)
         self.grow(past, count, self.real(past.batch, count, hidden), poison)
 
-    @rule(data=st.data(), count=st.sampled_from([9, 1, 40]), hidden=st.sampled_from(["none", "left", "holes"]))
+    @rule(data=st.data(), count=st.sampled_from([9, 1, 40]), hidden=st.sampled_from(["none", "left", "right", "holes"]))
     def fork(self, data: Any, count: int, hidden: str) -> None:
         """Two continuations of one state, and two of the second."""
         past = self.pick(data)
@@ -363,14 +361,14 @@ def test_what_cannot_be_merged_gets_copies_once() -> None:
     q, k, v = draw(1, H, 300, K), draw(1, G, 300, K), draw(1, G, 300, V)
     prompt = mechanism.extend(q, k, v, mechanism.start(batch=1, capacity=310, **sizes), rg.causal)[1]
     many = prompt.reorder(torch.zeros(3, dtype=torch.long))
-    assert many.has_prefix
-    assert not prompt.has_prefix
+    assert many.in_parts
+    assert not prompt.in_parts
     q, new_k, new_v = draw(3, H, 1, K), draw(3, G, 1, K), draw(3, G, 1, V)
     keys = torch.cat([k.expand(3, -1, -1, -1), new_k], 2), torch.cat([v.expand(3, -1, -1, -1), new_v], 2)
     bias = draw(1, 1, 1, 301)
     for term, query in ((bias, q), (None, q.clone().requires_grad_())):
         out, longer = mechanism.extend(query, new_k, new_v, many, rg.causal, bias=term)
-        assert not longer.has_prefix
+        assert not longer.in_parts
         assert torch.allclose(out, rg.attend(q, *keys, mechanism, rg.causal, bias=term, path="reference"), atol=1e-12)
 
 
@@ -405,7 +403,7 @@ def test_a_shared_state_goes_on_with_any_mechanism_that_keeps_keys() -> None:
     state = rg.Softmax().start(batch=1, num_kv_heads=G, qk_length=K, value_length=V, dtype=torch.float64).append(k, v)
     new = k[:, :, :1].expand(3, -1, -1, -1), v[:, :, :1].expand(3, -1, -1, -1)
     many = state.reorder(torch.zeros(3, dtype=torch.long))
-    assert many.has_prefix
+    assert many.in_parts
     out, _ = Sigmoid().extend(q, *new, many, rg.causal)
     whole = [torch.cat([old.expand(3, -1, -1, -1), more], 2) for old, more in zip((k, v), new, strict=True)]
     assert torch.allclose(out, rg.attend(q, *whole, Sigmoid(), rg.causal, path="reference"), atol=1e-12)
@@ -512,7 +510,7 @@ def test_600_extensions_of_one_state_by_two_threads_are_all_right(past: int) -> 
     assert all(torch.equal(longer.keys[:, :, -1:], tokens[kind, 1]) for kind, _, longer in forks)
     in_place = [longer for _, _, longer in forks if longer.buffer is state.buffer]
     assert len(in_place) == 1
-    assert sum(longer.has_prefix for _, _, longer in forks) == (599 if past > 1000 else 0)
+    assert sum(longer.in_parts for _, _, longer in forks) == (599 if past > 1000 else 0)
 
 
 @every_stream
@@ -540,10 +538,12 @@ MASKS = {
 }
 
 
-def ragged(seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Queries, keys, values and which are real, for prompts of unequal lengths and five tokens more."""
+def ragged(side: str = "left", seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Queries, keys, values and which are real, for prompts of unequal lengths, padded on one side, and five tokens
+    more."""
     generator, longest = torch.Generator().manual_seed(seed), max(LENGTHS)
-    valid = torch.arange(longest + 5) >= longest - torch.tensor(LENGTHS)[:, None]
+    place, lengths = torch.arange(longest + 5), torch.tensor(LENGTHS)[:, None]
+    valid = place >= longest - lengths if side == "left" else (place < lengths) | (place >= longest)
     shapes = ((H, K), (G, K), (G, V))
     tensors = (
         torch.randn(len(LENGTHS), heads, longest + 5, size, generator=generator, dtype=torch.float64)
@@ -560,8 +560,9 @@ def cut(tensors: tuple[Tensor, ...], low: int, high: int) -> tuple[Tensor, ...]:
     batch=1, num_kv_heads=1, qk_length=K, value_length=V), "runs")])  # fmt: skip
 @pytest.mark.parametrize("rule", MASKS)
 @pytest.mark.parametrize("chunk", [300, 64])
-def test_unequal_prompts_share_a_batch_and_store_no_padding(name: str, rule: str, chunk: int) -> None:
-    mechanism, (*tensors, valid), longest = STREAMING[name], ragged(), max(LENGTHS)
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_unequal_prompts_share_a_batch_and_store_no_padding(name: str, rule: str, chunk: int, side: str) -> None:
+    mechanism, (*tensors, valid), longest = STREAMING[name], ragged(side), max(LENGTHS)
     state = mechanism.start(
         batch=len(LENGTHS), num_kv_heads=G, qk_length=K, value_length=V, capacity=longest + 5, dtype=torch.float64
     )
@@ -575,16 +576,100 @@ def test_unequal_prompts_share_a_batch_and_store_no_padding(name: str, rule: str
         outputs.append((out - here).masked_fill(~valid[:, None, low:high, None], 0))
     assert torch.cat(outputs, 2).abs().max() < 1e-12
     assert torch.equal(state.keys.masked_fill(~valid[:, None, :, None], 0), tensors[1] * valid[:, None, :, None])
-    needed = sum(length + 5 for length in LENGTHS) * G * (K + V) * 8
-    assert (
-        state.nbytes
-        < needed + 70 * len(LENGTHS) * G * (K + V) * 8
-        < 0.8 * len(LENGTHS) * (longest + 5) * G * (K + V) * 8
+    token = G * (K + V) * 8
+    needed, padded = sum(length + 5 for length in LENGTHS) * token, len(LENGTHS) * (longest + 5) * token
+    if side == "left" or rule in ("causal", "none"):  # others count positions: gaps are filled
+        assert state.nbytes < needed + 70 * len(LENGTHS) * token + valid.numel() < 0.8 * padded
+    else:
+        assert state.nbytes <= padded + valid.numel()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Near(rg.Mechanism):
+    """Weights that fall with the distance: positions count."""
+
+    ordered: ClassVar[bool] = True
+
+    def weigh(self, q: Tensor, k: Tensor, visible: Tensor | None, bias: Tensor | None = None) -> Tensor:
+        count, size = q.shape[2], k.shape[2]
+        distance = (torch.arange(size - count, size)[:, None] - torch.arange(size)).abs().to(q.dtype)
+        similar = torch.exp((q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT - distance) / 8)
+        return self.normalise(similar if visible is None else similar.masked_fill(~visible, 0))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_distances_over_padding_are_those_of_positions(side: str) -> None:
+    *tensors, valid = ragged(side)
+    mechanism, prompt = Near(), max(LENGTHS)
+    state = mechanism.start(
+        batch=len(LENGTHS), num_kv_heads=G, qk_length=K, value_length=V, capacity=400, dtype=torch.float64
     )
+    for low, high in ((0, prompt), (prompt, prompt + 1), (prompt + 1, prompt + 5)):
+        mask = rg.causal & rg.padding(valid=valid[:, :high])
+        out, state = mechanism.extend(*cut(tensors, low, high), state, mask=mask)
+        _, k, v = cut(tensors, 0, high)
+        expected = rg.attend(tensors[0][:, :, low:high], k, v, mechanism, mask, path="reference")
+        assert torch.allclose(out, expected, atol=1e-12)
 
 
-def test_gradients_of_unequal_prompts_are_those_of_the_whole() -> None:
-    *tensors, valid = ragged()
+def test_rows_that_end_one_by_one_store_no_padding() -> None:
+    """A static batch: a finished row goes on with padding, token by token, and one of them begins again."""
+    generator, rows, steps = torch.Generator().manual_seed(0), 4, 420
+    tensors = tuple(
+        torch.randn(rows, heads, steps, size, generator=generator, dtype=torch.float64)
+        for heads, size in ((H, K), (G, K), (G, V))
+    )
+    ends = torch.tensor([[20], [200], [420], [200]])
+    valid = torch.arange(steps) < ends
+    valid[3, 400:] = True
+    state = rg.Softmax().start(
+        batch=rows, num_kv_heads=G, qk_length=K, value_length=V, capacity=steps, dtype=torch.float64
+    )
+    for at in range(steps):
+        fresh = rg.causal & rg.padding(valid=valid[:, : at + 1])
+        out, state = rg.Softmax().extend(*cut(tensors, at, at + 1), state, mask=fresh)
+        q, (_, k, v) = tensors[0][:, :, at : at + 1], cut(tensors, 0, at + 1)
+        assert torch.allclose(out, rg.attend(q, k, v, mask=fresh, path="reference"), atol=1e-12)
+    most = sum(max(200, 2 * end) for end in (20, 200, steps // 2, 220))  # a copy has room for twice as much
+    assert state.nbytes < most * G * (K + V) * 8 + 2 * valid.numel()
+
+
+@pytest.mark.parametrize("change", ["gap over real tokens", "no gap", "gap beyond the end", "gap of words"])
+def test_a_file_whose_gap_is_wrong_is_refused(change: str, tmp_path: Path) -> None:
+    *tensors, valid = ragged("right")
+    state = rg.Softmax().start(
+        batch=len(LENGTHS), num_kv_heads=G, qk_length=K, value_length=V, capacity=400, dtype=torch.float64
+    )
+    _, state = rg.Softmax().extend(*cut(tensors, 0, 300), state, mask=rg.causal & rg.padding(valid=valid[:, :300]))
+    plan, stored = state.saved()
+    save_file({name: tensor.contiguous() for name, tensor in stored.items()}, tmp_path / "state.safetensors")
+
+    def loaded(plan: dict[str, Any]) -> Any:
+        reader = open_safetensors(tmp_path / "state.safetensors")
+        empty = rg.Softmax().start(
+            batch=1, num_kv_heads=G, qk_length=K, value_length=V, capacity=0, dtype=torch.float64
+        )
+        return empty.restored(_Stored(reader, torch.device("cpu"), "", len(LENGTHS), 300, plan))
+
+    plan = json.loads(json.dumps(plan))
+    again = loaded(plan)
+    assert torch.equal(again.keys, state.keys)
+    assert len(again.runs) == len(state.runs) > 1
+    broken = next(run for run in plan["runs"] if run["gap"])
+    low, high = broken["gap"]
+    broken["gap"] = {
+        "gap over real tokens": [low - 1, high],
+        "no gap": None,
+        "gap beyond the end": [low, high + 1],
+        "gap of words": ["a", "b"],
+    }[change]
+    with pytest.raises(ValueError, match=r"a run w|shape|expected"):
+        loaded(plan)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_gradients_of_unequal_prompts_are_those_of_the_whole(side: str) -> None:
+    *tensors, valid = ragged(side)
     tensors = [t.requires_grad_() for t in tensors]
     mask, longest = rg.causal & rg.padding(valid=valid), max(LENGTHS)
     state = rg.Softmax().start(
@@ -617,21 +702,21 @@ def test_prompts_of_unequal_length_hold_the_sum_of_their_tokens(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("rule", ["none", "global", "ahead"])
-def test_queries_in_padding_see_what_a_mask_shows_them(rule: str) -> None:
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_queries_in_padding_see_what_a_mask_shows_them(rule: str, side: str) -> None:
     """Without causality a query in the padding sees real keys, stored in a run that begins after it or not."""
-    *tensors, valid = ragged()
-    padding = rg.padding(valid=valid)
-    mask = {
-        "none": padding,
-        "global": (rg.causal | rg.global_tokens(2)) & padding,
-        "ahead": rg.window(5, 300) & padding,
-    }
+    *tensors, valid = ragged(side)
+    prompt = max(LENGTHS)
+    rules = {"none": rg.window(), "global": rg.causal | rg.global_tokens(2), "ahead": rg.window(5, 300)}
     state = rg.Softmax().start(
         batch=len(LENGTHS), num_kv_heads=G, qk_length=K, value_length=V, capacity=400, dtype=torch.float64
     )
-    out, state = rg.Softmax().extend(*tensors, state, mask=mask[rule])
-    assert len(state.runs) > 1
-    assert torch.allclose(out, rg.attend(*tensors, mask=mask[rule], path="reference"), atol=1e-12)
+    for low, high in ((0, prompt), (prompt, prompt + 5)):
+        q, (_, k, v) = tensors[0][:, :, low:high], cut(tensors, 0, high)
+        mask = rules[rule] & rg.padding(valid=valid[:, :high])
+        out, state = rg.Softmax().extend(*cut(tensors, low, high), state, mask=mask)
+        assert len(state.runs) > 1
+        assert torch.allclose(out, rg.attend(q, k, v, mask=mask, path="reference"), atol=1e-12)
 
 
 @every_stream

@@ -706,7 +706,7 @@ def test_a_copy_of_recorded_prefixes_is_not_written_to(monkeypatch):
     _, state = softmax.extend(*learned, state, mask=rg.causal)
     with torch.no_grad():
         _, fork = [softmax.extend(*tokens(1), state, mask=rg.causal)[1] for _ in range(2)]
-    assert fork.has_prefix
+    assert fork.in_parts
     out, longer = softmax.extend(*tokens(1), fork, mask=rg.causal)
     version = longer.buffer.keys._version
     with torch.no_grad():

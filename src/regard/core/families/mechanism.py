@@ -31,7 +31,7 @@ from regard.core.calls.choice import Path
 from regard.core.cost import Cost, Work, accumulator, own_state_cost, score_cost, similarity_flops
 from regard.core.eager import recorded, symbolic
 from regard.core.masks import Mask, MaskFunction, Window, as_mask
-from regard.core.masks.structure import EVERYTHING, Structure, padding_between, with_padding
+from regard.core.masks.structure import EVERYTHING, Structure, padding_between
 from regard.core.paths import blocks, exact, reference, runs
 from regard.core.paths.runs import over_runs, usable_state, with_space
 from regard.core.paths.slots import Clock, Slot, cache_slot
@@ -372,8 +372,6 @@ class Mechanism:
         state = with_space(state, rule, k.shape[2])
         derived = q.requires_grad or (bias is not None and bias.requires_grad) or self.learns(k.shape[3])
         longer = state.append(k, v, fresh, recorded=derived)
-        if longer.padding is not None:
-            rule = with_padding(rule, longer.padding)
         longer = usable_state(self, q, longer, rule, bias, derived)
         out = over_runs(self, q, longer, rule, bias)
         if recorded(q, k, v) and not out.requires_grad:

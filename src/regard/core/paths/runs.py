@@ -12,8 +12,8 @@ from regard.core.calls.call import Call
 from regard.core.calls.choice import choose, compute
 from regard.core.calls.repeats import Step
 from regard.core.eager import transformed
-from regard.core.masks import Mask
-from regard.core.masks.structure import FOREVER, part_of, structure_of
+from regard.core.masks import Mask, causal, padding_of
+from regard.core.masks.structure import FOREVER, both, part_of, structure_of, with_padding
 from regard.core.paths import shared
 from regard.core.states.key_value_runs import Run
 from regard.core.states.key_values import KeyValueState
@@ -38,18 +38,25 @@ def with_space(state: KeyValueState, mask: Mask | None, new: int) -> KeyValueSta
 
 
 def usable_state(
-    mechanism: "Mechanism", q: Tensor, state: KeyValueState, mask: Mask | None, bias: Tensor | None, recorded: bool
+    mechanism: "Mechanism", q: Tensor, state: KeyValueState, rule: Mask | None, bias: Tensor | None, recorded: bool
 ) -> KeyValueState:
-    """The state in a form that this attention can use: without shared prefixes if they cannot be attended to apart."""
-    if state.whole or not state.has_prefix:
+    """The state in a form that this attention can use: without shared prefixes if they cannot be attended to apart, and
+    without gaps if the positions in them count."""
+    if state.whole or not state.in_parts:
         return state
     derived = recorded or any([run.derived for run in state.runs])
+    limits = structure_of(rule, FOREVER, FOREVER)
+    positions_count = mechanism.ordered or limits.rest is not None or limits.windowed
 
-    def cannot(run: Run) -> str | None:
-        part = None if q.is_cpu else part_of(mask, run.rows, run.begin, state.length)  # only a GPU's kernels ask
-        return shared.cannot(mechanism, run.of(q), run, state.length, part, bias, derived)
+    def usable(run: Run) -> bool:
+        if run.gap is not None and positions_count:
+            return False
+        if not run.prefixes:
+            return True
+        part = None if q.is_cpu else _part(rule, state, run)  # only a GPU's kernels ask
+        return shared.cannot(mechanism, run.of(q), run, state.length, part, bias, derived) is None
 
-    return state if all([cannot(run) is None for run in state.runs if run.prefixes]) else state.apart()
+    return state if all([usable(run) for run in state.runs]) else state.apart()
 
 
 def step(
@@ -74,35 +81,74 @@ def step(
 
 
 def over_runs(
-    mechanism: "Mechanism", q: Tensor, state: KeyValueState, mask: Mask | None, bias: Tensor | None
+    mechanism: "Mechanism", q: Tensor, state: KeyValueState, rule: Mask | None, bias: Tensor | None
 ) -> Tensor:
     """The output of the new tokens' queries over the whole history, (B, H, T, K) -> (B, H, T, V)."""
     if state.whole:
         k, v, scales = state.buffer.stored(state.length)
-        return _run(Call(mechanism, q, k, v, mask, bias, scales))
-    if len(state.runs) == 1 and state.runs[0].prefixes:
+        return _run(Call(mechanism, q, k, v, _with_padding(rule, state), bias, scales))
+    if len(state.runs) == 1 and state.runs[0].prefixes and state.runs[0].gap is None:
         run = state.runs[0]
-        return shared.attend(mechanism, q, run, state.length, part_of(mask, run.rows, run.begin, state.length))
-    causal = structure_of(mask, q.shape[2], state.length).causal
+        return shared.attend(mechanism, q, run, state.length, _part(rule, state, run))
+    queries = q.shape[2]
+    ordered = structure_of(rule, queries, state.length).causal
     outputs = q.new_zeros(*q.shape[:3], state.buffer.values.shape[3])
     if transformed():  # so that a transform over keys or values only reaches the output
         outputs = outputs + sum(t[..., :0].sum() for run in state.runs for t in (run.buffer.keys, run.buffer.values))
     for run in state.runs:
-        keys = state.length - run.begin
+        keys = run.count(state.length)
         if keys == 0:  # rows with padding only
             continue
-        # Causal queries before the run's first key see only padding: their output is 0.
-        first = max(0, q.shape[2] - keys) if causal else 0
-        part = part_of(mask, run.rows, run.begin, state.length)
-        if run.prefixes:
-            outputs[list(run.rows)] = shared.attend(mechanism, run.of(q), run, state.length, part)
-            continue
-        scores = bias
-        if bias is not None:
-            scores = run.of(bias.expand(*q.shape[:3], state.length))[:, :, first:, run.begin :]
-        k, v, scales = run.buffer.stored(keys)
-        outputs[list(run.rows), :, first:] = _run(Call(mechanism, run.of(q)[:, :, first:], k, v, part, scores, scales))
+        # Causal queries before the run's first key see only padding: their output is 0. Those in its gap see all keys.
+        last = queries - run.in_gap(queries, state.length) if ordered else queries
+        first = max(0, last - keys) if ordered else 0
+        for low, high, part in (
+            (first, last, _part(rule, state, run)),
+            (last, queries, _part(rule, state, run, in_gap=True)),
+        ):
+            if low < high:
+                outputs[list(run.rows), :, low:high] = _over_run(mechanism, q, low, high, run, state, part, bias)
     return outputs
+
+
+def _over_run(
+    mechanism: "Mechanism",
+    q: Tensor,
+    low: int,
+    high: int,
+    run: Run,
+    state: KeyValueState,
+    part: Mask | None,
+    bias: Tensor | None,
+) -> Tensor:
+    """The output of some queries of a run's rows."""
+    queries = run.of(q)[:, :, low:high]
+    if run.prefixes:
+        return shared.attend(mechanism, queries, run, state.length, part)
+    scores = None
+    if bias is not None:
+        scores = run.stored(run.of(bias.expand(*q.shape[:3], state.length))[:, :, low:high])
+    k, v, scales = run.buffer.stored(run.count(state.length))
+    return _run(Call(mechanism, queries, k, v, part, scores, scales))
+
+
+def _with_padding(rule: Mask | None, state: KeyValueState) -> Mask | None:
+    return rule if state.padding is None else with_padding(rule, state.padding)
+
+
+def _part(rule: Mask | None, state: KeyValueState, run: Run, in_gap: bool = False) -> Mask | None:
+    """The mask of a run's rows over the keys that it stores, with positions counted among those; `in_gap`: for queries
+    in its gap."""
+    if run.gap is None:
+        return part_of(_with_padding(rule, state), run.rows, run.begin, state.length)
+    # Without the gap, queries after it are still at the last keys, so that a causal mask stays as it is.
+    limits = structure_of(rule, FOREVER, FOREVER)
+    real, valid = run.real, limits.valid(state.length)
+    if valid is not None:
+        real = both(real, padding_of(run.stored(valid[list(run.rows)])), run.count(state.length))
+    if not limits.causal or in_gap:
+        return real
+    return causal if real is None else with_padding(causal, real)
 
 
 def _run(call: Call) -> Tensor:

@@ -65,7 +65,7 @@ def attend(mechanism: Any, q: Tensor, run: Run, length: int, mask: Mask | None) 
         return q.new_zeros(*q.shape[:3], run.buffer.values.shape[3])
     if not q.is_cpu:
         return shared_gpu.attend(mechanism, q, run, length, mask)
-    total = length - run.begin
+    total = run.count(length)
     structure = structure_of(mask, q.shape[2], total)
     pieces = list(_parts(run, total))
     computed = _by_kernels(mechanism, q, pieces, structure, total)

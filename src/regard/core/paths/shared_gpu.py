@@ -22,7 +22,7 @@ def cannot(mechanism: Any, q: Tensor, run: Run, length: int, mask: Mask | None) 
         return reason
     if not untouched():
         return "a mode must see every operator"
-    structure = structure_of(mask, q.shape[2], length - run.begin)
+    structure = structure_of(mask, q.shape[2], run.count(length))
     if q.shape[2] > 1 and q.shape[2] * (q.shape[1] // run.buffer.keys.shape[1]) > torch_softmax.MOST_ROWS:
         return f"more than {torch_softmax.MOST_ROWS} query rows a key/value head"
     if structure.rest is not None or structure.after not in (None, 0):
@@ -46,7 +46,7 @@ def attend(mechanism: Any, q: Tensor, run: Run, length: int, mask: Mask | None) 
     # Triton is imported only where it is used.
     from regard.core.kernels import decode_attention
 
-    total = length - run.begin
+    total = run.count(length)
     structure = structure_of(mask, q.shape[2], total)
     bounds = None if structure.rows is None else gpu.table(structure.rows, q.device)
     q, scale = scaled(mechanism, q)

@@ -226,7 +226,8 @@ def cache_slot(mechanism: Any, qk_length: int, state: KeyValueState, clock: Cloc
     """The slot of a KV cache: what rows share stays where it is, if a kernel can read it there."""
     [run, *others] = state.runs
     like = run.buffer.keys.new_empty(0, 1, 0, qk_length, dtype=run.buffer.dtype)
-    shares = run.prefixes and not run.begin and not others and shared_gpu.unfit(mechanism, like, run) is None
+    in_place = run.prefixes and not run.begin and run.gap is None and not others
+    shares = in_place and shared_gpu.unfit(mechanism, like, run) is None
     return (SharedSlot if shares else CacheSlot)(state, clock, before)
 
 

@@ -40,6 +40,12 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     return numbers.to(torch.int8), scale
 
 
+def spread(tensor: Tensor, place: int, size: int) -> Tensor:
+    """A copy of a tensor (B, G, positions, ·) with `size` positions of zeros inserted at `place`."""
+    blank = tensor.new_zeros(*tensor.shape[:2], size, tensor.shape[3])
+    return torch.cat([tensor[:, :, :place], blank, tensor[:, :, place:]], dim=2)
+
+
 def roomy(length: int, capacity: int) -> int:
     """Positions for a buffer that copies `length` tokens: twice as many, so that growth copies each token once on
     average."""
@@ -125,6 +131,10 @@ class Buffer:
             return space
 
         return self.changed(copied, high - low, recorded)
+
+    def spread(self, place: int, size: int, count: int) -> "Buffer":
+        """A copy of the first `count` positions with `size` positions of zeros inserted at `place`."""
+        return self.changed(lambda tensor: spread(tensor.narrow(2, 0, count), place, size), count + size)
 
     def blank(self, rows: int, room: int) -> "Buffer":
         """An unwritten buffer of the same kind."""

@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from regard.core.masks import Padding, Window
+from regard.core.masks import Padding, Window, padding_of
 from regard.core.masks.padded import join_padding, reorder_padding
 from regard.core.states.buffer import FORKED, Buffer, roomy
-from regard.core.states.key_value_runs import Run
+from regard.core.states.key_value_runs import Arrival, Run
 from regard.core.states.state import Sizes, State, Stored, check_tokens, row_index
 
 PARTS = ("keys", "values", "key_scales", "value_scales")
@@ -77,15 +77,16 @@ class KeyValueState(State):
     @property
     def whole(self) -> bool:
         """Whether all rows are in one run from the first position on."""
-        return len(self.runs) == 1 and self.runs[0].begin == 0 and not self.runs[0].prefixes
+        run = self.runs[0]
+        return len(self.runs) == 1 and run.begin == 0 and not run.prefixes and run.gap is None
 
     @property
-    def has_prefix(self) -> bool:
-        """Whether some rows share their first tokens, with each other or with other states."""
-        return any([run.prefixes for run in self.runs])
+    def in_parts(self) -> bool:
+        """Whether some rows share their first tokens, with each other or with other states, or have a gap."""
+        return any([run.prefixes or run.gap is not None for run in self.runs])
 
     def apart(self) -> "KeyValueState":
-        """The state without shared prefixes."""
+        """The state without shared prefixes, with every position from the beginning of a run on."""
         return replace(self, runs=tuple(run.apart(self.length) for run in self.runs), may_share=False)
 
     @property
@@ -169,27 +170,36 @@ class KeyValueState(State):
                 f"state: expected at most {self.capacity} tokens (its capacity), got {self.length - self.forgotten} + "
                 f"{new}; start it with capacity={end - self.forgotten} or more"
             )
+        joined = None
         if self.padding is not None or padding is not None:
-            padding = join_padding(self.padding, self.length, padding, new, k.shape[0], k.device)
+            joined = join_padding(self.padding, self.length, padding, new, k.shape[0], k.device)
         runs: Iterable[Run] = self.runs
         if new and any([run.waiting for run in runs]):
-            spans, room = None if padding is None else padding.rows, self.capacity + self.forgotten
-            split = (run.split(spans, self.length, end, room) if run.waiting else [run] for run in runs)
-            runs = [run for parts in split for run in parts]
+            spans = None if joined is None else joined.rows
+            begun = [run.begun(spans, self.length, end) if run.waiting else [run] for run in runs]
+            runs = [run for parts in begun for run in parts]
+        if new and (padding is not None or any([run.gap is not None for run in runs])):
+            tokens, room = Arrival(padding, self.padding, self.length, end), self.capacity + self.forgotten
+            received = [[run] if run.waiting else run.received(tokens, room) for run in runs]
+            runs = [run for parts in received for run in parts]
         longer = tuple([self._extended(run, k, v, recorded) for run in runs])
-        return KeyValueState(longer, self.capacity, end, padding, None, self.may_share, self.forgotten, self.dropped)
+        return KeyValueState(longer, self.capacity, end, joined, None, self.may_share, self.forgotten, self.dropped)
 
     def _extended(self, run: Run, k: Tensor, v: Tensor, recorded: bool) -> Run:
-        """A run with its rows of T more keys and values appended, from the position where the run begins."""
-        early = run.begin - self.length
-        if max(early, 0) >= k.shape[2]:
+        """A run with its rows of T more keys and values appended, but for those before it begins and in its gap."""
+        new = k.shape[2]
+        first, last = max(0, run.begin - self.length), new - run.in_gap(new, self.length + new)
+        if first >= last:
             return run
         keys, values = run.of(k), run.of(v)
-        if early > 0:
-            keys, values = keys[:, :, early:], values[:, :, early:]
-        first = run.begin + run.prefix_length
-        room = self.capacity + self.forgotten - first
-        start = max(self.length, run.begin) - first
+        if first or last < new:
+            keys, values = keys[:, :, first:last], values[:, :, first:last]
+        room = run.count(self.capacity + self.forgotten) - run.prefix_length
+        start = run.count(self.length) - run.prefix_length
+        if not start and not run.buffer.room:
+            # More padding may come before the next token after a gap: room that is needed then is made then.
+            least = room if run.gap is None else roomy(keys.shape[2], room)
+            run = replace(run, buffer=run.buffer.blank(len(run.rows), least))
         buffer = run.buffer.extended(start, keys, values, room, recorded, self.may_share)
         if buffer is None:
             run = run.forked(self.length, roomy(keys.shape[2], room - start))
@@ -235,7 +245,7 @@ class KeyValueState(State):
             runs=tuple(
                 run.cropped(length)
                 if run.begin < length or (len(self.runs) == 1 and run.begin == 0)
-                else replace(run, begin=length, waiting=True, prefixes=())
+                else replace(run, begin=length, waiting=True, prefixes=(), gap=None, real=None)
                 for run in self.runs
             ),
             length=length,
@@ -269,13 +279,13 @@ class KeyValueState(State):
 
     def saved(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         tensors: dict[str, Tensor] = {}
-        for index, run in enumerate(self.apart().runs):
-            for part, tensor in zip(PARTS, run.buffer.tensors, strict=False):
-                tensors[f"{index}.{part}"] = tensor.narrow(2, 0, max(0, self.length - run.begin))
+        for index, run in enumerate(self.runs):
+            for part, tensor in zip(PARTS, run.joined(self.length).buffer.tensors, strict=False):
+                tensors[f"{index}.{part}"] = tensor.narrow(2, 0, run.count(self.length))
         if self.padding is not None:
             # A clone: layers share their tables, and a safetensors file cannot hold a tensor twice.
             tensors["padding"] = self.padding.valid(self.length).clone()
-        runs = [{"rows": run.rows, "begin": run.begin, "waiting": run.waiting} for run in self.runs]
+        runs = [{"rows": run.rows, "begin": run.begin, "waiting": run.waiting, "gap": run.gap} for run in self.runs]
         return {"kind": "keys", "length": self.length, "forgotten": self.forgotten, "runs": runs}, tensors
 
     def restored(self, stored: Stored) -> "KeyValueState":
@@ -305,12 +315,10 @@ class KeyValueState(State):
         def moved(run: Run) -> Run:
             run = run.apart(self.length) if drop else run
             begin = max(0, run.begin - drop)
-            low, high = max(0, drop - run.begin), max(0, self.length - run.begin) - run.prefix_length
-            room = (
-                capacity + forgotten - begin - run.prefix_length
-                if high > low or run.prefix_length or not self.length
-                else 0
-            )
+            low, high = max(0, drop - run.begin), run.count(self.length) - run.prefix_length
+            room = 0
+            if high > low or run.prefix_length or not self.length:
+                room = replace(run, begin=begin).count(capacity + forgotten) - run.prefix_length
             return replace(run, begin=begin, buffer=run.buffer.moved(low, high, room, recorded=run.derived))
 
         padding = self.padding
@@ -335,10 +343,29 @@ def _restored_run(stored: Stored, index: int, like: Buffer, count: int, padding:
     if type(begin) is not int or not 0 <= begin <= count or type(waiting) is not bool or list(rows) != sorted(rows):
         raise ValueError(f"a run that begins at {begin!r} of {count} tokens")
     first = stored.plan["forgotten"]
-    hides = begin <= first or (padding is not None and not padding.valid(count)[list(rows), first:begin].any())
+    hides = begin <= first or _hides(padding, rows, first, begin, count)
     if not hides or begin < first or (waiting and begin < count):
         raise ValueError(f"a run without the first {begin} tokens, which are real")
-    return Run(rows, stored_buffer(stored, f"{index}.", like, len(rows), count - begin), begin, waiting)
+    run = Run(rows, like, begin, waiting)
+    if (gap := plan.get("gap")) is not None:
+        run = _with_gap(run, gap, count, padding)
+    return replace(run, buffer=stored_buffer(stored, f"{index}.", like, len(rows), run.count(count)))
+
+
+def _with_gap(run: Run, gap: Any, count: int, padding: Padding | None) -> Run:
+    if not isinstance(gap, list) or len(gap) != 2 or not all(type(place) is int for place in gap):
+        raise ValueError(f"a run with the gap {gap!r:.40}")
+    low, high = gap
+    if not run.begin <= low < high <= count or not _hides(padding, run.rows, low, high, count):
+        raise ValueError(f"a run without the tokens {low} to {high}, which are real")
+    assert padding is not None
+    run = replace(run, gap=(low, high))
+    return replace(run, real=padding_of(run.stored(padding.valid(count)[list(run.rows)])))
+
+
+def _hides(padding: Padding | None, rows: tuple[int, ...], low: int, high: int, count: int) -> bool:
+    """Whether all tokens from `low` to `high` are padding in these rows."""
+    return padding is not None and not padding.valid(count)[list(rows), low:high].any()
 
 
 def stored_buffer(stored: Stored, prefix: str, like: Buffer, rows: int, count: int) -> Buffer:
