@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import regard as rg
-from hostile import make_tokenizer
+from hostile_formats import make_tokenizer
 from regard.checkpoints import names
 from regard.checkpoints.errors import CheckpointError
 from regard.checkpoints.gguf_file import open_gguf
