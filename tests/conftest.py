@@ -37,10 +37,11 @@ ABOVE = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
-    """Tests are `numeric`, and run once more on other instruction sets, unless their module is about something else."""
+    """Tests are `numeric`, and run once more on other instruction sets, unless they or their module are about something
+    else."""
     for item in items:
         names = list(vars(item.module).values())
-        elsewhere = item.module.__name__ in TRACED + ABOVE
+        elsewhere = item.module.__name__ in TRACED + ABOVE or item.get_closest_marker("once") is not None
         if torch in names and not elsewhere and not any(_home(name).startswith(WITHOUT_NUMBERS) for name in names):
             item.add_marker("numeric")
 
