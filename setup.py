@@ -19,7 +19,9 @@ def description(readme: str, source: str | None) -> str:
     """`readme` without addresses that only a checkout has."""
     if source is None:
         return LINK.sub(r"\1", PICTURE.sub("", readme))
-    absolute = PICTURE.sub(lambda found: found[0].replace(f"]({found[1]})", f"]({source}/raw/main/{found[1]})"), readme)
+    absolute = PICTURE.sub(
+        lambda picture: picture[0].replace(f"]({picture[1]})", f"]({source}/raw/main/{picture[1]})"), readme
+    )
     return LINK.sub(rf"[\1]({source}/blob/main/\2)", absolute)
 
 

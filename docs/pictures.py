@@ -76,7 +76,7 @@ def positions() -> Figure:
     left, middle, right = figure.subplots(1, 3)
     groups, mechanisms = ("MHA", "GQA", "MQA"), ("softmax", "quadratic")
     _over_position(left, points, groups, "milliseconds", "MHA, GQA, MQA: time", "time of a token (ms)")
-    _over_position(middle, points, groups, "state_bytes", "MHA, GQA, MQA: state", "state (bytes)")
+    _over_position(middle, points, groups, "state_bytes", "MHA, GQA, MQA: state", "state")
     _over_position(right, points, mechanisms, "milliseconds", "Softmax, quadratic: time", "time of a token (ms)")
     if crossing is not None:
         right.axvline(crossing, color=QUIET, linestyle=":", linewidth=1)
@@ -188,10 +188,8 @@ def which() -> Figure:
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(ticker.EngFormatter(unit=unit, sep=" "))
     dress(left, title="What it recalls", x="pairs of key and value before the query", y="right answers (%)")
-    dress(
-        middle, title="What it keeps (retention, gated, delta: alike)", x="tokens so far", y="state of a layer (bytes)"
-    )
-    dress(right, title="What it takes", x="length (tokens)", y="time of a sequence (seconds)")
+    dress(middle, title="What it keeps (retention, gated, delta: alike)", x="tokens so far", y="state of a layer")
+    dress(right, title="What it takes", x="length (tokens)", y="time of a sequence")
     left.legend(frameon=False, fontsize=8)
     return figure
 

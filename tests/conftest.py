@@ -2,10 +2,12 @@
 
 import os
 import signal
+from collections.abc import Iterator
 
 # Some CPUs advertise matrix tiles they may not use; bfloat16 products then die. Must be set before torch is loaded.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
+import jaxtyping
 import pytest
 import torch
 
@@ -17,26 +19,29 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 WITHOUT_NUMBERS = ("regard.commands", "regard.training.data", "regard.training", "test_cli", "hostile")
 """Commands, texts, runs and broken files: their numbers are those of layers and models, which have their own tests."""
-TRACED = ("test_compile", "test_transforms", "test_kernels", "test_softmax_kernels", "test_shared_gpu")
+TRACED = (
+    "test_compile", "test_transforms", "test_export", "test_kernels", "test_softmax_kernels", "test_shared_gpu",
+)  # fmt: skip
 """Tests of what torch traces, of code that torch.compile makes, and of Triton's interpreter."""
 ABOVE = (
     "test_encoder", "test_transformer", "test_t5", "test_vision", "test_davit", "test_trace", "test_trace_huggingface",
     "test_trace_patterns", "test_trace_files", "test_trace_contents", "test_summary", "test_plots", "test_masks",
-    "test_errors",
+    "test_mask_structure", "test_mask_arguments", "test_mask_drawing", "test_errors", "test_user_formulas",
     "test_own_mechanism", "test_own_mechanism_files", "test_replay", "test_arm", "test_compiler", "test_imports",
     "test_decoder", "test_checkpoints", "test_checkpoint_dtypes",
     "test_huggingface", "test_gguf", "test_generation", "test_prompt_cache", "test_beams", "test_sampling",
-    "test_stop_strings", "test_copies", "test_cost", "test_recurrent", "test_intervene", "test_trace_contents",
-    "test_explorer", "test_explorer_server", "test_explorer_export", "test_explorer_page",
+    "test_stop_strings", "test_copies", "test_cost", "test_recurrent", "test_own_state", "test_intervene",
+    "test_effects", "test_explorer", "test_explorer_server", "test_explorer_export", "test_explorer_page",
 )  # fmt: skip
 """Tests of what computes by layers that have tests of their own, of masks and messages, and of other processors."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
-    """Tests are `numeric`, and run once more on other instruction sets, unless their module is about something else."""
+    """Tests are `numeric`, and run once more on other instruction sets, unless they or their module are about something
+    else."""
     for item in items:
         names = list(vars(item.module).values())
-        elsewhere = item.module.__name__ in TRACED + ABOVE
+        elsewhere = item.module.__name__ in TRACED + ABOVE or item.get_closest_marker("once") is not None
         if torch in names and not elsewhere and not any(_home(name).startswith(WITHOUT_NUMBERS) for name in names):
             item.add_marker("numeric")
 
@@ -50,6 +55,14 @@ def _home(thing: object) -> str:
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def own_errors() -> Iterator[None]:
+    """The annotations' own checks off, as they are for users: the library's words are under test."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.fixture

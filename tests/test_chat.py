@@ -2,7 +2,7 @@
 
 import pytest
 
-from hostile import make_tokenizer
+from hostile_formats import make_tokenizer
 from regard.checkpoints.chat import render
 from regard.checkpoints.errors import CheckpointError
 from regard.checkpoints.tokenizer import Tokenizer

@@ -18,14 +18,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from hostile import (
+from hostile import run
+from hostile_formats import (
     FORMATS,
     make_bin,
     make_gguf,
     make_old_bin,
     make_safetensors,
     make_shards,
-    run,
     tensors,
 )
 from regard.checkpoints import names

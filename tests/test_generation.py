@@ -59,7 +59,7 @@ def test_seeded_draws_of_a_batch_are_those_of_one_alone(name):
 
 
 @torch.no_grad()
-def test_rows_that_finish_leave_the_batchs_work():
+def test_finished_sequences_are_dropped_from_the_batch():
     model, seen = made("gqa"), []
     model.stack.register_forward_pre_hook(lambda module, args: seen.append(args[0].shape[:2]))
     longest = rg.generate(model, PROMPTS, max_new_tokens=30)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from hostile import make_gguf
+from hostile_formats import make_gguf
 from regard.checkpoints import gguf_file
 from regard.checkpoints.errors import CheckpointError
 from regard.checkpoints.gguf_file import open_gguf

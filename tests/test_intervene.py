@@ -4,16 +4,13 @@ import pytest
 import torch
 
 import regard as rg
+from intervened_models import ENDS, THEIRS, bert, builders, decoder, gpt2, llama, run, t5, tokens, transformers
 from regard.core.mechanisms import REGISTRY
 from regard.core.tensors import weighs_tokens
 from regard.inference.interventions.change import ACTIVE
 from regard.inference.trace import Trace
 
-transformers = pytest.importorskip("transformers")
-
-SIZES = {"vocabulary_size": 40, "embedding_dim": 32, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2}
 CAUSAL = [name for name in REGISTRY if not name.startswith("channel")]
-ENDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
 @pytest.fixture(autouse=True)
@@ -22,63 +19,6 @@ def _seeded():
     with torch.no_grad():
         yield
     assert not ACTIVE
-
-
-def decoder(mechanism="softmax", **more):
-    return loud(rg.Decoder(rg.DecoderConfig(**{**SIZES, **more}, mechanism=mechanism)).eval())
-
-
-def loud(model):
-    """The model with weights ten times as large: a fresh one's attention hardly moves its output."""
-    for parameter in model.parameters():
-        if parameter.ndim > 1:
-            parameter *= 10
-    return model
-
-
-def tokens(batch=2, length=7):
-    return torch.randint(3, 40, (batch, length))
-
-
-def gpt2():
-    return transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(vocab_size=40, n_embd=16, n_layer=3, n_head=4, n_positions=64, **ENDS)
-    ).eval()
-
-
-def llama():
-    config = transformers.LlamaConfig(
-        vocab_size=40, hidden_size=16, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
-        intermediate_size=32, max_position_embeddings=64, **ENDS
-    )  # fmt: skip
-    return transformers.LlamaForCausalLM(config).eval()
-
-
-def t5():
-    sizes = {"vocab_size": 40, "d_model": 16, "d_kv": 4, "d_ff": 32, "num_layers": 2, "num_heads": 4}
-    return transformers.T5ForConditionalGeneration(
-        transformers.T5Config(**sizes, pad_token_id=0, eos_token_id=2, decoder_start_token_id=0)
-    ).eval()
-
-
-def bert():
-    config = transformers.BertConfig(
-        vocab_size=40, hidden_size=16, num_hidden_layers=3, num_attention_heads=4, intermediate_size=32
-    )
-    return transformers.BertForMaskedLM(config).eval()
-
-
-THEIRS = {"gpt2": gpt2, "llama": llama, "bert": bert}
-
-
-def run(model, ids):
-    """The logits of any of the models here."""
-    output = model(ids)
-    return getattr(output, "logits", output)
-
-
-def builders():
-    return {"ours": decoder, **THEIRS}
 
 
 def head_outputs(model, ids, layer):
@@ -306,14 +246,6 @@ def test_in_training_a_trace_shows_changed_weights_before_dropout():
         torch.testing.assert_close(layer.weights, rows.expand_as(layer.weights))
 
 
-def test_effects_leave_every_module_in_its_mode():
-    model = decoder().train()
-    model.stack.layers[0].eval()
-    modes = [module.training for module in model.modules()]
-    rg.effects(model, tokens(1))
-    assert [module.training for module in model.modules()] == modes
-
-
 def test_a_mean_leaves_padding_out():
     layer, x = rg.MultiHeadAttention(16, 4).eval(), torch.randn(2, 6, 16)
     mask = rg.padding([6, 3])
@@ -494,70 +426,6 @@ def test_a_trace_of_other_sizes_is_refused():
     with pytest.raises(ValueError, match=r"weights: expected \(2, 4, 7, 7\) in layer 0, as this pass has, got"):  # noqa: SIM117
         with rg.intervene(model, weights=shorter):
             model(tokens())
-
-
-@pytest.mark.parametrize("builder", builders().values(), ids=builders())
-def test_effects_are_those_of_silencing_one_by_one(builder):
-    model, ids = builder(), tokens(1)
-    measured = rg.effects(model, ids, batch_size=5)
-    assert len(measured.heads) == 12
-    assert measured.grid().shape == (3, 4)
-    before = run(model, ids).log_softmax(-1)
-    for effect in measured.heads[::3]:
-        with rg.intervene(model, layers=[effect.layer], heads=[effect.head], silence=True):
-            after = run(model, ids).log_softmax(-1)
-        divergence = (before.exp() * (before - after)).sum(-1).mean()
-        assert effect.divergence == pytest.approx(float(divergence), rel=1e-3, abs=1e-6)
-        likeliest = after[0, -1].argmax()
-        assert effect.top[0] == (str(int(likeliest)), pytest.approx(float(after[0, -1, likeliest].exp()), rel=1e-4))
-
-
-def test_effects_of_pictures_windows_are_those_of_silencing_one_by_one():
-    model = loud(
-        rg.DaViT(
-            rg.DaViTConfig(num_heads=(2,) * 4, num_groups=(2,) * 4, embedding_dim=(8,) * 4, num_layers=(1,) * 4)
-        ).eval()
-    )
-    image = torch.randn(1, 3, 32, 32)
-    measured = rg.effects(model, image)
-    before = model(image)
-    effect = measured.of(layer=0, head=1)
-    with rg.intervene(model, layers=[0], heads=[1], silence=True):
-        distance = (model(image) - before).norm() / before.norm()
-    assert effect.distance == pytest.approx(float(distance), rel=1e-3)
-
-
-def test_effects_stop_when_they_are_watched_so():
-    def watch(done, total):
-        if done:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        rg.effects(decoder(), tokens(1), batch_size=1, watch=watch)
-
-
-@pytest.mark.parametrize(
-    ("inputs", "options", "message"),
-    [
-        ((), {}, "inputs: expected what the model takes"),
-        ((torch.zeros(2, 3, dtype=torch.long),), {}, "inputs: expected one sequence"),
-        (("a text",), {}, "inputs: expected tensors for a model without a tokenizer"),
-        (("a text", "another"), {}, "inputs: expected one text, got 2 texts"),
-        ((torch.zeros(1, 3, dtype=torch.long),), {"batch_size": 0}, "batch_size: expected"),
-    ],
-)
-def test_bad_inputs_of_effects_are_one_clear_error(inputs, options, message):
-    with pytest.raises(ValueError, match=message):
-        rg.effects(decoder(), *inputs, **options)
-
-
-def test_effects_are_drawn_and_printed():
-    measured = rg.effects(decoder(), tokens(1))
-    assert "the strongest first" in repr(measured)
-    assert "<table" in measured._repr_html_()
-    figure = measured.plot()
-    assert figure.get_suptitle() == "Every head of Decoder silenced once"
-    assert figure.axes[0].get_xlabel() == "head"
 
 
 def test_every_mechanism_that_weighs_tokens_is_here():

@@ -42,6 +42,7 @@ def test_compiled_code_is_made_once_for_all_threads():
     assert compiler._compiled.cache_info().misses == 1
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("gone", ["llvmlite", "libgomp"])
 def test_where_something_is_missing_torch_computes(gone):
     """In a process of its own, since what is there is looked up once."""
@@ -85,12 +86,14 @@ def test_code_takes_the_widest_registers_there_are(capsys):
         assert line.startswith("16 True True " if cpu.LANES == 16 else "8 True False False")
 
 
+@pytest.mark.once
 def test_code_keeps_to_the_instructions_that_torch_was_told():
     environment = {**os.environ, "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
     done = subprocess.run([sys.executable, "-c", PROGRAMS], capture_output=True, text=True, check=True, env=environment)
     assert done.stdout == 3 * "8 True False False\n"
 
 
+@pytest.mark.once
 def test_a_process_that_may_not_make_code_takes_other_ways_and_says_why():
     """As under systemd's MemoryDenyWriteExecute. LLVM used to die there of a segmentation fault, and oneDNN raised."""
     script = """
@@ -128,6 +131,7 @@ def forget():
         cached.cache_clear()
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("lanes", sorted({4, 8, cpu.LANES}))
 def test_code_is_probed_before_its_first_use_and_not_again_by_later_processes(monkeypatch, tmp_path, lanes):
     """Four lanes are ARM's."""
@@ -158,13 +162,15 @@ def test_a_probe_is_no_part_of_what_is_counted_or_traced(monkeypatch, tmp_path):
         assert rg.attend(*(mode.from_tensor(x) for x in (q, k, v))).shape == (*q.shape[:3], 16)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("system", ["darwin", "win32"])
 def test_other_systems_are_refused_with_the_reason(monkeypatch, system):
     monkeypatch.setattr(sys, "platform", system)
     assert f"made for Linux, where PyTorch uses GNU OpenMP; this is {system}" in reason_against(*tensors())
 
 
-def test_llvm_is_loaded_by_who_decodes_and_nobody_else():
+@pytest.mark.once
+def test_llvm_is_imported_only_when_it_is_needed():
     script = "import sys, regard; print('llvmlite' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"

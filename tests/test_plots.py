@@ -17,6 +17,7 @@ from regard.core.cost_figure import cost_figure
 from regard.core.files import save_figure
 from regard.core.masks.drawing import masks_figure
 from regard.core.weights_figure import weights_figure
+from regard.training.curves import curves_figure
 
 DOCS = Path(__file__).parent.parent / "docs"
 sys.path.append(str(DOCS))
@@ -114,6 +115,15 @@ def test_decode_crossover_goes_by_bytes() -> None:
 
 def test_one_head_is_multi_head() -> None:
     assert heads_label(1, 1) == "MHA"
+
+
+@pytest.mark.parametrize("losses", [(9.0, 0.11), (3.4, 3.1)], ids=["decades", "within one"])
+def test_losses_have_plain_numbers_at_their_axis(losses: tuple[float, float]) -> None:
+    figure = curves_figure({"run": [{"step": step, "loss": loss} for step, loss in enumerate(losses)]})
+    figure.draw_without_rendering()
+    labels = [label.get_text() for label in figure.axes[0].get_yticklabels(which="both")]
+    low, high = figure.axes[0].get_ylim()
+    assert len([label for label in labels if low <= float(label) <= high]) >= 2
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])

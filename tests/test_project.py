@@ -132,7 +132,7 @@ def test_a_relative_import_counts_from_its_file():
 
 
 VAGUE = {"one", "ones", "found", "given", "held", "known", "own", "said", "told", "each"}
-NAMED = ("src/regard", "benchmarks", "examples", "docs", "tests")
+NAMED = ("src/regard", "benchmarks", "examples", "docs", "tests", "setup.py")
 """Folders and files in which every name says what it is the name of."""
 
 

@@ -10,8 +10,9 @@ import torch
 torch.set_num_threads(1)
 from regard.core.mechanisms import REGISTRY
 
+place = {"masks": ["none", "causal", "padding left", "combined"], "heads": ["GQA"], "dtypes": ["float32"]}
 for name, mechanism in REGISTRY.items():
-    report = rg.check(mechanism, laws=["weights", "streamed", "paths"], heads=["GQA"], dtypes=["float32"], examples=1)
+    report = rg.check(mechanism, laws=["weights", "streamed", "paths"], **place, examples=1)
     assert report.ok, str(report)
 print("all shapes hold")
 weights, values = torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 5, 6)

@@ -18,6 +18,7 @@ from processes import finished
 from regard.checkpoints.errors import CheckpointError
 from regard.checkpoints.sources import DTYPES
 from regard.training import store
+from regard.training.checkpoint_folders import sealed
 
 
 def examples():
@@ -228,7 +229,7 @@ def resealed(change):
         text = (path / "manifest.json").read_text()
         changed = change(json.loads(text))
         changed.pop("sha256")
-        (path / "manifest.json").write_bytes(store._sealed(json.dumps(changed)[1:]))
+        (path / "manifest.json").write_bytes(sealed(json.dumps(changed)[1:]))
 
     return damage
 

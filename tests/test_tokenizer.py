@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import regard as rg
-from hostile import make_tokenizer
+from hostile_formats import make_tokenizer
 from regard.checkpoints import names
 from regard.checkpoints.errors import CheckpointError
 from regard.checkpoints.gguf_file import open_gguf
@@ -269,3 +269,8 @@ def test_smiles_is_the_pattern_of_rxnmapper():
         pytest.skip(NAMES["rxnmapper"].command)
     source = (Path(spec.origin).parent / "smiles_utils.py").read_text()
     assert f'SMI_REGEX_PATTERN = r"{SMILES}"' in source
+
+
+def test_a_tokenizer_says_its_size_and_special_tokens():
+    tokenizer = Tokenizer.from_vocabulary(["[UNK]", "a", "b"], special={"unk": "[UNK]"})
+    assert repr(tokenizer) == "Tokenizer(vocabulary_size=3, special={'unk': '[UNK]'})"

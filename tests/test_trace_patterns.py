@@ -76,6 +76,18 @@ def test_statistics_of_heads_that_are_known():
     assert spread.first == pytest.approx((1 + 5 / 6) / 6)
 
 
+def test_statistics_are_a_short_text_and_a_table_of_all_heads():
+    weights = torch.eye(4).expand(1, 24, 4, 4)
+    measured = Trace([layer_of(weights)]).statistics()
+    assert repr(measured).splitlines()[:3] == [
+        "Statistics of 24 heads",
+        "layer  head  kind   entropy  first  distance",
+        "    0     0  self      0.00   0.25      0.00",
+    ]
+    assert repr(measured).endswith("… 14 more heads")
+    assert measured._repr_html_().count("<tr>") == 1 + 24
+
+
 def test_signed_weights_have_no_entropy_and_all_their_rows_count():
     weights = torch.tensor([[1.0, 0.0], [-0.75, 0.25]])[None, None]
     (head,) = Trace([layer_of(weights)]).statistics()

@@ -1,4 +1,4 @@
-"""Regard: state an attention mechanism once; compute, stream, see, count and prove it.
+"""Regard: define an attention mechanism once; compute, stream, see, count and check it.
 
 Nothing is imported before it is asked for: `regard --help` needs no torch, and `rg.attend` no tokenizer.
 """

@@ -100,6 +100,9 @@ class Tokenizer:
         self.separator: int | None = ids.get("separator")
         self.classification: int | None = ids.get("classification")
 
+    def __repr__(self) -> str:
+        return f"Tokenizer(vocabulary_size={self.vocabulary_size}, special={self.special})"
+
     @property
     def vocabulary_size(self) -> int:
         """The number of tokens, special ones included."""

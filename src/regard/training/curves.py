@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from regard.core.style import Figure, dress, grid_shape, line_styles, new_figure
+from regard.core.style import Axes, Figure, dress, grid_shape, line_styles, new_figure, ticker
 
 UNITS = {
     "accuracy": "accuracy (share)",
@@ -10,7 +10,7 @@ UNITS = {
     "bleu": "BLEU (of 100)",
     "loss": "loss (nats)",
 }
-"""Axis labels of results; a result that is not listed is labelled with its name."""
+"""Axis labels of results, whose first word is their title; a result that is not listed is labelled with its name."""
 
 
 def curves_figure(
@@ -50,15 +50,29 @@ def curves_figure(
                     low, high = ([mean + sign * spread for _, mean, spread in points] for sign in (-1, 1))
                     axes.fill_between(places, low, high, color=colour, alpha=0.15, linewidth=0)
         smoothed = f"\n(training with label smoothing {label_smoothing:g}, held out without)" if label_smoothing else ""
-        heading = f"loss: training (pale), held out (marked){smoothed}" if panel == "loss" else f"{panel}, held out"
+        heading = (
+            f"loss: training (pale), held out (marked){smoothed}" if panel == "loss" else f"{_title(panel)}, held out"
+        )
         dress(axes, title=heading, x="training step", y=UNITS.get(panel, panel))
         if panel == "loss":
-            axes.set_yscale("log")
+            _logarithmic(axes)
         if axes.get_legend_handles_labels()[0] and (len(runs) > 1 or panel == "loss"):
             axes.legend(frameon=False, fontsize=8)
     for spare in list(cells):
         spare.remove()
     return figure
+
+
+def _title(result: str) -> str:
+    return UNITS.get(result, result).split(" (")[0]
+
+
+def _logarithmic(axes: Axes) -> None:
+    """A logarithmic axis with ticks at 1, 2 and 5, and plain numbers at them: 0.5 and not 5 × 10⁻¹."""
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(ticker.LogLocator(base=10, subs=(1, 2, 5)))
+    axes.yaxis.set_minor_locator(ticker.NullLocator())
+    axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
 
 
 def _smooth(points: list[tuple[int, float]], most: int = 400) -> list[tuple[int, float]]:

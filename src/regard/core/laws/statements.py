@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.gradcheck import GradcheckError
 
 from regard.core.attention import attend, weights
 from regard.core.calls.call import Call, ordered
@@ -374,7 +375,7 @@ def _differentiable(mechanism: Mechanism, case: Case) -> None:
     rule = case.rule()
     try:
         torch.autograd.gradcheck(lambda q, k, v: attend(q, k, v, mechanism, rule), (q, k, v), fast_mode=True)
-    except torch.autograd.gradcheck.GradcheckError as wrong:  # type: ignore[attr-defined]
+    except GradcheckError as wrong:
         raise Broken(f"gradcheck fails: {str(wrong).splitlines()[0]}") from None
 
 

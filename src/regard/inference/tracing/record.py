@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from regard.inference.tracing.gather import Gathered
     from regard.inference.tracing.patterns import Patterns
     from regard.inference.tracing.predictions import PredictedRows, Spelling
-    from regard.inference.tracing.statistics import Comparison, HeadStatistics
+    from regard.inference.tracing.statistics import Comparison, Statistics
 
 MOST_SHOWN = 16
 """The most layers of a trace, and heads of a layer, that are printed or shown in a notebook."""
@@ -357,7 +357,7 @@ class Trace:
 
         return patterns(self, separators)
 
-    def statistics(self) -> "list[HeadStatistics]":
+    def statistics(self) -> "Statistics":
         """Entropy, weight on the first token and mean distance of every recorded head."""
         from regard.inference.tracing.statistics import statistics
 

@@ -31,6 +31,41 @@ class HeadStatistics:
     distance: float | None
 
 
+class Statistics(list[HeadStatistics]):
+    """The numbers of every head, as a list. Prints the first ten heads; a notebook shows all."""
+
+    def _table(self) -> list[dict[str, object]]:
+        return [
+            {
+                "layer": head.layer,
+                "head": head.head,
+                "kind": head.kind,
+                "entropy": _shown(head.entropy),
+                "first": _shown(head.first),
+                "distance": _shown(head.distance),
+            }
+            for head in self
+        ]
+
+    def __repr__(self) -> str:
+        lines = [
+            f"{row['layer']:>5} {row['head']:>5}  {row['kind']:<5}  "
+            f"{row['entropy']:>7}  {row['first']:>5}  {row['distance']:>8}"
+            for row in self._table()[:10]
+        ]
+        more = [f"… {len(self) - 10} more heads"] * (len(self) > 10)
+        heading = "layer  head  kind   entropy  first  distance"
+        return "\n".join([f"Statistics of {len(self)} heads", heading, *lines, *more])
+
+    def _repr_html_(self) -> Html:
+        right = ("layer", "head", "entropy", "first", "distance")
+        return table(self._table(), title=f"Statistics of {len(self)} heads", right=right)
+
+
+def _shown(number: float | None) -> str:
+    return "" if number is None else f"{number:.2f}"
+
+
 @dataclass(frozen=True)
 class HeadChange:
     """How far the weights of one head differ between two traces."""
@@ -83,7 +118,7 @@ class Comparison:
         return table(self._rows(), title=f"Comparison of {len(self.heads)} heads, the largest changes first")
 
 
-def statistics(trace: Trace) -> list[HeadStatistics]:
+def statistics(trace: Trace) -> Statistics:
     """Entropy, weight on the first token and mean distance of every recorded head; not of attention between channels.
 
     >>> import torch
@@ -95,7 +130,7 @@ def statistics(trace: Trace) -> list[HeadStatistics]:
     >>> [(head.entropy, head.first, head.distance) for head in statistics(Trace([layer]))]
     [(0.0, 0.25, 1.5)]
     """
-    measured = []
+    measured = Statistics()
     for layer in (recorded.flat() for recorded in trace.layers):
         if not layer.by_pairs:
             continue
