@@ -28,6 +28,8 @@ from regard.explorer.subject import (
     shown_position,
 )
 from regard.inference.trace import Trace, trace
+from regard.inference.tracing.patterns import Scoring
+from regard.inference.tracing.statistics import layer_statistics
 from regard.models.base import GenerativeModel
 
 TOP = 5
@@ -219,9 +221,7 @@ def run_frames(snapshot: Snapshot, check: Callable[[], None] = no_check) -> Iter
     """What a page draws of a pass: what it is, each layer's thumbnails and labels, the output."""
     begun = time.perf_counter()
     yield frame({**run_header(snapshot), "seconds": snapshot.seconds})
-    for view in snapshot.layers:
-        check()
-        yield layer_frame(snapshot, view)
+    yield from layer_frames(snapshot, check)
     yield frame({**done_header(snapshot), "seconds": time.perf_counter() - begun})
 
 
@@ -298,18 +298,25 @@ def _side_json(side: Side | None, tokens: str, special: str, words: str, ids: st
     return {tokens: side.tokens, special: side.special, words: side.words, ids: side.ids}
 
 
-def layer_frame(snapshot: Snapshot, view: LayerView) -> bytes:
-    """A layer's thumbnails, with the label and the statistics of each head."""
+def layer_frames(snapshot: Snapshot, check: Callable[[], None] = no_check) -> Iterator[bytes]:
+    """Each layer's thumbnails, with the label and the statistics of each head."""
+    scoring = Scoring(snapshot.trace)
+    for view in snapshot.layers:
+        check()
+        yield _layer_frame(snapshot, view, scoring)
+
+
+def _layer_frame(snapshot: Snapshot, view: LayerView, scoring: Scoring) -> bytes:
     weights, visible = view.weights.float(), snapshot.visible(view)
     coded = thumbnails(weights, visible)
     header: dict[str, Any] = {"type": "layer", "index": view.traced.index, "size": list(coded.shape[1:])}
     header["pool"] = [pool_size(side) for side in weights.shape[1:]]
     unknown = [None] * view.heads
     header |= {"labels": unknown, "strength": [0.0] * view.heads, "entropy": unknown, "first": unknown}
-    header |= {"distance": unknown, "signed": bool((weights < 0).any())}
+    header |= {"distance": unknown, "signed": False}
     if view.traced.by_pairs:
-        alone = Trace([view.traced], tokens=snapshot.trace.tokens, source_tokens=snapshot.trace.source_tokens)
-        patterns, statistics = alone.patterns().heads, alone.statistics()
+        patterns, statistics = scoring.heads(view.traced), layer_statistics(view.traced)
+        header["signed"] = statistics[0].entropy is None
         header["labels"] = [head.label for head in patterns]
         header["strength"] = [head.strength for head in patterns]
         header["entropy"] = [head.entropy for head in statistics]
