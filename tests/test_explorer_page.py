@@ -501,19 +501,36 @@ def stored():
     return trace, view(trace)
 
 
-@pytest.mark.parametrize("place", ["file", "frame"])
+PLACES = {
+    "file": "{page}",
+    "frame": "<!doctype html><meta charset='utf-8'><title>notes</title>{markup}",
+    # As JupyterLab shows the output of a cell that has run.
+    "output": "<!doctype html><meta charset='utf-8'><title>notes</title><div id='output'></div>"
+    "<script>document.getElementById('output').innerHTML = {markup_in_script}</script>",
+    # As JupyterLab opens an HTML file that the reader trusts.
+    "viewer": "<!doctype html><meta charset='utf-8'><title>notes</title><iframe style='width:100%;height:720px' "
+    "sandbox='allow-same-origin allow-scripts allow-popups'></iframe><script>document.querySelector('iframe').src = "
+    "URL.createObjectURL(new Blob([{page_in_script}], {{type: 'text/html'}}))</script>",
+}
+
+
+def in_script(text):
+    return json.dumps(text).replace("</", "<\\/").replace("<!--", "<\\!--")
+
+
+@pytest.mark.parametrize("place", PLACES)
 def test_an_exported_page_opens_anywhere_and_hostile_tokens_are_text(browser, stored, tmp_path, place):
     trace, page = stored
     path = tmp_path / "page.html"
-    if place == "file":
-        page.save(path)
-    else:
-        path.write_text(
-            f"<!doctype html><meta charset='utf-8'><title>notes</title>{page._repr_html_()}", encoding="utf-8"
-        )
+    markup = page._repr_html_()
+    texts = {"page": page.html, "markup": markup}
+    texts |= {f"{name}_in_script": in_script(text) for name, text in texts.items()}
+    path.write_text(PLACES[place].format(**texts), encoding="utf-8")
     with window(browser) as tab:
         tab.goto(path.as_uri())
-        frame = tab.main_frame if place == "file" else tab.frames[1]
+        if place != "file":
+            tab.wait_for_function("() => document.querySelector('iframe')?.getAttribute('src') !== ''")
+        frame = tab.main_frame if place == "file" else tab.query_selector("iframe").content_frame()
         settle(frame)
         assert frame.evaluate("[regard.state.live, regard.state.run.info.tokens]") == [False, HOSTILE]
         weights = trace.layers[0].weights[0]
@@ -528,7 +545,37 @@ def test_an_exported_page_opens_anywhere_and_hostile_tokens_are_text(browser, st
         assert frame.evaluate("regard.state.locked") == {"rows": [row], "columns": [column]}
         assert frame.evaluate("window.broken") is None
         assert tab.evaluate("window.broken") is None
-        assert tab.troubles == []
+        # The sandbox is the viewer's, and what Chromium says about it too.
+        assert [trouble for trouble in tab.troubles if place != "viewer" or "allow-same-origin" not in trouble] == []
+
+
+def test_a_notebook_shows_a_live_page_that_only_its_address_opens(browser, tmp_path):
+    torch.manual_seed(0)
+    model = explored.decoder()
+    shown = rg.view(model, SENTENCE, live=True)
+    try:
+        path = tmp_path / "notes.html"
+        path.write_text(f"<!doctype html><meta charset='utf-8'><title>notes</title>{shown._repr_html_()}")
+        assert shown.server.url in repr(shown)
+        with window(browser) as tab:
+            tab.goto(path.as_uri())
+            frame = tab.query_selector("iframe").content_frame()
+            settle(frame)
+            assert frame.evaluate("[regard.state.live, regard.state.input.text]") == [True, SENTENCE]
+            assert frame.evaluate("regard.state.run.info.tokens") == SENTENCE.split()
+            frame.evaluate("document.querySelector('[data-change=silence]').click()")
+            settle(frame)
+            assert frame.evaluate("regard.state.run !== regard.state.base && regard.state.run.done.divergence > 0")
+            assert tab.troubles == []
+            answer = tab.request.get(shown.server.url.partition("?")[0])
+            assert (answer.status, "token" in answer.json()["error"]) == (403, True)
+        saved = shown.save(tmp_path / "page.html").read_text()
+        assert shown.server.url not in saved
+    finally:
+        shown.close()
+    assert "srcdoc=" in shown._repr_html_()
+    with pytest.raises(ValueError, match="live: expected a model"):
+        rg.view(rg.Trace(), live=True)
 
 
 def test_vendored_files_are_as_published():

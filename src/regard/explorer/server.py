@@ -111,7 +111,7 @@ class Explorer:
     async def index(self, request: Request) -> Response:
         """The page, with the token in it."""
         shown = request.query_params.get("token") or request.cookies.get(COOKIE, "")
-        if not self.place.loopback and not self._is_token(shown):
+        if not self.place.open and not self._is_token(shown):
             return refusal(403, "token: expected the address that `regard view` printed, got another")
         page = (PAGE / "index.html").read_text(encoding="utf-8")
         page = page.replace(TOKEN_MARK, f'<meta name="regard-token" content="{escape(self.token)}">')

@@ -48,14 +48,16 @@ class Session:
         models: Mapping[str, nn.Module] | None = None,
         mechanism: str | None = None,
         *,
+        tokenizers: Mapping[str, Any] | None = None,
         folders: Sequence[str] = (),
         any_path: bool = True,
     ) -> None:
-        """`models` are at hand by their names; `mechanism` is that of the models that are loaded by name. Without
-        `any_path`, only models of the catalog with these folders are loaded."""
+        """`models` are at hand by their names, with `tokenizers` where they have none. `mechanism` is that of
+        the models that are loaded by name. Without `any_path`, only models of the catalog with these
+        folders are."""
         self.models: OrderedDict[str, nn.Module] = OrderedDict()
         self.shown_models = {name: model.eval() for name, model in (models or {}).items()}
-        self.mechanism, self.any_path = mechanism, any_path
+        self.mechanism, self.any_path, self.tokenizers = mechanism, any_path, tokenizers or {}
         self.snapshots: OrderedDict[str, Snapshot] = OrderedDict()
         self.subjects: OrderedDict[tuple[str, Input], Subject] = OrderedDict()
         self.folders = tuple(folders)
@@ -101,7 +103,7 @@ class Session:
         read = picture_by_name(chosen) if isinstance(chosen, str) else chosen
         key = (name, read)
         if key not in self.subjects:
-            self.subjects[key] = check_size(subject_of(name, model, read))
+            self.subjects[key] = check_size(subject_of(name, model, read, self.tokenizers.get(name)))
             while len(self.subjects) > 16:
                 self.subjects.popitem(last=False)
         self.subjects.move_to_end(key)

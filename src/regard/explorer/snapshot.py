@@ -16,13 +16,12 @@ from regard.explorer.changes import HeadChange, WindowedSoftmax, changed, change
 from regard.explorer.codes import pool_size, thumbnails
 from regard.explorer.frames import frame, tensor_bytes
 from regard.explorer.layers import LayerView, layer_views, no_check, watched
+from regard.explorer.requests import input_json
 from regard.explorer.subject import (
     Output,
-    Pair,
     Picture,
     Side,
     Subject,
-    Text,
     output_names,
     read_output,
     shown_position,
@@ -240,7 +239,7 @@ def run_header(snapshot: Snapshot) -> dict[str, Any]:
         "grid": subject.grid,
         "class_token": subject.class_token,
         "picture": picture,
-        "input": input_json(subject),
+        "input": subject_json(subject),
         "written": subject_text(subject) if subject.sources is not None else None,
         "generates": isinstance(subject.model, GenerativeModel),
         "twin": snapshot.twin,
@@ -262,15 +261,13 @@ def done_header(snapshot: Snapshot) -> dict[str, Any]:
     }
 
 
-def input_json(subject: Subject) -> dict[str, Any] | None:
+def subject_json(subject: Subject) -> dict[str, Any] | None:
     """What the model was asked to read, as the body of a run has it; of a picture its pixels are apart."""
     chosen = subject.chosen
-    if isinstance(chosen, Text):
-        return {"text": chosen.text}
-    if isinstance(chosen, Pair):
-        return {"source": chosen.source, "target": chosen.target}
     if isinstance(chosen, Picture):
         return {"image": None}
+    if chosen is not None:
+        return input_json(chosen)
     if subject.sources is None:
         return {"text": subject_text(subject)}
     return {"source": subject_text(subject, subject.sources), "target": subject_text(subject)}
