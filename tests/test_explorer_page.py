@@ -56,6 +56,8 @@ def explorer():
         Entry(name=name, title=name, kind="pair" if name == "pair" else "text", example=example)
         for name, (_, example) in MODELS.items()
     ]
+    session.shown_models["davit"] = explored.davit()
+    entries.append(Entry(name="davit", title="davit", kind="image", example=None))
     entries.append(Entry(name="absent", title="Absent", kind="text", installed=False, install="pip x", example=None))
     opened = listen("127.0.0.1", 0)
     running = Explorer(session, Place(host="127.0.0.1", port=opened.getsockname()[1]), lambda: entries)
@@ -434,6 +436,68 @@ def test_controls_have_names(tab, explorer):
         && !document.querySelector(`label[for="${control.id}"]`)).map((control) => control.outerHTML)"""
     )
     assert unnamed == []
+
+
+def test_a_chain_that_does_not_end_in_the_weight_says_so(tab, explorer):
+    visit(tab, explorer, model="encoder", layer=0, head=0)
+    assert tab.locator("#inexact").count() == 0
+
+    def another(route):
+        answer = route.fetch()
+        route.fulfill(response=answer, json={**answer.json(), "exact": False})
+
+    tab.route("**/api/why", another)
+    tab.mouse.click(*cell(tab, 2, 3))
+    settle(tab)
+    assert "unknown here" in tab.locator("#inexact").inner_text()
+
+
+def windows_of(tab, explorer, index):
+    """The layer that the page shows, in the trace."""
+    return shown(tab, explorer).layers[index].traced.weights[0]
+
+
+def test_windows_of_a_picture(tab, explorer):
+    visit(tab, explorer, model="davit", image="letter%20R")
+    assert state(tab, "view") == "picture"
+    weights = windows_of(tab, explorer, 0)
+    spot = tab.evaluate("regard.headOnScreen(0, 1)")
+    tab.mouse.click(*spot.values())
+    settle(tab)
+    [down, across] = state(tab, "run.layers[0].windows")
+    middle_window = down // 2 * across + across // 2
+    assert torch.equal(values(tab), weights[middle_window, 1])
+    tab.click("#windowafter")
+    settle(tab)
+    assert torch.equal(values(tab), weights[middle_window + 1, 1])
+    names = tab.evaluate("regard.state.window")
+    assert names == middle_window + 1
+    tab.reload()
+    settle(tab)
+    assert torch.equal(values(tab), windows_of(tab, explorer, 0)[middle_window + 1, 1])
+    tab.mouse.click(*cell(tab, 5, 2))
+    settle(tab)
+    assert float(tab.locator("#weight").inner_text()) == pytest.approx(
+        float(windows_of(tab, explorer, 0)[middle_window + 1, 1, 5, 2]), rel=1e-4
+    )
+    # A click on the picture outside of the window shows the window there.
+    box = tab.locator("[data-surface=picture-0]").bounding_box()
+    picture = min(box["width"] - 32, box["height"] - 78)
+    x, y = box["x"] + (box["width"] - picture) / 2 + 4, box["y"] + (box["height"] - picture) / 2 - 6
+    tab.mouse.click(x, max(y, box["y"] + 38))
+    settle(tab)
+    assert state(tab, "window") == 0
+
+
+def test_channels_of_a_picture(tab, explorer):
+    visit(tab, explorer, model="davit", image="letter%20R", layer=1, head=1)
+    assert torch.equal(values(tab), windows_of(tab, explorer, 1)[1])
+    assert tab.locator("[data-surface=picture-0]").count() == 0
+    assert tab.locator("[data-head=rollout]").count() == 0
+    assert tab.locator("#mechanism").is_disabled()
+    tab.mouse.click(*cell(tab, 1, 2))
+    settle(tab)
+    assert tab.locator("#why .pair").inner_text().split(" → ") == ["channel 1", "channel 2"]
 
 
 def test_files_to_save(tab, explorer, tmp_path):

@@ -222,22 +222,23 @@ class Explorer:
 
     def head(self, body: dict[str, Any]) -> bytes:
         """The weights of a head."""
-        return self.session.head(body.get("run"), asked.number_of(body, "layer"), _head(body))
+        return self.session.head(body.get("run"), asked.number_of(body, "layer"), _head(body), _window(body))
 
     def scores(self, body: dict[str, Any]) -> bytes:
         """The products of queries and keys of a head."""
-        return self.session.scores(body.get("run"), asked.number_of(body, "layer"), asked.number_of(body, "head"))
+        layer, head = asked.number_of(body, "layer"), asked.number_of(body, "head")
+        return self.session.scores(body.get("run"), layer, head, _window(body))
 
     def row(self, body: dict[str, Any]) -> Any:
         """The weights of a row."""
         head = "all" if body.get("head") == "all" else _head(body)
         layer, row = asked.number_of(body, "layer"), asked.number_of(body, "row")
-        return self.session.row(body.get("run"), layer, head, row)
+        return self.session.row(body.get("run"), layer, head, row, _window(body))
 
     def why(self, body: dict[str, Any]) -> Any:
         """The numbers behind a weight."""
         layer, head, query, key = (asked.number_of(body, name) for name in ("layer", "head", "query", "key"))
-        return explain_weight(self.session.snapshot(body.get("run")), layer, head, query, key)
+        return explain_weight(self.session.snapshot(body.get("run")), layer, head, query, key, _window(body))
 
     def top(self, body: dict[str, Any]) -> Any:
         """The likeliest tokens at a position."""
@@ -261,6 +262,10 @@ def _compressed(content: bytes) -> bytes:
 def _head(body: dict[str, Any]) -> int | str:
     head = body.get("head")
     return str(head) if head in ("mean", "max") else asked.number_of(body, "head")
+
+
+def _window(body: dict[str, Any]) -> int | None:
+    return asked.number_of(body, "window") if body.get("window") is not None else None
 
 
 def refused(error: BaseException) -> tuple[int, str]:

@@ -194,20 +194,20 @@ class Session:
         header = {"type": "rollout", "rows": flow.shape[0], "columns": flow.shape[1]}
         return frame(header, tensor_bytes(flow.float()))
 
-    def head(self, name: object, layer: int, head: int | str) -> bytes:
+    def head(self, name: object, layer: int, head: int | str, window: int | None = None) -> bytes:
         """The exact weights of a head, and which pairs are visible."""
-        weights, visible = self.snapshot(name).head(layer, head)
+        weights, visible = self.snapshot(name).head(layer, head, window)
         header = {"type": "head", "rows": weights.shape[0], "columns": weights.shape[1]}
         return frame(header, tensor_bytes(weights) + tensor_bytes(visible.to(torch.uint8)))
 
-    def scores(self, name: object, layer: int, head: int) -> bytes:
+    def scores(self, name: object, layer: int, head: int, window: int | None = None) -> bytes:
         """The products of queries and keys of a head, its bias if it has one, and which pairs are visible."""
         snapshot = self.snapshot(name)
-        view = snapshot.layer(layer)
+        view = snapshot.layer(layer, window)
         place = snapshot.head_number(view, head)
         if not view.traced.by_pairs:
             raise ValueError(f"layer: expected attention between tokens, got layer {layer}, between channels")
-        _, visible = snapshot.head(layer, place)
+        _, visible = snapshot.head(layer, place, window)
         mechanism, bias = view.mechanism, view.head_bias(place)
         scale = scale_of(mechanism, view.query(place).shape[-1])
         header = {
@@ -221,15 +221,15 @@ class Session:
         added = b"" if bias is None else tensor_bytes(bias.float())
         return frame(header, tensor_bytes(products(view, place)) + added + tensor_bytes(visible.to(torch.uint8)))
 
-    def row(self, name: object, layer: int, head: int | str, row: int) -> dict[str, Any]:
+    def row(self, name: object, layer: int, head: int | str, row: int, window: int | None = None) -> dict[str, Any]:
         """The exact weights of a row, of a head or of all heads of a layer."""
         snapshot = self.snapshot(name)
-        view = snapshot.layer(layer)
+        view = snapshot.layer(layer, window)
         if not 0 <= row < view.weights.shape[1]:
             raise ValueError(f"row: expected 0 to {view.weights.shape[1] - 1}, got {row}")
         if head == "all":
             return {"weights": view.weights[:, row].tolist()}
-        weights, visible = snapshot.head(layer, head)
+        weights, visible = snapshot.head(layer, head, window)
         return {"weights": weights[row].tolist(), "visible": visible[row].tolist()}
 
 

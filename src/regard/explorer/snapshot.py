@@ -15,7 +15,7 @@ from regard.core.families.mechanism import Mechanism
 from regard.explorer.changes import HeadChange, WindowedSoftmax, changed, changed_mechanism, hidden_keys
 from regard.explorer.codes import pool_size, thumbnails
 from regard.explorer.frames import frame, tensor_bytes
-from regard.explorer.layers import LayerView, layer_views, no_check, watched
+from regard.explorer.layers import LayerView, kept, layer_views, no_check, watched
 from regard.explorer.requests import input_json
 from regard.explorer.subject import (
     Output,
@@ -62,11 +62,11 @@ class Snapshot:
     seconds: float = 0.0
     """Of the pass."""
 
-    def layer(self, index: int) -> LayerView:
-        """A layer by its number; ValueError if there is none."""
+    def layer(self, index: int, window: int | None = None) -> LayerView:
+        """A layer by its number, at one of its windows if it has any; ValueError if there is none."""
         for view in self.layers:
             if view.traced.index == index:
-                return view
+                return view.at_window(window)
         raise ValueError(f"layer: expected 0 to {len(self.layers) - 1}, got {index!r}")
 
     def mechanism(self, view: LayerView, head: int) -> Mechanism:
@@ -92,9 +92,11 @@ class Snapshot:
                 table[head] &= mechanism.band(*table.shape[1:])
         return table
 
-    def head(self, index: int, head: int | str) -> tuple[Float[Tensor, "T S"], Bool[Tensor, "T S"]]:
+    def head(
+        self, index: int, head: int | str, window: int | None = None
+    ) -> tuple[Float[Tensor, "T S"], Bool[Tensor, "T S"]]:
         """The weights of a head, or their mean or maximum over the layer's heads, and which pairs are visible."""
-        view = self.layer(index)
+        view = self.layer(index, window)
         weights, visible = view.weights.float(), self.visible(view)
         shown = torch.ones_like(weights[0], dtype=torch.bool)
         if head == "mean":
@@ -183,7 +185,7 @@ def take(
     begun = time.perf_counter()
     sources = None if subject.sources is None else list(subject.sources.tokens)
     tokens = None if subject.kind == "image" else list(subject.tokens.tokens)
-    options: dict[str, Any] = {"tokens": tokens, "source_tokens": sources}
+    options: dict[str, Any] = {"tokens": tokens, "source_tokens": sources, "keep": kept(subject.model)}
     with (
         changed(subject.model, changes),
         watched(subject.model, check) as runs,

@@ -1,7 +1,7 @@
 // What the page does when it is asked to: run a model, choose a head, lock tokens, change attention, find effects.
 
 import { state, redraw, awaited } from "./store.js";
-import { newRun, addFrame, strongestHead, readFrom } from "./runs.js";
+import { newRun, addFrame, strongestHead, readFrom, windowOf } from "./runs.js";
 import { readAddress, writeAddress } from "./address.js";
 
 let source = null;
@@ -85,7 +85,7 @@ export function runModel(keepHead = false) {
     const lock = keepHead ? state.locked : null;
     Object.assign(state, {
       hover: null, locked: null, pair: null, other: null, beta: null, effects: null, twinEffects: null,
-      steps: [], step: null, generated: null, length: null, ...(keepHead ? {} : { changes: [], colour: "attention" }),
+      steps: [], step: null, generated: null, length: null, ...(keepHead ? {} : { changes: [], colour: "attention", window: null }),
     });
     if (!keepHead && state.compare.kind === "before") state.compare = { kind: "none", value: "" };
     const base = await collected({ model: state.model, input: state.input, changes: [], twin: false }, signal, (run) => {
@@ -211,11 +211,21 @@ export function changed(kind, field = kind) {
 
 export function chooseHead(layer, head) {
   const [from, to] = [state.run.layers[state.layer], state.run.layers[layer]];
-  if (from.queries !== to.queries || from.keys !== to.keys) state.locked = null; // other tokens stand at these places
+  const sameMap = String([from.grid, from.windows]) === String([to.grid, to.windows]);
+  if (from.queries !== to.queries || from.keys !== to.keys || !sameMap) state.locked = null; // other tokens stand at these places
+  if (!sameMap) state.window = null;
   state.layer = layer;
   state.head = typeof head === "number" ? Math.min(head, to.heads - 1) : head;
   Object.assign(state, { hover: null, pair: null, beta: null });
   redraw("model", "head", "why", "whatif", "cost", "steps");
+  writeAddress();
+}
+
+// Another window of a picture; its positions are others.
+export function chooseWindow(window) {
+  const [down, across] = state.run.layers[state.layer].windows;
+  Object.assign(state, { window: (window + down * across) % (down * across), hover: null, locked: null, pair: null, beta: null });
+  redraw("head", "why", "whatif");
   writeAddress();
 }
 
@@ -285,7 +295,7 @@ export function chooseStep(step) {
 }
 
 export function why(query, key, signal) {
-  return source.why(state.run, state.layer, state.head, query, key, signal);
+  return source.why(state.run, state.layer, state.head, windowOf(state.run.layers[state.layer]), query, key, signal);
 }
 
 export function cost(signal) {

@@ -101,7 +101,7 @@ function drawPlot(answer, curves, crossing, length, place) {
 
 function newPlot(answer, curves, colours, width, height) {
   const axis = { stroke: colours.quiet, font: "10px system-ui", ticks: { stroke: colours.rule, width: 1, size: 3 }, grid: { stroke: colours.rule, width: 0.5 } };
-  const power = (value) => withPrefix(value, "").replace(/\.0+ |\.?0+(?= )/, " ").trim();
+  const power = (value) => withPrefix(value, "").replace(/\.0+(?= |$)/, "").trim();
   const line = (hue) => (hue === "accent" ? colours.accent : hue);
   return new uPlot({
     width, height, padding: [6, 8, 0, 0], legend: { show: false }, cursor: { show: false },

@@ -2,9 +2,9 @@
 
 import { html, render, nothing } from "./vendor/lit-html.js";
 import { state, redraw } from "./store.js";
-import { chooseHead, setOption, lockTokens } from "./actions.js";
-import { describeHead } from "./runs.js";
-import { panes, viewOf, focusOf, pairOf, isExact } from "./view.js";
+import { chooseHead, chooseWindow, setOption, lockTokens } from "./actions.js";
+import { describeHead, windowOf } from "./runs.js";
+import { panes, placeIn, viewOf, focusOf, pairOf, isExact } from "./view.js";
 import { Surface } from "./surface.js";
 import { palette, isDark, LABELS } from "./colours.js";
 import { layoutLines, locateLines, drawLines, drawLinesFocus } from "./lines.js";
@@ -31,7 +31,8 @@ export function isPair(view) {
 function kindsShown(run) {
   if (state.view === "both") return ["lines", "matrix"];
   if (state.view !== "picture") return [state.view];
-  return run.info.kind === "image" && run.info.grid ? ["picture", "matrix"] : ["matrix"];
+  const place = run.layers[placeIn(run).layer];
+  return run.info.picture && place.queries === "tokens" && (place.grid ?? run.info.grid) ? ["picture", "matrix"] : ["matrix"];
 }
 
 function surfaceFor(kind, index) {
@@ -58,6 +59,7 @@ function hovered(surface, event) {
   const place = placed(surface, event);
   pointer = { x: event.clientX, y: event.clientY, surface, place };
   surface.over.style.cursor = place ? "pointer" : "default";
+  if (place?.window !== undefined) return state.hover ? left() : undefined;
   const same = place && state.hover && place.row === state.hover.row && place.column === state.hover.column;
   if (same || (!place && !state.hover)) return;
   state.hover = place;
@@ -75,6 +77,7 @@ function left() {
 function clicked(surface, event) {
   const place = placed(surface, event);
   if (!place) return release();
+  if (place.window !== undefined) return chooseWindow(place.window);
   const { view } = surface;
   const tokens = {
     rows: place.row >= 0 ? [view.rowGroups[place.row].tokens[0]] : [],
@@ -136,7 +139,7 @@ export function drawHead() {
   const kinds = kindsShown(state.run);
   render(html`
     <div class="heading">${title(place)}<span class="push"></span>${saves()}</div>
-    <div class="tools" role="toolbar" aria-label="What is shown">${heads(place)}${tools(place, picture)}</div>
+    <div class="tools" role="toolbar" aria-label="What is shown">${heads(place)}${windowsOf(place)}${tools(place, picture)}</div>
     <div class=${`panes ${shown.length > 1 ? "two" : "one"} ${kinds.length > 1 ? "both" : "single"} ${kinds[0] === "picture" ? "pictured" : place.rows > 80 ? "lengthy" : ""}`}>
       ${shown.map((pane, index) => html`${pane.title ? html`<div class="panetitle" data-pane=${index}>${pane.title}</div>` : nothing}`)}
       ${(shown.length > 1 ? [...kinds].reverse() : kinds).map((kind) => shown.map((_, index) => html`<div class=${`pane ${kind}`}>${surfaceFor(kind, index).element}</div>`))}
@@ -170,8 +173,19 @@ function heads(place) {
     <button id="previous" title="The head before ( [ )" aria-label="Previous head" @click=${() => stepHead(-1)}>‹</button>
     <button id="next" title="The next head ( ] )" aria-label="Next head" @click=${() => stepHead(1)}>›</button>
     ${place.heads > 1 ? html`${other("mean", "mean", "Mean over the heads of this layer")}${other("max", "max", "Maximum over the heads of this layer")}` : nothing}
-    ${state.live && place.kind === "self" && (!state.run.info.sources || place.side === "encoder") ? other("rollout", "rollout", "Attention followed through all layers (Abnar and Zuidema 2020)") : nothing}
+    ${state.live && rollsOut() && place.kind === "self" && (!state.run.info.sources || place.side === "encoder") ? other("rollout", "rollout", "Attention followed through all layers (Abnar and Zuidema 2020)") : nothing}
   </span>`;
+}
+
+// Rollout multiplies the weights of all layers, which must be between the same tokens.
+function rollsOut() {
+  return state.run.layers.every((layer) => layer.queries !== "channels" && !layer.windows);
+}
+
+function windowsOf(place) {
+  if (!place.windows || !state.live) return nothing;
+  const window = windowOf(place);
+  return html`<span class="group" role="group" aria-label="Window of the picture"><button id="windowbefore" aria-label="Previous window" @click=${() => chooseWindow(window - 1)}>‹</button><span class="windowname">window ${window + 1} of ${place.windows[0] * place.windows[1]}</span><button id="windowafter" aria-label="Next window" @click=${() => chooseWindow(window + 1)}>›</button></span>`;
 }
 
 export function stepHead(step) {
