@@ -25,6 +25,7 @@ from regard.explorer.notebook import view
 from regard.explorer.server import PAGE, Explorer, listen, serving
 from regard.explorer.session import Session
 from regard.explorer.subject import Pair, Text
+from regard.inference.tracing.statistics import layer_statistics
 
 playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
 CHROMIUM = shutil.which("chromium")
@@ -342,13 +343,47 @@ def test_silence_changes_the_outputs_top_five(tab, explorer):
 
 def test_another_mechanism_stands_beside_the_models_own(tab, explorer):
     visit(tab, explorer, model="decoder", layer=0, head=2)
+    base = tab.evaluate("regard.state.run.id")
     tab.select_option("#mechanism", "quadratic")
     settle(tab)
-    assert tab.locator(".panetitle").all_inner_texts() == ["before", "after"]
+    run = shown(tab, explorer)
+    titles = tab.locator(".panetitle").all_inner_texts()
+    for title, name, taken in zip(titles, ("before", "after"), (explorer.session.snapshot(base), run), strict=True):
+        assert title.startswith(name)
+        entropy = layer_statistics(taken.layers[0].traced)[2].entropy
+        assert float(title.rpartition(" ")[2]) == pytest.approx(entropy, abs=0.01)
     place = shown(tab, explorer).layers[0]
     q, k = (side[None, None].double() for side in (place.query(2), place.key(2)))
     expected = rg.weights(q, k, rg.Quadratic(), rg.causal)[0, 0].float()
     torch.testing.assert_close(values(tab).nan_to_num(0), expected, atol=1e-5, rtol=0)
+
+
+CUT = """(select) => { const context = document.createElement("canvas").getContext("2d");
+    context.font = getComputedStyle(select).font;
+    return context.measureText(select.selectedOptions[0].text).width > select.clientWidth - 12; }"""
+CARDS_FIT = "document.getElementById('cards').scrollHeight <= document.getElementById('cards').clientHeight"
+
+
+def test_nothing_is_cut_off_beside_a_change_and_what_is_written(tab, explorer):
+    visit(tab, explorer, model="pair")
+    for name in ("silence", "mean"):
+        tab.click(f"[data-change={name}]")
+        settle(tab)
+    tab.click("[data-change=mean]")
+    settle(tab)
+    assert tab.locator("#written").inner_text()
+    assert tab.evaluate(CARDS_FIT)
+    tab.click("#before")
+    settle(tab)
+    assert not tab.locator("#compare").evaluate(CUT)
+    tab.click("#clear")
+    settle(tab)
+    tab.click("#generate")
+    settle(tab)
+    tab.click("[data-change=silence]")
+    settle(tab)
+    assert tab.evaluate(CARDS_FIT)
+    assert tab.evaluate(FITS)
 
 
 def test_effects_beside_a_random_twin(tab, explorer):

@@ -138,10 +138,10 @@ export function drawHead() {
   const picture = state.run.info.kind === "image";
   const kinds = kindsShown(state.run);
   render(html`
-    <div class="heading">${title(place)}<span class="push"></span>${saves()}</div>
+    <div class="heading">${title(place, shown.length > 1)}<span class="push"></span>${saves()}</div>
     <div class="tools" role="toolbar" aria-label="What is shown">${heads(place)}${windowsOf(place)}${tools(place, picture)}</div>
     <div class=${`panes ${shown.length > 1 ? "two" : "one"} ${kinds.length > 1 ? "both" : "single"} ${kinds[0] === "picture" ? "pictured" : place.rows > 80 ? "lengthy" : ""}`}>
-      ${shown.map((pane, index) => html`${pane.title ? html`<div class="panetitle" data-pane=${index}>${pane.title}</div>` : nothing}`)}
+      ${shown.map((pane, index) => html`${pane.title ? html`<div class="panetitle" data-pane=${index}>${pane.title}<span class="panefacts">${factsOf(pane.run)}</span></div>` : nothing}`)}
       ${(shown.length > 1 ? [...kinds].reverse() : kinds).map((kind) => shown.map((_, index) => html`<div class=${`pane ${kind}`}>${surfaceFor(kind, index).element}</div>`))}
     </div>
     <div class="below"><div id="words" class="words"></div>${legend()}</div>`, element);
@@ -149,12 +149,23 @@ export function drawHead() {
   drawHover();
 }
 
-function title(place) {
+// Beside another run each pane has its own label and entropy.
+function title(place, beside) {
   const { label, strength, entropy } = statistics(place);
   const known = LABELS[label];
-  return html`<h1 id="title">${capital(describeHead(place, state.head))}</h1>
+  const heading = html`<h1 id="title">${capital(describeHead(place, state.head))}</h1>`;
+  if (beside) return heading;
+  return html`${heading}
     ${known ? html`<span class="chip" data-label=${label} title=${`${label}: attends to ${known.words}; 1 is all weight, 0 is chance`}><b class="letter">${known.letter}</b>${label} ${shortNumber(strength)}</span>` : nothing}
-    ${entropy !== null && entropy !== undefined ? html`<span class="quiet" title="Entropy of a query's weights, in nats, on average: 0 is one key, ln(keys) is all alike">entropy ${shortNumber(entropy)}</span>` : nothing}`;
+    ${entropy !== null && entropy !== undefined ? html`<span class="quiet" title="Entropy of a query's weights, in nats, on average: 0 is one key, ln(keys) is all alike">entropy ${shortNumber(entropy)}</span>` : nothing}
+    ${state.run === state.base ? nothing : html`<span class="quiet" id="unchanged">before: ${factsOf(state.base)}</span>`}`;
+}
+
+// Label and entropy of the chosen head in a run, in words.
+function factsOf(run) {
+  const { layer } = placeIn(run);
+  const { label, strength, entropy } = statistics(run.layers[layer]);
+  return [label && `${label} ${shortNumber(strength)}`, entropy !== null && entropy !== undefined && `entropy ${shortNumber(entropy)}`].filter(Boolean).join(" · ");
 }
 
 function capital(text) {

@@ -103,7 +103,7 @@ function chosen(event) {
 
 function compare() {
   const { kind, value } = state.compare;
-  const choices = [["none", "nothing"], ...(state.changes.length ? [["before", "before the change"]] : []), ["twin", "random twin"], ["mechanism", "another mechanism"], ...(modelNamed(state.model)?.kind === "image" ? [] : [["text", "another text"]])];
+  const choices = [["none", "nothing"], ...(state.changes.length ? [["before", "before a change"]] : []), ["twin", "random twin"], ["mechanism", "another mechanism"], ...(modelNamed(state.model)?.kind === "image" ? [] : [["text", "another text"]])];
   return html`<label class="compare"><span class="long">compare with</span><span class="brief" aria-hidden="true">vs.</span> <select id="compare" aria-label="Compare with" .value=${kind} @change=${(event) => compareWith(event.target.value)}>${choices.map(([name, words]) => html`<option value=${name} ?selected=${name === kind}>${words}</option>`)}</select></label>
     ${kind === "mechanism" ? html`<select id="comparemechanism" aria-label="Mechanism to compare with" @change=${(event) => compareWith("mechanism", event.target.value)}><option value="" ?selected=${!value}>choose…</option>${state.mechanisms.filter((mechanism) => !mechanism.causal || state.run?.layers.every((layer) => layer.causal)).map((mechanism) => html`<option value=${mechanism.name} ?selected=${mechanism.name === value}>${mechanism.title}</option>`)}</select>` : nothing}
     ${kind === "text" ? html`<input id="comparetext" type="text" dir="auto" spellcheck="false" aria-label="Text to compare with" placeholder="the other text, then Enter" .value=${value} @keydown=${(event) => { if (event.key === "Enter") { event.preventDefault(); compareWith("text", event.target.value); } }}>` : nothing}`;
