@@ -3,6 +3,7 @@
 Driven by playwright in Debian's Chromium; every request beyond loopback is refused and counted.
 """
 
+import csv
 import hashlib
 import json
 import math
@@ -59,6 +60,7 @@ def explorer():
     ]
     session.shown_models["davit"] = explored.davit()
     entries.append(Entry(name="davit", title="davit", kind="image", example=None))
+    entries.append(Entry(name="translator", title="translator", kind="pair", example=Pair("Le chat dort.")))
     entries.append(Entry(name="absent", title="Absent", kind="text", installed=False, install="pip x", example=None))
     opened = listen("127.0.0.1", 0)
     running = Explorer(session, Place(host="127.0.0.1", port=opened.getsockname()[1]), lambda: entries)
@@ -176,6 +178,8 @@ def pixels(tab):
           + Math.round((x - box.left) * ratio)); return [...data.slice(at, at + 3)]; }); }""",
         places,
     )
+    # What Chromium advises a page that reads its canvas often; only this test does.
+    tab.troubles[:] = [trouble for trouble in tab.troubles if "willReadFrequently" not in trouble]
     return {(i // columns, i % columns): tuple(colour) for i, colour in enumerate(listed)}
 
 
@@ -471,6 +475,95 @@ def test_controls_have_names(tab, explorer):
         && !document.querySelector(`label[for="${control.id}"]`)).map((control) => control.outerHTML)"""
     )
     assert unnamed == []
+
+
+def saved_table(tab, path):
+    """The tokens of queries and keys, and the weights between them, as CSV has them."""
+    with tab.expect_download() as waiting:
+        tab.click("[data-save=csv]")
+    waiting.value.save_as(path)
+    (_, *keys), *rows = csv.reader(path.read_text().splitlines())
+    return [row[0] for row in rows], keys, torch.tensor([[float(cell) for cell in row[1:]] for row in rows])
+
+
+def membership(numbers):
+    """Which token (across) belongs to which word (down)."""
+    return torch.tensor([[float(word == number) for number in numbers] for word in dict.fromkeys(numbers)])
+
+
+def test_word_pieces_are_merged_and_special_tokens_hidden(tab, explorer, tmp_path):
+    visit(tab, explorer, model="translator", source="Nous%20mangeons%20des%20framboises.", layer=5, head=3)
+    run = shown(tab, explorer)
+    weights, _ = run.head(5, 3)
+    path = tmp_path / "table.csv"
+    queries, keys, numbers = saved_table(tab, path)
+    torch.testing.assert_close(numbers, weights)
+    tab.check("[data-option=special]")
+    settle(tab)
+    rows, columns = (~torch.tensor(side.special) for side in (run.subject.tokens, run.subject.sources))
+    fewer, fewer_keys, numbers = saved_table(tab, path)
+    torch.testing.assert_close(numbers, weights[rows][:, columns])
+    assert len(fewer) < len(queries)
+    assert fewer_keys == [key for key, stays in zip(keys, columns, strict=True) if stays]
+    tab.uncheck("[data-option=special]")
+    tab.check("[data-option=words]")
+    settle(tab)
+    rows, columns = (membership(side.words) for side in (run.subject.tokens, run.subject.sources))
+    _, merged, numbers = saved_table(tab, path)
+    assert "mangeons" in merged
+    torch.testing.assert_close(numbers, (rows / rows.sum(1, keepdim=True)) @ weights @ columns.T)
+
+
+def test_mean_and_maximum_over_heads(tab, explorer):
+    visit(tab, explorer, model="encoder", layer=1, head=0)
+    weights = shown(tab, explorer).layers[1].weights
+    for name, expected in (("mean", weights.mean(0)), ("max", weights.amax(0))):
+        tab.click(f"[data-head={name}]")
+        settle(tab)
+        assert torch.equal(values(tab), expected)
+
+
+def test_weights_below_the_threshold_and_beyond_the_top_are_not_drawn(tab, explorer):
+    visit(tab, explorer, model="encoder", layer=0, head=1)
+    weights, _ = shown(tab, explorer).head(0, 1)
+    threshold = """(value) => { const slider = document.getElementById("threshold"); slider.value = value;
+        slider.dispatchEvent(new Event("input", { bubbles: true })); }"""
+    tab.evaluate(threshold, 0.2)
+    settle(tab)
+    assert {place for place, colour in pixels(tab).items() if colour != (255, 255, 255)} == {
+        tuple(place) for place in (weights >= 0.2).nonzero().tolist()
+    }
+    tab.evaluate(threshold, 0)
+    tab.select_option("#topk", "2")
+    settle(tab)
+    assert {place for place, colour in pixels(tab).items() if colour != (255, 255, 255)} == {
+        (row, column) for row, best in enumerate(weights.topk(2).indices.tolist()) for column in best
+    }
+    tab.reload()
+    settle(tab)
+    assert state(tab, "top") == 2
+
+
+def test_heads_are_sorted_by_entropy_and_label(tab, explorer):
+    visit(tab, explorer, model="translator", source="La%20voiture%20rouge%20est%20rapide.")
+    places = """() => regard.state.run.layers.flatMap(({ position, labels, strength, entropy }) => labels.map(
+        (label, head) => ({ label, strength: strength[head], entropy: entropy[head],
+        ...regard.headOnScreen(position, head) })))"""
+
+    def in_order():
+        return sorted(tab.evaluate(places), key=lambda head: (round(head["y"]), head["x"]))
+
+    tab.click("[data-sort=entropy]")
+    settle(tab)
+    entropies = [head["entropy"] for head in in_order()]
+    assert entropies == sorted(entropies)
+    tab.click("[data-sort=label]")
+    settle(tab)
+    labels = [head["label"] for head in in_order()]
+    assert labels == sorted(labels, key=[*dict.fromkeys(filter(None, labels)), None].index)
+    for label in set(filter(None, labels)):
+        strengths = [head["strength"] for head in in_order() if head["label"] == label]
+        assert strengths == sorted(strengths, reverse=True)
 
 
 def test_a_chain_that_does_not_end_in_the_weight_says_so(tab, explorer):

@@ -8,6 +8,7 @@ import { palette, isDark } from "./colours.js";
 import { withPrefix, count } from "./numbers.js";
 
 const UNITS = { flops: "FLOP", bytes: "B" };
+const BRIEF_UNITS = { flops: "", bytes: "B" }; // where the buttons above say the rest
 const DASHES = [[], [6, 3], [2, 3], [8, 3, 2, 3], [1, 2]];
 const HUES = ["accent", "#0072B2", "#009E73", "#CC79A7", "#E69F00"];
 const prices = new Map();
@@ -65,7 +66,7 @@ function costCard(element, answer, place) {
   const { lengths, here } = answer;
   const [first, last] = [Math.log2(lengths[0]), Math.log2(lengths[lengths.length - 1])];
   const length = state.length ?? Math.max(lengths[0], here.length);
-  const unit = UNITS[state.costUnit];
+  const unit = BRIEF_UNITS[state.costUnit];
   const own = answer.mechanism ?? state.run.layers[state.layer].mechanism?.name ?? "this";
   const curves = [{ mechanism: own, flops: answer.flops, bytes: answer.bytes }, ...answer.peers].slice(0, 5);
   const choose = (name, words) => html`<button data-unit=${name} aria-pressed=${state.costUnit === name} @click=${() => setOption("costUnit", name)}>${words}</button>`;
