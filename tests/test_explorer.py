@@ -431,7 +431,6 @@ def test_windows_of_a_picture_one_by_one():
     assert windows.shape[0] == 16
     for window in (0, 7, 15):
         assert torch.equal(taken.head(0, 1, window)[0], windows[window, 1])
-        assert session.row(name, 0, 1, 3, window)["weights"] == windows[window, 1, 3].tolist()
         why = explain_weight(taken, 0, 1, 5, 2, window)
         assert why["steps"][-1]["value"] == pytest.approx(float(windows[window, 1, 5, 2]), abs=1e-5)
     assert torch.equal(taken.head(0, 1)[0], windows[10, 1])
@@ -441,11 +440,9 @@ def test_windows_of_a_picture_one_by_one():
             taken.head(0 if wrong == 16 else 1, 1, wrong)
 
 
-def test_rows_and_rollout_are_the_traces():
+def test_rollout_is_the_traces():
     session, taken = Session(), explored.snapshot(explored.encoder())
     session.keep(taken)
-    assert session.row("1", 1, 2, 3)["weights"] == taken.trace.layers[1].weights[0, 2, 3].tolist()
-    assert session.row("1", 1, "all", 3)["weights"] == taken.trace.layers[1].weights[0, :, 3].tolist()
     [(header, data)] = read_frames(session.rollout("1"))
     assert torch.equal(table(data, header["rows"], header["columns"]), taken.trace.rollout()[0])
 

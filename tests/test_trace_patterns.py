@@ -259,6 +259,19 @@ def test_value_weighted_attention_is_the_norm_of_weighted_values():
         value_weighted(recorded, torch.randn(16, 7))
 
 
+def test_heads_computed_in_parts_are_those_computed_at_once(monkeypatch):
+    torch.manual_seed(0)
+    mask = torch.rand(1, 5, 8, 8) < 0.7
+    mask[..., 0] = True
+    weights = torch.randn(1, 5, 8, 8).masked_fill(~mask, -torch.inf).softmax(-1)
+    recorded = [Trace([layer_of(weights, visible=visible)], tokens=TOKENS) for visible in (mask, None)]
+    whole = [(trace.patterns(), trace.statistics()) for trace in recorded]
+    monkeypatch.setattr("regard.inference.tracing.statistics.PART_BYTES", 2 * weights[0, 0].nbytes)
+    assert [(trace.patterns(), trace.statistics()) for trace in recorded] == whole
+    entropy = torch.special.entr(weights).sum(-1).mean((0, 2))
+    assert [head.entropy for head in whole[0][1]] == pytest.approx(entropy.tolist(), abs=1e-6)
+
+
 def test_layers_share_targets_only_if_their_masks_positions_and_tokens_agree():
     torch.manual_seed(0)
     masks = [None, CAUSAL, CAUSAL.clone(), torch.stack([CAUSAL[0, 0], torch.ones(8, 8, dtype=torch.bool)])[None]]

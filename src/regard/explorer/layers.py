@@ -159,7 +159,7 @@ class LayerView:
         if mechanism is None or self.qk_length is None:
             text = self.traced.mechanism
             unknown = dict.fromkeys(("formula", "family", "scale", "softcap"))
-            return {"name": text, "title": text, **unknown, "bias": False, "signed": False, "fields": {}, "text": text}
+            return {"name": text, "title": text, **unknown, "bias": False, "fields": {}, "text": text}
         return mechanism_json(mechanism, self.qk_length, self.bias is not None)
 
 
@@ -198,7 +198,6 @@ def mechanism_json(mechanism: Mechanism, qk_length: int, bias: bool = False) -> 
         "scale": "inf" if scale == math.inf else scale,
         "softcap": plain.get("softcap"),
         "bias": bias,
-        "signed": mechanism.ordered,
         "fields": {key: "inf" if value == math.inf else value for key, value in plain.items()},
         "text": repr(mechanism),
     }

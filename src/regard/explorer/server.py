@@ -27,7 +27,6 @@ from regard.explorer.catalog import Entry, mechanisms_json
 from regard.explorer.export import exported_page
 from regard.explorer.frames import json_text
 from regard.explorer.guard import Guard, Place, refusal
-from regard.explorer.limits import MOST_TOKENS, MOST_WEIGHTS
 from regard.explorer.pictures import picture_names
 from regard.explorer.session import Session
 from regard.explorer.streaming import Lanes, Stream
@@ -78,7 +77,6 @@ class Explorer:
             "models": self.models,
             "head": self.head,
             "scores": self.scores,
-            "row": self.row,
             "why": self.why,
             "top": self.top,
             "cost": self.cost,
@@ -185,7 +183,6 @@ class Explorer:
             "models": [entry.to_json() for entry in self.entries()],
             "mechanisms": mechanisms_json(),
             "pictures": picture_names(),
-            "limits": {"tokens": MOST_TOKENS, "weights": MOST_WEIGHTS, "steps": asked.MOST_STEPS},
             "start": self.start,
             "version": version("regard"),
         }
@@ -228,12 +225,6 @@ class Explorer:
         """The products of queries and keys of a head."""
         layer, head = asked.number_of(body, "layer"), asked.number_of(body, "head")
         return self.session.scores(body.get("run"), layer, head, _window(body))
-
-    def row(self, body: dict[str, Any]) -> Any:
-        """The weights of a row."""
-        head = "all" if body.get("head") == "all" else _head(body)
-        layer, row = asked.number_of(body, "layer"), asked.number_of(body, "row")
-        return self.session.row(body.get("run"), layer, head, row, _window(body))
 
     def why(self, body: dict[str, Any]) -> Any:
         """The numbers behind a weight."""

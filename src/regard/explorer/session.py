@@ -221,17 +221,6 @@ class Session:
         added = b"" if bias is None else tensor_bytes(bias.float())
         return frame(header, tensor_bytes(products(view, place)) + added + tensor_bytes(visible.to(torch.uint8)))
 
-    def row(self, name: object, layer: int, head: int | str, row: int, window: int | None = None) -> dict[str, Any]:
-        """The exact weights of a row, of a head or of all heads of a layer."""
-        snapshot = self.snapshot(name)
-        view = snapshot.layer(layer, window)
-        if not 0 <= row < view.weights.shape[1]:
-            raise ValueError(f"row: expected 0 to {view.weights.shape[1] - 1}, got {row}")
-        if head == "all":
-            return {"weights": view.weights[:, row].tolist()}
-        weights, visible = snapshot.head(layer, head, window)
-        return {"weights": weights[row].tolist(), "visible": visible[row].tolist()}
-
 
 def _text(subject: Subject, changes: Sequence[HeadChange]) -> str | None:
     """What an encoder-decoder of ours writes for its source, with the changes."""

@@ -28,6 +28,7 @@ from regard.explorer.subject import (
 )
 from regard.inference.trace import Trace, trace
 from regard.inference.tracing.patterns import Scoring
+from regard.inference.tracing.record import KEEP
 from regard.inference.tracing.statistics import layer_statistics
 from regard.models.base import GenerativeModel
 
@@ -117,8 +118,10 @@ class Snapshot:
     @property
     def nbytes(self) -> int:
         """Of its tensors."""
-        numbers = sum(view.weights.numel() for view in self.layers) + self.output.values.numel()
-        return 4 * (numbers + (0 if self.output.logits is None else self.output.logits.numel()))
+        layers = [tensor for view in self.layers for name in KEEP if (tensor := getattr(view.traced, name)) is not None]
+        added = [view.bias for view in self.layers if view.bias is not None]
+        output = [self.output.values] if self.output.logits is None else [self.output.values, self.output.logits]
+        return sum(tensor.nbytes for tensor in (*layers, *added, *output))
 
     def top(self, position: int | None) -> list[dict[str, Any]] | None:
         """The likeliest tokens or classes at a row of the logits."""
@@ -312,10 +315,9 @@ def _layer_frame(snapshot: Snapshot, view: LayerView, scoring: Scoring) -> bytes
     header["pool"] = [pool_size(side) for side in weights.shape[1:]]
     unknown = [None] * view.heads
     header |= {"labels": unknown, "strength": [0.0] * view.heads, "entropy": unknown, "first": unknown}
-    header |= {"distance": unknown, "signed": False}
+    header["distance"] = unknown
     if view.traced.by_pairs:
         patterns, statistics = scoring.heads(view.traced), layer_statistics(view.traced)
-        header["signed"] = statistics[0].entropy is None
         header["labels"] = [head.label for head in patterns]
         header["strength"] = [head.strength for head in patterns]
         header["entropy"] = [head.entropy for head in statistics]

@@ -84,7 +84,7 @@ export function runModel(keepHead = false) {
     if (known && !known.installed) throw new Error(`${known.title} is not installed: ${known.install}`);
     const lock = keepHead ? state.locked : null;
     Object.assign(state, {
-      hover: null, locked: null, pair: null, other: null, beta: null, effects: null, twinEffects: null,
+      hover: null, locked: null, other: null, beta: null, effects: null, twinEffects: null,
       steps: [], step: null, generated: null, length: null, ...(keepHead ? {} : { changes: [], colour: "attention", window: null }),
     });
     if (!keepHead && state.compare.kind === "before") state.compare = { kind: "none", value: "" };
@@ -185,7 +185,7 @@ export function applyChanges(changes) {
 }
 
 // Layers and heads of a change, by the scope that is chosen; null means all.
-export function scopeOf() {
+function scopeOf() {
   const layer = state.run.layers[state.layer].index;
   if (state.scope === "model") return { layers: null, heads: null };
   const all = state.scope === "layer" || typeof state.head !== "number";
@@ -216,7 +216,7 @@ export function chooseHead(layer, head) {
   if (!sameMap) state.window = null;
   state.layer = layer;
   state.head = typeof head === "number" ? Math.min(head, to.heads - 1) : head;
-  Object.assign(state, { hover: null, pair: null, beta: null });
+  Object.assign(state, { hover: null, beta: null });
   redraw("model", "head", "why", "whatif", "cost", "steps");
   writeAddress();
 }
@@ -224,14 +224,14 @@ export function chooseHead(layer, head) {
 // Another window of a picture; its positions are others.
 export function chooseWindow(window) {
   const [down, across] = state.run.layers[state.layer].windows;
-  Object.assign(state, { window: (window + down * across) % (down * across), hover: null, locked: null, pair: null, beta: null });
+  Object.assign(state, { window: (window + down * across) % (down * across), hover: null, locked: null, beta: null });
   redraw("head", "why", "whatif");
   writeAddress();
 }
 
 export function setOption(name, value) {
   state[name] = value;
-  if (name === "words" || name === "special") Object.assign(state, { hover: null, pair: null });
+  if (name === "words" || name === "special") Object.assign(state, { hover: null });
   redraw();
   writeAddress();
 }
@@ -276,13 +276,13 @@ export function generateSteps(prefix = []) {
     }, signal);
     if (!run) return;
     run.prompt = state.base.prompt ?? state.base;
-    Object.assign(state, { run, base: run, changes: [], other: null, generated: run.info.generated ?? null, hover: null, locked: null, pair: null });
+    Object.assign(state, { run, base: run, changes: [], other: null, generated: run.info.generated ?? null, hover: null, locked: null });
     if (steps.length) chooseStep(Math.max(0, prefix.length - 1));
   });
 }
 
 // The row of a step's attention: the token it was predicted from.
-export function rowOfStep(step) {
+function rowOfStep(step) {
   const layer = state.run.layers[state.layer];
   return layer.queries === "tokens" && state.generated !== null ? state.generated - 1 + step : null;
 }

@@ -24,7 +24,7 @@ const DRAWERS = {
 const surfaces = new Map();
 let pointer = null;
 
-export function isPair(view) {
+function isPair(view) {
   return view.place.kind === "cross";
 }
 
@@ -86,7 +86,7 @@ function clicked(surface, event) {
   toggleLock(tokens, event.shiftKey || event.ctrlKey || event.metaKey);
 }
 
-export function toggleLock({ rows, columns }, add) {
+function toggleLock({ rows, columns }, add) {
   const lock = state.locked;
   const same = lock && String(lock.rows) === String(rows) && String(lock.columns) === String(columns);
   if (!add || !lock) return same ? release() : lockTokens(rows, columns);

@@ -60,7 +60,7 @@ export function groupsOf(axis, merge, hide, length) {
 }
 
 // Text in one's own direction, so that right-to-left tokens do not turn what stands beside them.
-export function isolated(text) {
+function isolated(text) {
   return `\u2068${text}\u2069`;
 }
 

@@ -26,7 +26,7 @@ let dialBuffer = null, dialLevels = null; // used again for every place of the d
 let dialled = null;
 
 // The weights at the dial's beta, computed here while it is dragged; null if the products have not come yet.
-export function dialTable(run) {
+function dialTable(run) {
   const { layer, head } = placeIn(run);
   if (state.beta === null || run !== state.run || typeof head !== "number") return null;
   const scores = headScores(run, layer, head);

@@ -10,12 +10,12 @@ import { exactNumber, percent } from "./numbers.js";
 const MIDDLE = 100, END = 200, DECADE = 50; // places of the dial: a decade of beta each 50
 
 // The dial's place is logarithmic about the model's own scale; its ends are uniform (0) and argmax (infinity).
-export function betaAt(place, scale) {
+function betaAt(place, scale) {
   if (place <= 0) return 0;
   return place >= END ? Infinity : scale * 10 ** ((place - MIDDLE) / DECADE);
 }
 
-export function placeOf(beta, scale) {
+function placeOf(beta, scale) {
   if (beta === null || beta === undefined) return MIDDLE;
   if (beta === "inf" || beta === Infinity) return END;
   return beta === 0 ? 0 : Math.round(Math.min(END - 1, Math.max(1, MIDDLE + DECADE * Math.log10(beta / scale))));

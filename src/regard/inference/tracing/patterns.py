@@ -33,6 +33,7 @@ from torch import Tensor
 
 from regard.core.display import Html, table
 from regard.inference.tracing.record import Trace, TracedLayer
+from regard.inference.tracing.statistics import heads_at_once
 from regard.inference.tracing.targets import Targets, spoken, targets_of
 
 if TYPE_CHECKING:
@@ -237,8 +238,10 @@ class Scoring:
         layer = layer.flat()
         weights = layer.need("weights").float()
         targets = self._targets_of(layer, weights)
-        # A table as large as the weights is made once, for uniform; the other sums are products of matrices.
-        overlap = torch.minimum(weights, targets.even).sum(-1)
+        # Only uniform needs tables as large as the weights; the other sums are products of matrices.
+        even = targets.even.expand(-1, weights.shape[1], -1, -1)
+        parts = zip(*(table.split(heads_at_once(weights), 1) for table in (weights, even)), strict=True)
+        overlap = torch.cat([torch.minimum(part, share).sum(-1) for part, share in parts], 1)
         masses = torch.cat([_on(weights, targets.wanted), overlap[None]])
         rows = targets.rows & weights.sum(-1).isfinite()
         counts, means = rows.sum((1, 3)), [_mean(masses, rows), _mean(targets.shares.expand(rows.shape), rows)]

@@ -17,6 +17,10 @@ from torch import Tensor
 from regard.core.display import Html, table
 from regard.inference.tracing.record import Trace, TracedLayer
 
+PART_BYTES = 2**24
+"""Of weights that a table of the same size is made for at once: it stays in the processor's cache, and the next table
+takes the same memory."""
+
 
 @dataclass(frozen=True)
 class HeadStatistics:
@@ -108,7 +112,7 @@ def layer_statistics(layer: TracedLayer) -> list[HeadStatistics]:
     least = weights.amin(-1)
     rows = _rows(layer, (least != 0) | (weights.amax(-1) != 0))
     signed = bool((least < 0).any())
-    entropy = [None] * len(layer.heads) if signed else _mean(torch.special.entr(weights).sum(-1), rows)
+    entropy = [None] * len(layer.heads) if signed else _mean(_entropy(weights), rows)
     first = _mean(_on_first(layer, weights), rows)
     queries = torch.tensor(layer.rows, device=weights.device)[:, None]
     steps = (queries - torch.arange(weights.shape[3], device=weights.device)).abs().to(weights.dtype)
@@ -149,6 +153,19 @@ def _rows(layer: TracedLayer, filled: Tensor) -> Tensor:
     if layer.kind == "self" and layer.real is not None:
         return filled & layer.real.to(filled.device)[:, None, list(layer.rows)]
     return filled
+
+
+def heads_at_once(weights: Tensor) -> int:
+    """How many heads of weights (B, H, T, S) make one part of `PART_BYTES`."""
+    head = weights.nbytes // max(1, weights.shape[1])
+    return max(1, PART_BYTES // max(1, head))
+
+
+def _entropy(weights: Tensor) -> Tensor:
+    """The entropy (B, H, T) of each row."""
+    tiny = torch.finfo(weights.dtype).tiny  # 0 log 0 is 0
+    parts = weights.split(heads_at_once(weights), 1)
+    return 0 - torch.cat([torch.linalg.vecdot(part, part.clamp_min(tiny).log_()) for part in parts], 1)
 
 
 def _on_first(layer: TracedLayer, weights: Tensor) -> Tensor:
