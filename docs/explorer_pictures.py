@@ -90,8 +90,8 @@ class Stage:
 
 
 def alignment(stage: Stage) -> None:
-    """The translator's alignment."""
-    stage.open(model="translator", source=FRENCH)
+    """The translator's alignment, in the last layer's cross-attention."""
+    stage.open(model="translator", source=FRENCH, layer=5, head=3)
 
 
 def dial(stage: Stage) -> None:

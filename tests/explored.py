@@ -37,6 +37,18 @@ def translator(**changes):
     return spread(rg.Transformer(config))
 
 
+def davit():
+    """A DaViT of two stages; the last windows of its maps reach beyond them."""
+    sizes = {"embedding_dim": (8, 16), "num_layers": (1, 1), "num_heads": (2, 4), "num_groups": (2, 4)}
+    patches = {"patch_size": (8, 2), "patch_stride": (8, 2), "patch_padding": (0, 0), "norm_first": (False, True)}
+    model = rg.DaViT(rg.DaViTConfig(**sizes, **patches, window_size=4, num_classes=3)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.copy_(0.3 * torch.randn_like(parameter))
+    return model
+
+
 MODELS = {
     "bert": lambda: spread(rg.Encoder(rg.EncoderConfig.bert(**SIZES))),
     "gpt2": lambda: spread(rg.Decoder(rg.DecoderConfig.gpt2(**SIZES))),

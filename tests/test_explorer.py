@@ -422,11 +422,27 @@ def test_costs_are_the_librarys():
     assert crossing["elu"] == rg.crossover(rg.Softmax(), rg.Elu(), wider)
 
 
-def test_rows_and_rollout_are_the_traces():
+def test_windows_of_a_picture_one_by_one():
+    session = session_of(davit=explored.davit())
+    session.run(run_request({"model": "davit", "input": {"image": "letter A"}}), lambda content: None)
+    [name] = session.snapshots
+    taken = session.snapshot(name)
+    windows = taken.layers[0].traced.weights[0]
+    assert windows.shape[0] == 16
+    for window in (0, 7, 15):
+        assert torch.equal(taken.head(0, 1, window)[0], windows[window, 1])
+        why = explain_weight(taken, 0, 1, 5, 2, window)
+        assert why["steps"][-1]["value"] == pytest.approx(float(windows[window, 1, 5, 2]), abs=1e-5)
+    assert torch.equal(taken.head(0, 1)[0], windows[10, 1])
+    assert session.cost(name, 0)["here"]["length"] == 16
+    for wrong in (16, 3):
+        with pytest.raises(ValueError, match="window: expected a number below"):
+            taken.head(0 if wrong == 16 else 1, 1, wrong)
+
+
+def test_rollout_is_the_traces():
     session, taken = Session(), explored.snapshot(explored.encoder())
     session.keep(taken)
-    assert session.row("1", 1, 2, 3)["weights"] == taken.trace.layers[1].weights[0, 2, 3].tolist()
-    assert session.row("1", 1, "all", 3)["weights"] == taken.trace.layers[1].weights[0, :, 3].tolist()
     [(header, data)] = read_frames(session.rollout("1"))
     assert torch.equal(table(data, header["rows"], header["columns"]), taken.trace.rollout()[0])
 

@@ -22,7 +22,7 @@ from regard.explorer.export import export, exported_page, largest
 from regard.explorer.frames import read_frames
 from regard.explorer.notebook import View, of_trace
 from regard.explorer.snapshot import take
-from regard.explorer.subject import Text, subject_of
+from regard.explorer.subject import Pair, Text, subject_of
 from traced_models import MODELS, layer_of
 
 TOKENS = ["</script>", "<!--", "\u2028", "\u202eabc", "👩‍🚀", "", "&amp;", '"', "'", "`${x}`", "]]>", "\\", "\0"]
@@ -234,16 +234,22 @@ def test_hugging_face_models_are_shown(name):
     assert ("cross" in kinds) == two_sided
 
 
-@pytest.mark.parametrize("name", ["bert", "gpt2", "llama"])
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "t5", "bart"])
 def test_why_of_hugging_face_models(name):
     from regard.explorer.why import explain_weight
 
-    taken = take("1", subject_of(name, MODELS[name]().eval(), Text("abcde"), Letters()))
-    for query, key in ((0, 0), (3, 1), (1, 3)):
-        why = explain_weight(taken, 1, 2, query, key)
-        assert why["steps"][-1]["value"] == pytest.approx(why["weight"], abs=1e-5)
-        assert why["exact"]
-        assert why["out_norm"] is not None or name == "bert"
+    chosen = Pair("abcde", "xyzab") if name in ("t5", "bart") else Text("abcde")
+    taken = take("1", subject_of(name, MODELS[name]().eval(), chosen, Letters()))
+    for view in taken.layers:
+        for query, key in ((0, 0), (3, 1), (1, 3)):
+            why = explain_weight(taken, view.traced.index, 2, query, key)
+            assert why["steps"][-1]["value"] == pytest.approx(why["weight"], abs=1e-5)
+            assert why["exact"]
+            assert why["out_norm"] is not None
+            # T5 adds its bias in self-attention, the other models add none.
+            assert any(step["name"] == "biased" for step in why["steps"]) == (
+                name == "t5" and view.traced.kind == "self" and why["visible"]
+            )
 
 
 def command(monkeypatch, capsys, *words):

@@ -3,6 +3,7 @@
 Driven by playwright in Debian's Chromium; every request beyond loopback is refused and counted.
 """
 
+import csv
 import hashlib
 import json
 import math
@@ -25,6 +26,7 @@ from regard.explorer.notebook import view
 from regard.explorer.server import PAGE, Explorer, listen, serving
 from regard.explorer.session import Session
 from regard.explorer.subject import Pair, Text
+from regard.inference.tracing.statistics import layer_statistics
 
 playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
 CHROMIUM = shutil.which("chromium")
@@ -56,6 +58,9 @@ def explorer():
         Entry(name=name, title=name, kind="pair" if name == "pair" else "text", example=example)
         for name, (_, example) in MODELS.items()
     ]
+    session.shown_models["davit"] = explored.davit()
+    entries.append(Entry(name="davit", title="davit", kind="image", example=None))
+    entries.append(Entry(name="translator", title="translator", kind="pair", example=Pair("Le chat dort.")))
     entries.append(Entry(name="absent", title="Absent", kind="text", installed=False, install="pip x", example=None))
     opened = listen("127.0.0.1", 0)
     running = Explorer(session, Place(host="127.0.0.1", port=opened.getsockname()[1]), lambda: entries)
@@ -173,6 +178,8 @@ def pixels(tab):
           + Math.round((x - box.left) * ratio)); return [...data.slice(at, at + 3)]; }); }""",
         places,
     )
+    # What Chromium advises a page that reads its canvas often; only this test does.
+    tab.troubles[:] = [trouble for trouble in tab.troubles if "willReadFrequently" not in trouble]
     return {(i // columns, i % columns): tuple(colour) for i, colour in enumerate(listed)}
 
 
@@ -340,13 +347,47 @@ def test_silence_changes_the_outputs_top_five(tab, explorer):
 
 def test_another_mechanism_stands_beside_the_models_own(tab, explorer):
     visit(tab, explorer, model="decoder", layer=0, head=2)
+    base = tab.evaluate("regard.state.run.id")
     tab.select_option("#mechanism", "quadratic")
     settle(tab)
-    assert tab.locator(".panetitle").all_inner_texts() == ["before", "after"]
+    run = shown(tab, explorer)
+    titles = tab.locator(".panetitle").all_inner_texts()
+    for title, name, taken in zip(titles, ("before", "after"), (explorer.session.snapshot(base), run), strict=True):
+        assert title.startswith(name)
+        entropy = layer_statistics(taken.layers[0].traced)[2].entropy
+        assert float(title.rpartition(" ")[2]) == pytest.approx(entropy, abs=0.01)
     place = shown(tab, explorer).layers[0]
     q, k = (side[None, None].double() for side in (place.query(2), place.key(2)))
     expected = rg.weights(q, k, rg.Quadratic(), rg.causal)[0, 0].float()
     torch.testing.assert_close(values(tab).nan_to_num(0), expected, atol=1e-5, rtol=0)
+
+
+CUT = """(select) => { const context = document.createElement("canvas").getContext("2d");
+    context.font = getComputedStyle(select).font;
+    return context.measureText(select.selectedOptions[0].text).width > select.clientWidth - 12; }"""
+CARDS_FIT = "document.getElementById('cards').scrollHeight <= document.getElementById('cards').clientHeight"
+
+
+def test_nothing_is_cut_off_beside_a_change_and_what_is_written(tab, explorer):
+    visit(tab, explorer, model="pair")
+    for name in ("silence", "mean"):
+        tab.click(f"[data-change={name}]")
+        settle(tab)
+    tab.click("[data-change=mean]")
+    settle(tab)
+    assert tab.locator("#written").inner_text()
+    assert tab.evaluate(CARDS_FIT)
+    tab.click("#before")
+    settle(tab)
+    assert not tab.locator("#compare").evaluate(CUT)
+    tab.click("#clear")
+    settle(tab)
+    tab.click("#generate")
+    settle(tab)
+    tab.click("[data-change=silence]")
+    settle(tab)
+    assert tab.evaluate(CARDS_FIT)
+    assert tab.evaluate(FITS)
 
 
 def test_effects_beside_a_random_twin(tab, explorer):
@@ -436,6 +477,157 @@ def test_controls_have_names(tab, explorer):
     assert unnamed == []
 
 
+def saved_table(tab, path):
+    """The tokens of queries and keys, and the weights between them, as CSV has them."""
+    with tab.expect_download() as waiting:
+        tab.click("[data-save=csv]")
+    waiting.value.save_as(path)
+    (_, *keys), *rows = csv.reader(path.read_text().splitlines())
+    return [row[0] for row in rows], keys, torch.tensor([[float(cell) for cell in row[1:]] for row in rows])
+
+
+def membership(numbers):
+    """Which token (across) belongs to which word (down)."""
+    return torch.tensor([[float(word == number) for number in numbers] for word in dict.fromkeys(numbers)])
+
+
+def test_word_pieces_are_merged_and_special_tokens_hidden(tab, explorer, tmp_path):
+    visit(tab, explorer, model="translator", source="Nous%20mangeons%20des%20framboises.", layer=5, head=3)
+    run = shown(tab, explorer)
+    weights, _ = run.head(5, 3)
+    path = tmp_path / "table.csv"
+    queries, keys, numbers = saved_table(tab, path)
+    torch.testing.assert_close(numbers, weights)
+    tab.check("[data-option=special]")
+    settle(tab)
+    rows, columns = (~torch.tensor(side.special) for side in (run.subject.tokens, run.subject.sources))
+    fewer, fewer_keys, numbers = saved_table(tab, path)
+    torch.testing.assert_close(numbers, weights[rows][:, columns])
+    assert len(fewer) < len(queries)
+    assert fewer_keys == [key for key, stays in zip(keys, columns, strict=True) if stays]
+    tab.uncheck("[data-option=special]")
+    tab.check("[data-option=words]")
+    settle(tab)
+    rows, columns = (membership(side.words) for side in (run.subject.tokens, run.subject.sources))
+    _, merged, numbers = saved_table(tab, path)
+    assert "mangeons" in merged
+    torch.testing.assert_close(numbers, (rows / rows.sum(1, keepdim=True)) @ weights @ columns.T)
+
+
+def test_mean_and_maximum_over_heads(tab, explorer):
+    visit(tab, explorer, model="encoder", layer=1, head=0)
+    weights = shown(tab, explorer).layers[1].weights
+    for name, expected in (("mean", weights.mean(0)), ("max", weights.amax(0))):
+        tab.click(f"[data-head={name}]")
+        settle(tab)
+        assert torch.equal(values(tab), expected)
+
+
+def test_weights_below_the_threshold_and_beyond_the_top_are_not_drawn(tab, explorer):
+    visit(tab, explorer, model="encoder", layer=0, head=1)
+    weights, _ = shown(tab, explorer).head(0, 1)
+    threshold = """(value) => { const slider = document.getElementById("threshold"); slider.value = value;
+        slider.dispatchEvent(new Event("input", { bubbles: true })); }"""
+    tab.evaluate(threshold, 0.2)
+    settle(tab)
+    assert {place for place, colour in pixels(tab).items() if colour != (255, 255, 255)} == {
+        tuple(place) for place in (weights >= 0.2).nonzero().tolist()
+    }
+    tab.evaluate(threshold, 0)
+    tab.select_option("#topk", "2")
+    settle(tab)
+    assert {place for place, colour in pixels(tab).items() if colour != (255, 255, 255)} == {
+        (row, column) for row, best in enumerate(weights.topk(2).indices.tolist()) for column in best
+    }
+    tab.reload()
+    settle(tab)
+    assert state(tab, "top") == 2
+
+
+def test_heads_are_sorted_by_entropy_and_label(tab, explorer):
+    visit(tab, explorer, model="translator", source="La%20voiture%20rouge%20est%20rapide.")
+    places = """() => regard.state.run.layers.flatMap(({ position, labels, strength, entropy }) => labels.map(
+        (label, head) => ({ label, strength: strength[head], entropy: entropy[head],
+        ...regard.headOnScreen(position, head) })))"""
+
+    def in_order():
+        return sorted(tab.evaluate(places), key=lambda head: (round(head["y"]), head["x"]))
+
+    tab.click("[data-sort=entropy]")
+    settle(tab)
+    entropies = [head["entropy"] for head in in_order()]
+    assert entropies == sorted(entropies)
+    tab.click("[data-sort=label]")
+    settle(tab)
+    labels = [head["label"] for head in in_order()]
+    assert labels == sorted(labels, key=[*dict.fromkeys(filter(None, labels)), None].index)
+    for label in set(filter(None, labels)):
+        strengths = [head["strength"] for head in in_order() if head["label"] == label]
+        assert strengths == sorted(strengths, reverse=True)
+
+
+def test_a_chain_that_does_not_end_in_the_weight_says_so(tab, explorer):
+    visit(tab, explorer, model="encoder", layer=0, head=0)
+    assert tab.locator("#inexact").count() == 0
+
+    def another(route):
+        answer = route.fetch()
+        route.fulfill(response=answer, json={**answer.json(), "exact": False})
+
+    tab.route("**/api/why", another)
+    tab.mouse.click(*cell(tab, 2, 3))
+    settle(tab)
+    assert "unknown here" in tab.locator("#inexact").inner_text()
+
+
+def windows_of(tab, explorer, index):
+    """The layer that the page shows, in the trace."""
+    return shown(tab, explorer).layers[index].traced.weights[0]
+
+
+def test_windows_of_a_picture(tab, explorer):
+    visit(tab, explorer, model="davit", image="letter%20R")
+    assert state(tab, "view") == "picture"
+    weights = windows_of(tab, explorer, 0)
+    spot = tab.evaluate("regard.headOnScreen(0, 1)")
+    tab.mouse.click(*spot.values())
+    settle(tab)
+    [down, across] = state(tab, "run.layers[0].windows")
+    middle_window = down // 2 * across + across // 2
+    assert torch.equal(values(tab), weights[middle_window, 1])
+    tab.click("#windowafter")
+    settle(tab)
+    assert torch.equal(values(tab), weights[middle_window + 1, 1])
+    names = tab.evaluate("regard.state.window")
+    assert names == middle_window + 1
+    tab.reload()
+    settle(tab)
+    assert torch.equal(values(tab), windows_of(tab, explorer, 0)[middle_window + 1, 1])
+    tab.mouse.click(*cell(tab, 5, 2))
+    settle(tab)
+    assert float(tab.locator("#weight").inner_text()) == pytest.approx(
+        float(windows_of(tab, explorer, 0)[middle_window + 1, 1, 5, 2]), rel=1e-4
+    )
+    # A click on the picture outside of the window shows the window there.
+    box = tab.locator("[data-surface=picture-0]").bounding_box()
+    picture = min(box["width"] - 32, box["height"] - 78)
+    x, y = box["x"] + (box["width"] - picture) / 2 + 4, box["y"] + (box["height"] - picture) / 2 - 6
+    tab.mouse.click(x, max(y, box["y"] + 38))
+    settle(tab)
+    assert state(tab, "window") == 0
+
+
+def test_channels_of_a_picture(tab, explorer):
+    visit(tab, explorer, model="davit", image="letter%20R", layer=1, head=1)
+    assert torch.equal(values(tab), windows_of(tab, explorer, 1)[1])
+    assert tab.locator("[data-surface=picture-0]").count() == 0
+    assert tab.locator("[data-head=rollout]").count() == 0
+    assert tab.locator("#mechanism").is_disabled()
+    tab.mouse.click(*cell(tab, 1, 2))
+    settle(tab)
+    assert tab.locator("#why .pair").inner_text().split(" → ") == ["channel 1", "channel 2"]
+
+
 def test_files_to_save(tab, explorer, tmp_path):
     visit(tab, explorer, model="decoder", layer=0, head=0)
     for kind in ("png", "svg", "csv", "html"):
@@ -501,19 +693,36 @@ def stored():
     return trace, view(trace)
 
 
-@pytest.mark.parametrize("place", ["file", "frame"])
+PLACES = {
+    "file": "{page}",
+    "frame": "<!doctype html><meta charset='utf-8'><title>notes</title>{markup}",
+    # As JupyterLab shows the output of a cell that has run.
+    "output": "<!doctype html><meta charset='utf-8'><title>notes</title><div id='output'></div>"
+    "<script>document.getElementById('output').innerHTML = {markup_in_script}</script>",
+    # As JupyterLab opens an HTML file that the reader trusts.
+    "viewer": "<!doctype html><meta charset='utf-8'><title>notes</title><iframe style='width:100%;height:720px' "
+    "sandbox='allow-same-origin allow-scripts allow-popups'></iframe><script>document.querySelector('iframe').src = "
+    "URL.createObjectURL(new Blob([{page_in_script}], {{type: 'text/html'}}))</script>",
+}
+
+
+def in_script(text):
+    return json.dumps(text).replace("</", "<\\/").replace("<!--", "<\\!--")
+
+
+@pytest.mark.parametrize("place", PLACES)
 def test_an_exported_page_opens_anywhere_and_hostile_tokens_are_text(browser, stored, tmp_path, place):
     trace, page = stored
     path = tmp_path / "page.html"
-    if place == "file":
-        page.save(path)
-    else:
-        path.write_text(
-            f"<!doctype html><meta charset='utf-8'><title>notes</title>{page._repr_html_()}", encoding="utf-8"
-        )
+    markup = page._repr_html_()
+    texts = {"page": page.html, "markup": markup}
+    texts |= {f"{name}_in_script": in_script(text) for name, text in texts.items()}
+    path.write_text(PLACES[place].format(**texts), encoding="utf-8")
     with window(browser) as tab:
         tab.goto(path.as_uri())
-        frame = tab.main_frame if place == "file" else tab.frames[1]
+        if place != "file":
+            tab.wait_for_function("() => document.querySelector('iframe')?.getAttribute('src') !== ''")
+        frame = tab.main_frame if place == "file" else tab.query_selector("iframe").content_frame()
         settle(frame)
         assert frame.evaluate("[regard.state.live, regard.state.run.info.tokens]") == [False, HOSTILE]
         weights = trace.layers[0].weights[0]
@@ -528,7 +737,37 @@ def test_an_exported_page_opens_anywhere_and_hostile_tokens_are_text(browser, st
         assert frame.evaluate("regard.state.locked") == {"rows": [row], "columns": [column]}
         assert frame.evaluate("window.broken") is None
         assert tab.evaluate("window.broken") is None
-        assert tab.troubles == []
+        # The sandbox is the viewer's, and what Chromium says about it too.
+        assert [trouble for trouble in tab.troubles if place != "viewer" or "allow-same-origin" not in trouble] == []
+
+
+def test_a_notebook_shows_a_live_page_that_only_its_address_opens(browser, tmp_path):
+    torch.manual_seed(0)
+    model = explored.decoder()
+    shown = rg.view(model, SENTENCE, live=True)
+    try:
+        path = tmp_path / "notes.html"
+        path.write_text(f"<!doctype html><meta charset='utf-8'><title>notes</title>{shown._repr_html_()}")
+        assert shown.server.url in repr(shown)
+        with window(browser) as tab:
+            tab.goto(path.as_uri())
+            frame = tab.query_selector("iframe").content_frame()
+            settle(frame)
+            assert frame.evaluate("[regard.state.live, regard.state.input.text]") == [True, SENTENCE]
+            assert frame.evaluate("regard.state.run.info.tokens") == SENTENCE.split()
+            frame.evaluate("document.querySelector('[data-change=silence]').click()")
+            settle(frame)
+            assert frame.evaluate("regard.state.run !== regard.state.base && regard.state.run.done.divergence > 0")
+            assert tab.troubles == []
+            answer = tab.request.get(shown.server.url.partition("?")[0])
+            assert (answer.status, "token" in answer.json()["error"]) == (403, True)
+        saved = shown.save(tmp_path / "page.html").read_text()
+        assert shown.server.url not in saved
+    finally:
+        shown.close()
+    assert "srcdoc=" in shown._repr_html_()
+    with pytest.raises(ValueError, match="live: expected a model"):
+        rg.view(rg.Trace(), live=True)
 
 
 def test_vendored_files_are_as_published():

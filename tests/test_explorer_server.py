@@ -131,7 +131,6 @@ def test_every_call_answers(explorer):
     for name, body in {
         "models": {},
         "why": {**place, "head": 0, "query": 2, "key": 1},
-        "row": {**place, "head": "all", "row": 1},
         "top": {"run": run, "position": 1},
         "cost": place,
     }.items():
@@ -223,9 +222,7 @@ BODIES = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", ["run", "head", "scores", "row", "why", "top", "cost", "effects", "generate", "export"]
-)
+@pytest.mark.parametrize("name", ["run", "head", "scores", "why", "top", "cost", "effects", "generate", "export"])
 @pytest.mark.parametrize("kind", BODIES)
 def test_a_broken_body_is_one_error(explorer, name, kind, capfd):
     content, reason = BODIES[kind]
@@ -244,7 +241,6 @@ def test_what_a_run_does_not_have_is_one_error(explorer):
         ("head", {"run": run, "layer": 0, "head": 4}, "head: expected 0 to 3, got 4"),
         ("scores", {"run": run, "layer": 0, "head": 7}, "head: expected 0 to 3, got 7"),
         ("why", {"run": run, "layer": 0, "head": 0, "query": 3, "key": 0}, "query: expected 0 to 2, got 3"),
-        ("row", {"run": run, "layer": 0, "head": 0, "row": 3}, "row: expected 0 to 2, got 3"),
         ("top", {"run": run, "position": 3}, "position: expected 0 to 2, got 3"),
         ("generate", {"run": run, "steps": 65}, "steps: expected a whole number from 1 to 64, got 65"),
         ("run", {**TEXT, "model": "nosuch"}, "nosuch: expected a folder with config.json"),

@@ -7,7 +7,7 @@ import torch
 
 import regard as rg
 from regard.inference.trace import Trace, patterns, rollout, trace, value_weighted, word_ids
-from regard.inference.tracing.patterns import PATTERNS
+from regard.inference.tracing.patterns import PATTERNS, Scoring
 from regard.models.layers.attention import MultiHeadAttention
 from traced_models import (
     MODELS,
@@ -269,3 +269,32 @@ def test_value_weighted_attention_is_the_norm_of_weighted_values():
         assert projected[b, h, t, s] == pytest.approx(through.norm().item(), abs=1e-6)
     with pytest.raises(ValueError, match=r"projection: expected \(E, H · 3\)"):
         value_weighted(recorded, torch.randn(16, 7))
+
+
+def test_heads_computed_in_parts_are_those_computed_at_once(monkeypatch):
+    torch.manual_seed(0)
+    mask = torch.rand(1, 5, 8, 8) < 0.7
+    mask[..., 0] = True
+    weights = torch.randn(1, 5, 8, 8).masked_fill(~mask, -torch.inf).softmax(-1)
+    recorded = [Trace([layer_of(weights, visible=visible)], tokens=TOKENS) for visible in (mask, None)]
+    whole = [(trace.patterns(), trace.statistics()) for trace in recorded]
+    monkeypatch.setattr("regard.inference.tracing.statistics.PART_BYTES", 2 * weights[0, 0].nbytes)
+    assert [(trace.patterns(), trace.statistics()) for trace in recorded] == whole
+    entropy = torch.special.entr(weights).sum(-1).mean((0, 2))
+    assert [head.entropy for head in whole[0][1]] == pytest.approx(entropy.tolist(), abs=1e-6)
+
+
+def test_layers_share_targets_only_if_their_masks_positions_and_tokens_agree():
+    torch.manual_seed(0)
+    masks = [None, CAUSAL, CAUSAL.clone(), torch.stack([CAUSAL[0, 0], torch.ones(8, 8, dtype=torch.bool)])[None]]
+    real = torch.tensor([[True] * 6 + [False] * 2])
+    layers = []
+    for index, (visible, padding) in enumerate([*((mask, None) for mask in masks), (None, real), (CAUSAL, real)]):
+        shown = torch.ones(1, 2, 8, 8, dtype=torch.bool) if visible is None else visible.expand(1, 2, 8, 8)
+        shown = shown if padding is None else shown & padding[:, None, None]
+        weights = torch.randn(1, 2, 8, 8).masked_fill(~shown, -torch.inf).softmax(-1)
+        layers.append(layer_of(weights, visible=shown if padding is not None else visible, index=index, real=padding))
+    scoring = Scoring(Trace(layers, tokens=TOKENS))
+    for layer in layers:
+        assert scoring.heads(layer) == list(patterns(Trace([layer], tokens=TOKENS)).heads)
+    assert len(scoring._targets) == len(layers) - 1

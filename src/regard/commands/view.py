@@ -170,18 +170,9 @@ def _serve(
 
 def _start(name: str | None, chosen: "Input | None") -> dict[str, Any]:
     """What the page begins with, as JSON."""
-    from base64 import b64encode
-
     from regard.explorer.catalog import TRANSLATOR
-    from regard.explorer.subject import Pair, Picture, Text
+    from regard.explorer.requests import input_json
 
     if name is None and chosen is None:
         return {}
-    begun: dict[str, Any] = {"model": name or TRANSLATOR}
-    if isinstance(chosen, Text):
-        begun["input"] = {"text": chosen.text}
-    elif isinstance(chosen, Pair):
-        begun["input"] = {"source": chosen.source, "target": chosen.target}
-    elif isinstance(chosen, Picture):
-        begun["input"] = {"image": b64encode(chosen.content).decode()}
-    return begun
+    return {"model": name or TRANSLATOR} | ({} if chosen is None else {"input": input_json(chosen)})

@@ -169,9 +169,8 @@ def mechanisms_json() -> list[dict[str, Any]]:
             "name": name,
             "title": TITLES[name][0],
             "formula": TITLES[name][1],
-            "streams": mechanism.streams(64) is None,
             "causal": mechanism.ordered,
         }
         for name, mechanism in REGISTRY.items()
         if not isinstance(mechanism, ChannelMechanism)
-    ] + [{"name": WINDOW, "title": TITLES[WINDOW][0], "formula": TITLES[WINDOW][1], "streams": True, "causal": False}]
+    ] + [{"name": WINDOW, "title": TITLES[WINDOW][0], "formula": TITLES[WINDOW][1], "causal": False}]

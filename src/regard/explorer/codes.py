@@ -68,6 +68,8 @@ def thumbnails(weights: Float[Tensor, "H T S"], visible: Bool[Tensor, "..."] | N
         weights = weights.masked_fill(~visible, 0)
         visible = visible.expand(*visible.shape[:-2], *weights.shape[-2:])
         visible = F.max_pool2d(visible.float(), size, ceil_mode=True) > 0
-    sizes = weights.float().nan_to_num(0.0)
-    sizes = sizes.abs() if bool(sizes.amin() < 0) else sizes
+    sizes, least = weights.float(), float(weights.amin())
+    if least != least:  # a NaN would hide the other weights of its cell
+        sizes, least = sizes.nan_to_num(0.0), -1.0
+    sizes = sizes.abs() if least < 0 else sizes
     return codes(F.max_pool2d(sizes, size, ceil_mode=True), visible)

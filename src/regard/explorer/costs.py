@@ -48,15 +48,16 @@ def cost_card(view: LayerView, mechanism: Mechanism) -> dict[str, Any]:
     (96, 'quadratic')
     """
     layer = view.traced
-    queries, keys = layer.need("queries").shape[2], layer.need("keys").shape[2]
+    queries, qk_length = view.query(0).shape
+    keys, value_length = view.value(0).shape
     crossing = layer.kind == "cross"
     work = Work(
         query_length=queries,
         key_length=keys,
         num_heads=1,
         num_kv_heads=1,
-        qk_length=layer.need("queries").shape[3],
-        value_length=layer.need("values").shape[3],
+        qk_length=qk_length,
+        value_length=value_length,
         dtype=torch.float32,
         cached=False,
     )

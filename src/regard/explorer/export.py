@@ -18,7 +18,7 @@ from regard.core.files import write_text
 from regard.explorer.bundle import one_page
 from regard.explorer.codes import codes
 from regard.explorer.frames import frame, tensor_bytes
-from regard.explorer.snapshot import Snapshot, done_header, layer_frame, run_header
+from regard.explorer.snapshot import Snapshot, done_header, layer_frames, run_header
 
 CELLS = 1024
 """Weights of a head that are stored as they are, at least one in each row."""
@@ -62,8 +62,7 @@ def exported_frames(snapshot: Snapshot, full: bool = False) -> Iterator[bytes]:
     The same pass gives the same bytes.
     """
     yield frame({**run_header(snapshot), "version": version("regard"), "full": full})
-    for view in snapshot.layers:
-        yield layer_frame(snapshot, view)
+    yield from layer_frames(snapshot)
     yield frame(done_header(snapshot))
     for place, view in enumerate(snapshot.layers):
         visible = snapshot.visible(view)

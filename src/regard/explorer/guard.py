@@ -18,12 +18,12 @@ with needed_for("the explorer"):
 
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; connect-src 'self'; "
-    "font-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    "font-src 'self'; base-uri 'none'; form-action 'none'"
 )
+FRAMING = {"Content-Security-Policy": f"{POLICY}; frame-ancestors 'none'", "X-Frame-Options": "DENY"}
 HEADERS = {
     "Content-Security-Policy": POLICY,
     "X-Content-Type-Options": "nosniff",
-    "X-Frame-Options": "DENY",
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
@@ -37,6 +37,18 @@ class Place:
 
     host: str
     port: int
+    framed: bool = False
+    """Whether other pages may show the page in a frame: a notebook."""
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """The security headers of every answer."""
+        return HEADERS if self.framed else HEADERS | FRAMING
+
+    @property
+    def open(self) -> bool:
+        """Whether the page needs no token: nobody but this machine's browser can read it, or show it in a frame."""
+        return self.loopback and not self.framed
 
     @property
     def loopback(self) -> bool:
@@ -52,9 +64,9 @@ class Place:
         return frozenset(f"{name}:{self.port}" for name in names) | (frozenset(names) if self.port == 80 else set())
 
     def url(self, token: str) -> str:
-        """What to open in a browser; beyond loopback the page itself asks for the token."""
+        """What to open in a browser, with the token where the page itself needs it."""
         name = _bracketed(self.host) if self.host not in ("0.0.0.0", "::") else socket.gethostname()
-        return f"http://{name}:{self.port}/" + ("" if self.loopback else f"?token={token}")
+        return f"http://{name}:{self.port}/" + ("" if self.open else f"?token={token}")
 
 
 def is_loopback(host: str) -> bool:
@@ -101,7 +113,7 @@ class Guard:
                 names = {name.lower() for name, _ in message["headers"]}
                 more = [
                     (name.lower().encode(), value.encode())
-                    for name, value in HEADERS.items()
+                    for name, value in self.place.headers.items()
                     if name.lower().encode() not in names
                 ]
                 message = {**message, "headers": [*message["headers"], *more]}

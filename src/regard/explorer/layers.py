@@ -5,7 +5,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import torch
@@ -18,8 +18,11 @@ from regard.core.mechanisms import REGISTRY, Softmax
 from regard.explorer.changes import WindowedSoftmax
 from regard.inference.trace import TracedLayer
 from regard.inference.tracing import huggingface, ours
-from regard.models.layers.attention import Attend, MultiHeadAttention
+from regard.models.base import Model
+from regard.models.layers.attention import Attend
 
+RELATIVE = "relative_attention_num_buckets"
+"""What the configs of Hugging Face models with T5's bias have."""
 ARGUMENTS = inspect.signature(Attend.forward)
 Owner = Literal["tokens", "sources", "channels"]
 """Whose places rows and columns are."""
@@ -43,9 +46,8 @@ TITLES = {
 
 @dataclass(frozen=True, eq=False)
 class AttentionRun:
-    """One run of an attention module: the module around it, its mechanism and its bias."""
+    """One run of an attention module of ours: its mechanism, with tensors and functions that it has, and its bias."""
 
-    module: nn.Module
     mechanism: Mechanism
     bias: Float[Tensor, "..."] | None
 
@@ -59,16 +61,33 @@ class LayerView:
     """None for a trace without its model."""
     bias: Float[Tensor, "..."] | None
     """Added to the scores, broadcastable to (1, H, T, S); None without one, and where nothing is known of it."""
-    projection: Float[Tensor, "E HV"] | None
-    """The weight of the output projection W_o."""
     side: Literal["decoder", "encoder"]
     queries: Owner
     keys: Owner
+    window: int | None = None
+    """Of a picture in windows, the one that is shown; None for a layer without windows."""
+
+    def at_window(self, window: int | None) -> "LayerView":
+        """The same layer with another of its windows; itself for None."""
+        if window is None:
+            return self
+        down, across = self.traced.windows or (0, 0)
+        if window >= down * across:
+            raise ValueError(
+                f"window: expected a number below {down * across} in layer {self.traced.index}, got {window}"
+            )
+        return replace(self, window=window)
+
+    def _alone(self, tensor: Tensor) -> Float[Tensor, "H N D"]:
+        """Of the first sequence, and of the window."""
+        if self.traced.windows is None:
+            return tensor[0]
+        return tensor[0, self.window if tensor.shape[1] > 1 else 0]
 
     @property
     def weights(self) -> Float[Tensor, "H T S"]:
         """Of the one sequence."""
-        return _alone(self.traced.need("weights"))
+        return self._alone(self.traced.need("weights"))
 
     @property
     def heads(self) -> int:
@@ -76,7 +95,7 @@ class LayerView:
 
     @property
     def kv_heads(self) -> int:
-        return self.heads if self.traced.keys is None else _alone(self.traced.keys).shape[0]
+        return self.heads if self.traced.keys is None else self._alone(self.traced.keys).shape[0]
 
     @property
     def qk_length(self) -> int | None:
@@ -89,7 +108,7 @@ class LayerView:
         layer = self.traced
         if not layer.by_pairs:
             return None
-        visible = None if layer.visible is None else _alone(layer.visible).expand(-1, *self.weights.shape[1:])
+        visible = None if layer.visible is None else self._alone(layer.visible).expand(-1, *self.weights.shape[1:])
         if layer.real is None:
             return visible
         real = layer.real[:1, None].expand(1, *self.weights.shape[1:])
@@ -97,15 +116,15 @@ class LayerView:
 
     def query(self, head: int) -> Float[Tensor, "T K"]:
         """The queries of a head."""
-        return _alone(self.traced.need("queries"))[head]
+        return self._alone(self.traced.need("queries"))[head]
 
     def key(self, head: int) -> Float[Tensor, "S K"]:
         """The keys that a head reads."""
-        return _alone(self.traced.need("keys"))[head // (self.heads // self.kv_heads)]
+        return self._alone(self.traced.need("keys"))[head // (self.heads // self.kv_heads)]
 
     def value(self, head: int) -> Float[Tensor, "S V"]:
         """The values that a head reads."""
-        return _alone(self.traced.need("values"))[head // (self.heads // self.kv_heads)]
+        return self._alone(self.traced.need("values"))[head // (self.heads // self.kv_heads)]
 
     def head_bias(self, head: int) -> Float[Tensor, "T S"] | None:
         """The bias of a head's scores."""
@@ -128,6 +147,9 @@ class LayerView:
             "columns": self.weights.shape[2],
             "queries": self.queries,
             "keys": self.keys,
+            "grid": layer.grid,
+            "windows": layer.windows,
+            "window": self.window,
             "causal": layer.causal or (self.mechanism is not None and self.mechanism.ordered),
             "mechanism": self.mechanism_json(self.mechanism),
         }
@@ -137,13 +159,8 @@ class LayerView:
         if mechanism is None or self.qk_length is None:
             text = self.traced.mechanism
             unknown = dict.fromkeys(("formula", "family", "scale", "softcap"))
-            return {"name": text, "title": text, **unknown, "bias": False, "signed": False, "fields": {}, "text": text}
+            return {"name": text, "title": text, **unknown, "bias": False, "fields": {}, "text": text}
         return mechanism_json(mechanism, self.qk_length, self.bias is not None)
-
-
-def _alone(tensor: Tensor) -> Float[Tensor, "H N D"]:
-    """Of the first sequence; of a picture in windows, the first window."""
-    return tensor[(0,) * (tensor.ndim - 3)]
 
 
 def mechanism_json(mechanism: Mechanism, qk_length: int, bias: bool = False) -> dict[str, Any]:
@@ -181,7 +198,6 @@ def mechanism_json(mechanism: Mechanism, qk_length: int, bias: bool = False) -> 
         "scale": "inf" if scale == math.inf else scale,
         "softcap": plain.get("softcap"),
         "bias": bias,
-        "signed": mechanism.ordered,
         "fields": {key: "inf" if value == math.inf else value for key, value in plain.items()},
         "text": repr(mechanism),
     }
@@ -205,33 +221,30 @@ def family(mechanism: Mechanism) -> Literal["softmax", "similarity", "recurrent"
 
 @contextmanager
 def watched(model: nn.Module, check: Callable[[], None]) -> Iterator[dict[str, list[AttentionRun]]]:
-    """The runs of every attention module, by its path, while the context lasts; `check` is called at each, and may
-    raise to stop the pass."""
+    """The runs of every attention module of ours, by its path, while the context lasts. `check` is called at each of
+    any model, and may raise to stop the pass."""
     attentions, _ = ours.find(model)
     theirs, _ = huggingface.find(model)
-    around = {layer.attend: layer for layer in model.modules() if isinstance(layer, MultiHeadAttention)}
     runs: dict[str, list[AttentionRun]] = {}
 
     def before_ours(module: nn.Module, args: Any, kwargs: Any) -> None:
         check()
         assert isinstance(module, Attend)
         bias = ARGUMENTS.bind(module, *args, **kwargs).arguments.get("bias")
-        run = AttentionRun(around.get(module, module), module.mechanism, bias)
-        runs.setdefault(attentions[module], []).append(run)
-
-    def before_theirs(module: Any, args: Any) -> None:
-        check()
-        scaling = getattr(module, "scaling", None)
-        softcap = getattr(module, "attn_logit_softcapping", None)
-        mechanism = Softmax(beta=scaling if isinstance(scaling, int | float) else None, softcap=softcap)
-        runs.setdefault(theirs[module], []).append(AttentionRun(module, mechanism, None))
+        runs.setdefault(attentions[module], []).append(AttentionRun(module.mechanism, bias))
 
     with ExitStack() as stack:
         for module in attentions:
             stack.callback(module.register_forward_pre_hook(before_ours, with_kwargs=True).remove)
         for module in theirs:
-            stack.callback(module.register_forward_pre_hook(before_theirs).remove)
+            stack.callback(module.register_forward_pre_hook(lambda module, args: check()).remove)
         yield runs
+
+
+def kept(model: nn.Module) -> tuple[str, ...]:
+    """What a page needs of a model's layers. Scores are as large as weights: only where nothing else has the bias."""
+    biased = not isinstance(model, Model) and hasattr(getattr(model, "config", None), RELATIVE)
+    return ("weights", "queries", "keys", "values", "outputs", *(("scores",) if biased else ()))
 
 
 def layer_views(
@@ -246,28 +259,44 @@ def layer_views(
         own_tokens: Owner = "sources" if encoder else "tokens"
         queries: Owner = own_tokens if layer.by_pairs else "channels"
         keys: Owner = "sources" if layer.kind == "cross" else queries
+        mechanism = _softmax_of(layer) if run is None else run.mechanism
         views.append(
             LayerView(
-                traced=layer,
-                mechanism=None if run is None else run.mechanism,
-                bias=None if run is None else run.bias,
-                projection=None if run is None else _projection(run.module),
+                traced=replace(layer, scores=None),
+                mechanism=mechanism,
+                bias=_bias_of(layer, mechanism) if run is None else run.bias,
                 side="encoder" if encoder else "decoder",
                 queries=queries,
                 keys=keys,
+                window=None if layer.windows is None else _middle(layer.windows),
             )
         )
     return views
 
 
-def _projection(module: nn.Module) -> Tensor | None:
-    """The weight of the output projection of an attention layer."""
-    for name in ("W_o", "o_proj", "out_proj", "c_proj", "o"):
-        weight = getattr(getattr(module, name, None), "weight", None)
-        if isinstance(weight, Tensor) and weight.is_floating_point() and weight.ndim == 2:
-            # GPT-2's projections in transformers have their weights the other way round.
-            return weight.detach().T if type(getattr(module, name)).__name__ == "Conv1D" else weight.detach()
-    return None
+def _middle(windows: tuple[int, int]) -> int:
+    """The window in the middle of a picture: the one that is shown first, since corners have the least to see."""
+    down, across = windows
+    return down // 2 * across + across // 2
+
+
+def _softmax_of(layer: TracedLayer) -> Softmax | None:
+    """Softmax as a layer's definition has it; None for another mechanism, of which a definition says too little."""
+    definition = layer.definition
+    if definition is None or definition.name != "Softmax" or layer.queries is None:
+        return None
+    return Softmax(beta=definition.scale, softcap=definition.softcap)
+
+
+def _bias_of(layer: TracedLayer, mechanism: Mechanism | None) -> Float[Tensor, "1 H T S"] | None:
+    """What was added to the scores of a Hugging Face model, as T5's bias: the rest of its recorded scores."""
+    if layer.scores is None or layer.definition is None or not layer.definition.bias or mechanism is None:
+        return None
+    q, k = layer.need("queries")[:1].double(), layer.need("keys")[:1].double()
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+    assert isinstance(mechanism, Softmax)
+    before = mechanism.score(q, k) * mechanism.scale(q.shape[-1])
+    return (layer.scores[:1] - before).masked_fill(layer.scores[:1] == -math.inf, 0).float()
 
 
 def no_check() -> None:

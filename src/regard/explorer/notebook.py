@@ -1,48 +1,72 @@
-"""The explorer in a notebook: the exported page in a sandboxed frame, without a server."""
+"""The explorer in a notebook: the exported page in a sandboxed frame, without a server, or the live page."""
 
 from dataclasses import replace
+from functools import cached_property
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from regard.core.display import Html
+from regard.core.extras import needed_for
 from regard.core.files import write_text
+from regard.explorer.catalog import Entry
 from regard.explorer.export import check_target, exported_page
 from regard.explorer.layers import layer_views
 from regard.explorer.limits import check_size
+from regard.explorer.session import Session
 from regard.explorer.snapshot import Snapshot, take
 from regard.explorer.subject import Input, Output, Pair, Picture, Side, Subject, Text, subject_of
 from regard.inference.trace import Trace, TracedLayer, word_ids
 
+if TYPE_CHECKING:
+    from regard.explorer.background import Background
+
 SANDBOX = "allow-scripts allow-downloads allow-popups"
 """What the frame may do; it has no origin, so that it reaches nothing of the notebook."""
+LIVE_SANDBOX = f"{SANDBOX} allow-same-origin"
+"""With a server the page's origin is the server's, which is not the notebook's either."""
 
 
 class View:
     """A page of the explorer: a notebook shows it, `save` writes it, `html` is its text."""
 
-    def __init__(self, snapshot: Snapshot, *, full: bool = False, height: int = 720) -> None:
-        self.snapshot, self.height = snapshot, height
-        self.html = exported_page(snapshot, full=full)
+    def __init__(
+        self, snapshot: Snapshot, *, full: bool = False, height: int = 720, server: "Background | None" = None
+    ) -> None:
+        self.snapshot, self.full, self.height, self.server = snapshot, full, height, server
+
+    @cached_property
+    def html(self) -> str:
+        """The saved page; of a live one, as it was at its beginning."""
+        return exported_page(self.snapshot, full=self.full)
+
+    def close(self) -> None:
+        """End the live page's server, if there is one; the saved page is shown from then on."""
+        if self.server is not None:
+            self.server.close()
+            self.server = None
 
     def save(self, path: str | Path) -> Path:
         """Write the page to one HTML file."""
         return write_text(check_target(path), self.html)
 
     def _repr_html_(self) -> Html:
+        sandbox, page = SANDBOX, f'srcdoc="{escape(self.html)}"'
+        if self.server is not None:
+            sandbox, page = LIVE_SANDBOX, f'src="{escape(self.server.url)}"'
         return Html(
-            f'<iframe sandbox="{SANDBOX}" style="width:100%;height:{self.height}px;border:1px solid '
-            f'rgba(128,128,128,.35)" title="Attention of {escape(self.snapshot.subject.name)}" '
-            f'srcdoc="{escape(self.html)}"></iframe>'
+            f'<iframe sandbox="{sandbox}" style="width:100%;height:{self.height}px;border:1px solid '
+            f'rgba(128,128,128,.35)" title="Attention of {escape(self.snapshot.subject.name)}" {page}></iframe>'
         )
 
     def __repr__(self) -> str:
         heads = sum(view.heads for view in self.snapshot.layers)
         layers = len(self.snapshot.layers)
-        return f"View of {self.snapshot.subject.name}: {layers} layers, {heads} heads, {len(self.html):,} bytes"
+        where = f"{len(self.html):,} bytes" if self.server is None else self.server.url
+        return f"View of {self.snapshot.subject.name}: {layers} layers, {heads} heads, {where}"
 
 
 def view(
@@ -53,6 +77,7 @@ def view(
     image: str | Path | bytes | None = None,
     tokenizer: Any = None,
     full: bool = False,
+    live: bool = False,
     height: int = 720,
 ) -> View:
     """Show a model's attention to a text, or a trace, as a page in a notebook: every layer and head, in any browser.
@@ -60,7 +85,11 @@ def view(
     `text` is what the model reads, the source of an encoder-decoder, which writes the `target` if there is none;
     `image` is the path or the bytes of a PNG or JPEG file, for a model of pictures. A Hugging Face model needs its
     `tokenizer`. Of a batch the first sequence is shown. With `full` the page has all weights, in 8 bits; otherwise
-    thumbnails and the largest weights. `height` is in pixels. What only a running model can answer is in `regard view`.
+    thumbnails and the largest weights. `height` is in pixels.
+
+    With `live` the page can change the model's attention and run it again, as `regard view` does, wherever the browser
+    reaches 127.0.0.1 of the machine that runs this code. The model stays in evaluation mode; `close()` of what is
+    returned ends the server.
 
     >>> import regard as rg, torch
     >>> layer = rg.MultiHeadAttention(16, 4)
@@ -72,6 +101,8 @@ def view(
     if isinstance(trace_or_model, Trace):
         if text is not None or target is not None or image is not None:
             raise ValueError("text: expected none with a trace, which has its tokens, got one")
+        if live:
+            raise ValueError("live: expected a model, which can run again, got a trace")
         return View(of_trace(trace_or_model), full=full, height=height)
     if not isinstance(trace_or_model, nn.Module):
         raise ValueError(f"trace_or_model: expected a trace or a model, got {type(trace_or_model).__name__}")
@@ -79,6 +110,8 @@ def view(
     if isinstance(chosen, Text) and _writes_another(trace_or_model):
         chosen = Pair(chosen.text, None)
     name = type(trace_or_model).__name__
+    if live:
+        return _live_view(name, trace_or_model, chosen, tokenizer, full=full, height=height)
     training = {module: module.training for module in trace_or_model.modules()}
     trace_or_model.eval()
     try:
@@ -87,6 +120,15 @@ def view(
     finally:
         for module, mode in training.items():
             module.training = mode
+
+
+def _live_view(name: str, model: nn.Module, chosen: Input, tokenizer: Any, *, full: bool, height: int) -> View:
+    with needed_for("the live page"):
+        from regard.explorer.background import Background
+    session = Session({name: model}, tokenizers={name: tokenizer})
+    subject = session.subject(name, chosen)
+    entry = Entry(name=name, title=name, kind=subject.kind, example=None if subject.kind == "image" else chosen)
+    return View(take("1", subject), full=full, height=height, server=Background(session, [entry], name, chosen))
 
 
 def _writes_another(model: nn.Module) -> bool:

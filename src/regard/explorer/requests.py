@@ -138,6 +138,19 @@ def input_of(value: object) -> "Input | str":
     raise ValueError(f"input: expected text, source or image, got {list(value)!r:.80}")
 
 
+def input_json(chosen: Input) -> dict[str, Any]:
+    """What `input_of` reads.
+
+    >>> input_of(input_json(Pair("le chat"))) == Pair("le chat")
+    True
+    """
+    if isinstance(chosen, Text):
+        return {"text": chosen.text}
+    if isinstance(chosen, Pair):
+        return {"source": chosen.source, "target": chosen.target}
+    return {"image": base64.b64encode(chosen.content).decode()}
+
+
 def change_of(value: object) -> HeadChange:
     """One change."""
     if not isinstance(value, dict):

@@ -27,7 +27,6 @@ from regard.explorer.catalog import Entry, mechanisms_json
 from regard.explorer.export import exported_page
 from regard.explorer.frames import json_text
 from regard.explorer.guard import Guard, Place, refusal
-from regard.explorer.limits import MOST_TOKENS, MOST_WEIGHTS
 from regard.explorer.pictures import picture_names
 from regard.explorer.session import Session
 from regard.explorer.streaming import Lanes, Stream
@@ -78,7 +77,6 @@ class Explorer:
             "models": self.models,
             "head": self.head,
             "scores": self.scores,
-            "row": self.row,
             "why": self.why,
             "top": self.top,
             "cost": self.cost,
@@ -111,7 +109,7 @@ class Explorer:
     async def index(self, request: Request) -> Response:
         """The page, with the token in it."""
         shown = request.query_params.get("token") or request.cookies.get(COOKIE, "")
-        if not self.place.loopback and not self._is_token(shown):
+        if not self.place.open and not self._is_token(shown):
             return refusal(403, "token: expected the address that `regard view` printed, got another")
         page = (PAGE / "index.html").read_text(encoding="utf-8")
         page = page.replace(TOKEN_MARK, f'<meta name="regard-token" content="{escape(self.token)}">')
@@ -185,7 +183,6 @@ class Explorer:
             "models": [entry.to_json() for entry in self.entries()],
             "mechanisms": mechanisms_json(),
             "pictures": picture_names(),
-            "limits": {"tokens": MOST_TOKENS, "weights": MOST_WEIGHTS, "steps": asked.MOST_STEPS},
             "start": self.start,
             "version": version("regard"),
         }
@@ -222,22 +219,17 @@ class Explorer:
 
     def head(self, body: dict[str, Any]) -> bytes:
         """The weights of a head."""
-        return self.session.head(body.get("run"), asked.number_of(body, "layer"), _head(body))
+        return self.session.head(body.get("run"), asked.number_of(body, "layer"), _head(body), _window(body))
 
     def scores(self, body: dict[str, Any]) -> bytes:
         """The products of queries and keys of a head."""
-        return self.session.scores(body.get("run"), asked.number_of(body, "layer"), asked.number_of(body, "head"))
-
-    def row(self, body: dict[str, Any]) -> Any:
-        """The weights of a row."""
-        head = "all" if body.get("head") == "all" else _head(body)
-        layer, row = asked.number_of(body, "layer"), asked.number_of(body, "row")
-        return self.session.row(body.get("run"), layer, head, row)
+        layer, head = asked.number_of(body, "layer"), asked.number_of(body, "head")
+        return self.session.scores(body.get("run"), layer, head, _window(body))
 
     def why(self, body: dict[str, Any]) -> Any:
         """The numbers behind a weight."""
         layer, head, query, key = (asked.number_of(body, name) for name in ("layer", "head", "query", "key"))
-        return explain_weight(self.session.snapshot(body.get("run")), layer, head, query, key)
+        return explain_weight(self.session.snapshot(body.get("run")), layer, head, query, key, _window(body))
 
     def top(self, body: dict[str, Any]) -> Any:
         """The likeliest tokens at a position."""
@@ -261,6 +253,10 @@ def _compressed(content: bytes) -> bytes:
 def _head(body: dict[str, Any]) -> int | str:
     head = body.get("head")
     return str(head) if head in ("mean", "max") else asked.number_of(body, "head")
+
+
+def _window(body: dict[str, Any]) -> int | None:
+    return asked.number_of(body, "window") if body.get("window") is not None else None
 
 
 def refused(error: BaseException) -> tuple[int, str]:

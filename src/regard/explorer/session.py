@@ -48,14 +48,16 @@ class Session:
         models: Mapping[str, nn.Module] | None = None,
         mechanism: str | None = None,
         *,
+        tokenizers: Mapping[str, Any] | None = None,
         folders: Sequence[str] = (),
         any_path: bool = True,
     ) -> None:
-        """`models` are at hand by their names; `mechanism` is that of the models that are loaded by name. Without
-        `any_path`, only models of the catalog with these folders are loaded."""
+        """`models` are at hand by their names, with `tokenizers` where they have none. `mechanism` is that of
+        the models that are loaded by name. Without `any_path`, only models of the catalog with these
+        folders are."""
         self.models: OrderedDict[str, nn.Module] = OrderedDict()
         self.shown_models = {name: model.eval() for name, model in (models or {}).items()}
-        self.mechanism, self.any_path = mechanism, any_path
+        self.mechanism, self.any_path, self.tokenizers = mechanism, any_path, tokenizers or {}
         self.snapshots: OrderedDict[str, Snapshot] = OrderedDict()
         self.subjects: OrderedDict[tuple[str, Input], Subject] = OrderedDict()
         self.folders = tuple(folders)
@@ -101,7 +103,7 @@ class Session:
         read = picture_by_name(chosen) if isinstance(chosen, str) else chosen
         key = (name, read)
         if key not in self.subjects:
-            self.subjects[key] = check_size(subject_of(name, model, read))
+            self.subjects[key] = check_size(subject_of(name, model, read, self.tokenizers.get(name)))
             while len(self.subjects) > 16:
                 self.subjects.popitem(last=False)
         self.subjects.move_to_end(key)
@@ -192,20 +194,20 @@ class Session:
         header = {"type": "rollout", "rows": flow.shape[0], "columns": flow.shape[1]}
         return frame(header, tensor_bytes(flow.float()))
 
-    def head(self, name: object, layer: int, head: int | str) -> bytes:
+    def head(self, name: object, layer: int, head: int | str, window: int | None = None) -> bytes:
         """The exact weights of a head, and which pairs are visible."""
-        weights, visible = self.snapshot(name).head(layer, head)
+        weights, visible = self.snapshot(name).head(layer, head, window)
         header = {"type": "head", "rows": weights.shape[0], "columns": weights.shape[1]}
         return frame(header, tensor_bytes(weights) + tensor_bytes(visible.to(torch.uint8)))
 
-    def scores(self, name: object, layer: int, head: int) -> bytes:
+    def scores(self, name: object, layer: int, head: int, window: int | None = None) -> bytes:
         """The products of queries and keys of a head, its bias if it has one, and which pairs are visible."""
         snapshot = self.snapshot(name)
-        view = snapshot.layer(layer)
+        view = snapshot.layer(layer, window)
         place = snapshot.head_number(view, head)
         if not view.traced.by_pairs:
             raise ValueError(f"layer: expected attention between tokens, got layer {layer}, between channels")
-        _, visible = snapshot.head(layer, place)
+        _, visible = snapshot.head(layer, place, window)
         mechanism, bias = view.mechanism, view.head_bias(place)
         scale = scale_of(mechanism, view.query(place).shape[-1])
         header = {
@@ -218,17 +220,6 @@ class Session:
         }
         added = b"" if bias is None else tensor_bytes(bias.float())
         return frame(header, tensor_bytes(products(view, place)) + added + tensor_bytes(visible.to(torch.uint8)))
-
-    def row(self, name: object, layer: int, head: int | str, row: int) -> dict[str, Any]:
-        """The exact weights of a row, of a head or of all heads of a layer."""
-        snapshot = self.snapshot(name)
-        view = snapshot.layer(layer)
-        if not 0 <= row < view.weights.shape[1]:
-            raise ValueError(f"row: expected 0 to {view.weights.shape[1] - 1}, got {row}")
-        if head == "all":
-            return {"weights": view.weights[:, row].tolist()}
-        weights, visible = snapshot.head(layer, head)
-        return {"weights": weights[row].tolist(), "visible": visible[row].tolist()}
 
 
 def _text(subject: Subject, changes: Sequence[HeadChange]) -> str | None:

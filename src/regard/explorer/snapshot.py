@@ -15,19 +15,21 @@ from regard.core.families.mechanism import Mechanism
 from regard.explorer.changes import HeadChange, WindowedSoftmax, changed, changed_mechanism, hidden_keys
 from regard.explorer.codes import pool_size, thumbnails
 from regard.explorer.frames import frame, tensor_bytes
-from regard.explorer.layers import LayerView, layer_views, no_check, watched
+from regard.explorer.layers import LayerView, kept, layer_views, no_check, watched
+from regard.explorer.requests import input_json
 from regard.explorer.subject import (
     Output,
-    Pair,
     Picture,
     Side,
     Subject,
-    Text,
     output_names,
     read_output,
     shown_position,
 )
 from regard.inference.trace import Trace, trace
+from regard.inference.tracing.patterns import Scoring
+from regard.inference.tracing.record import KEEP
+from regard.inference.tracing.statistics import layer_statistics
 from regard.models.base import GenerativeModel
 
 TOP = 5
@@ -61,11 +63,11 @@ class Snapshot:
     seconds: float = 0.0
     """Of the pass."""
 
-    def layer(self, index: int) -> LayerView:
-        """A layer by its number; ValueError if there is none."""
+    def layer(self, index: int, window: int | None = None) -> LayerView:
+        """A layer by its number, at one of its windows if it has any; ValueError if there is none."""
         for view in self.layers:
             if view.traced.index == index:
-                return view
+                return view.at_window(window)
         raise ValueError(f"layer: expected 0 to {len(self.layers) - 1}, got {index!r}")
 
     def mechanism(self, view: LayerView, head: int) -> Mechanism:
@@ -91,9 +93,11 @@ class Snapshot:
                 table[head] &= mechanism.band(*table.shape[1:])
         return table
 
-    def head(self, index: int, head: int | str) -> tuple[Float[Tensor, "T S"], Bool[Tensor, "T S"]]:
+    def head(
+        self, index: int, head: int | str, window: int | None = None
+    ) -> tuple[Float[Tensor, "T S"], Bool[Tensor, "T S"]]:
         """The weights of a head, or their mean or maximum over the layer's heads, and which pairs are visible."""
-        view = self.layer(index)
+        view = self.layer(index, window)
         weights, visible = view.weights.float(), self.visible(view)
         shown = torch.ones_like(weights[0], dtype=torch.bool)
         if head == "mean":
@@ -114,8 +118,10 @@ class Snapshot:
     @property
     def nbytes(self) -> int:
         """Of its tensors."""
-        numbers = sum(view.weights.numel() for view in self.layers) + self.output.values.numel()
-        return 4 * (numbers + (0 if self.output.logits is None else self.output.logits.numel()))
+        layers = [tensor for view in self.layers for name in KEEP if (tensor := getattr(view.traced, name)) is not None]
+        added = [view.bias for view in self.layers if view.bias is not None]
+        output = [self.output.values] if self.output.logits is None else [self.output.values, self.output.logits]
+        return sum(tensor.nbytes for tensor in (*layers, *added, *output))
 
     def top(self, position: int | None) -> list[dict[str, Any]] | None:
         """The likeliest tokens or classes at a row of the logits."""
@@ -182,7 +188,7 @@ def take(
     begun = time.perf_counter()
     sources = None if subject.sources is None else list(subject.sources.tokens)
     tokens = None if subject.kind == "image" else list(subject.tokens.tokens)
-    options: dict[str, Any] = {"tokens": tokens, "source_tokens": sources}
+    options: dict[str, Any] = {"tokens": tokens, "source_tokens": sources, "keep": kept(subject.model)}
     with (
         changed(subject.model, changes),
         watched(subject.model, check) as runs,
@@ -219,9 +225,7 @@ def run_frames(snapshot: Snapshot, check: Callable[[], None] = no_check) -> Iter
     """What a page draws of a pass: what it is, each layer's thumbnails and labels, the output."""
     begun = time.perf_counter()
     yield frame({**run_header(snapshot), "seconds": snapshot.seconds})
-    for view in snapshot.layers:
-        check()
-        yield layer_frame(snapshot, view)
+    yield from layer_frames(snapshot, check)
     yield frame({**done_header(snapshot), "seconds": time.perf_counter() - begun})
 
 
@@ -240,7 +244,7 @@ def run_header(snapshot: Snapshot) -> dict[str, Any]:
         "grid": subject.grid,
         "class_token": subject.class_token,
         "picture": picture,
-        "input": input_json(subject),
+        "input": subject_json(subject),
         "written": subject_text(subject) if subject.sources is not None else None,
         "generates": isinstance(subject.model, GenerativeModel),
         "twin": snapshot.twin,
@@ -262,15 +266,13 @@ def done_header(snapshot: Snapshot) -> dict[str, Any]:
     }
 
 
-def input_json(subject: Subject) -> dict[str, Any] | None:
+def subject_json(subject: Subject) -> dict[str, Any] | None:
     """What the model was asked to read, as the body of a run has it; of a picture its pixels are apart."""
     chosen = subject.chosen
-    if isinstance(chosen, Text):
-        return {"text": chosen.text}
-    if isinstance(chosen, Pair):
-        return {"source": chosen.source, "target": chosen.target}
     if isinstance(chosen, Picture):
         return {"image": None}
+    if chosen is not None:
+        return input_json(chosen)
     if subject.sources is None:
         return {"text": subject_text(subject)}
     return {"source": subject_text(subject, subject.sources), "target": subject_text(subject)}
@@ -298,18 +300,24 @@ def _side_json(side: Side | None, tokens: str, special: str, words: str, ids: st
     return {tokens: side.tokens, special: side.special, words: side.words, ids: side.ids}
 
 
-def layer_frame(snapshot: Snapshot, view: LayerView) -> bytes:
-    """A layer's thumbnails, with the label and the statistics of each head."""
+def layer_frames(snapshot: Snapshot, check: Callable[[], None] = no_check) -> Iterator[bytes]:
+    """Each layer's thumbnails, with the label and the statistics of each head."""
+    scoring = Scoring(snapshot.trace)
+    for view in snapshot.layers:
+        check()
+        yield _layer_frame(snapshot, view, scoring)
+
+
+def _layer_frame(snapshot: Snapshot, view: LayerView, scoring: Scoring) -> bytes:
     weights, visible = view.weights.float(), snapshot.visible(view)
     coded = thumbnails(weights, visible)
     header: dict[str, Any] = {"type": "layer", "index": view.traced.index, "size": list(coded.shape[1:])}
     header["pool"] = [pool_size(side) for side in weights.shape[1:]]
     unknown = [None] * view.heads
     header |= {"labels": unknown, "strength": [0.0] * view.heads, "entropy": unknown, "first": unknown}
-    header |= {"distance": unknown, "signed": bool((weights < 0).any())}
+    header["distance"] = unknown
     if view.traced.by_pairs:
-        alone = Trace([view.traced], tokens=snapshot.trace.tokens, source_tokens=snapshot.trace.source_tokens)
-        patterns, statistics = alone.patterns().heads, alone.statistics()
+        patterns, statistics = scoring.heads(view.traced), layer_statistics(view.traced)
         header["labels"] = [head.label for head in patterns]
         header["strength"] = [head.strength for head in patterns]
         header["entropy"] = [head.entropy for head in statistics]

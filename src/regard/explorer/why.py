@@ -51,15 +51,17 @@ class Chain:
 
 
 @torch.no_grad()
-def explain_weight(snapshot: Snapshot, index: int, head: int, query: int, key: int) -> dict[str, Any]:
+def explain_weight(
+    snapshot: Snapshot, index: int, head: int, query: int, key: int, window: int | None = None
+) -> dict[str, Any]:
     """The Why card of a pair of tokens (or of channels), as JSON."""
-    view = snapshot.layer(index)
+    view = snapshot.layer(index, window)
     place, rows, columns = snapshot.head_number(view, head), *view.weights.shape[1:]
     for name, number, size in (("query", query, rows), ("key", key, columns)):
         if type(number) is not int or not 0 <= number < size:
             raise ValueError(f"{name}: expected 0 to {size - 1}, got {number!r:.40}")
     mechanism = snapshot.mechanism(view, place)
-    weights, visible = snapshot.head(index, place)
+    weights, visible = snapshot.head(index, place, window)
     weight = float(weights[query, key])
     if isinstance(mechanism, ChannelMechanism):
         q, k = view.query(place)[:, query], view.key(place)[:, key]
@@ -200,8 +202,9 @@ def _parts(view: LayerView, head: int, weights: Float[Tensor, "S"], key: int) ->
     parts = weights.abs() * norms
     total, part = float(parts.sum()), float(parts[key])
     length, out_norm = values.shape[-1], None
-    if view.projection is not None and view.projection.shape[1] == view.heads * length:
-        mixed = view.projection[:, head * length : (head + 1) * length].float() @ (weights[key] * values[key])
+    projection = view.traced.projection
+    if projection is not None and projection.shape[2] == length:
+        mixed = projection[head].float() @ (weights[key] * values[key])
         out_norm = float(mixed.norm())
     return {
         "value_norm": float(norms[key]),

@@ -15,9 +15,10 @@ from regard.inference.tracing import huggingface, ours
 from regard.inference.tracing.analysis import rollout, value_weighted
 from regard.inference.tracing.definition import Definition
 from regard.inference.tracing.gather import Chosen, Readers, Recorder
-from regard.inference.tracing.patterns import HeadPatterns, Patterns, patterns, word_ids
+from regard.inference.tracing.patterns import HeadPatterns, Patterns, patterns
 from regard.inference.tracing.predictions import Prediction, Predictions, Spelling
 from regard.inference.tracing.record import KEEP, Layers, Tokens, Trace, TracedLayer
+from regard.inference.tracing.targets import word_ids
 
 __all__ = [
     "Definition",

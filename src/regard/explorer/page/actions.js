@@ -1,7 +1,7 @@
 // What the page does when it is asked to: run a model, choose a head, lock tokens, change attention, find effects.
 
 import { state, redraw, awaited } from "./store.js";
-import { newRun, addFrame, strongestHead, readFrom } from "./runs.js";
+import { newRun, addFrame, strongestHead, readFrom, windowOf } from "./runs.js";
 import { readAddress, writeAddress } from "./address.js";
 
 let source = null;
@@ -84,8 +84,8 @@ export function runModel(keepHead = false) {
     if (known && !known.installed) throw new Error(`${known.title} is not installed: ${known.install}`);
     const lock = keepHead ? state.locked : null;
     Object.assign(state, {
-      hover: null, locked: null, pair: null, other: null, beta: null, effects: null, twinEffects: null,
-      steps: [], step: null, generated: null, length: null, ...(keepHead ? {} : { changes: [], colour: "attention" }),
+      hover: null, locked: null, other: null, beta: null, effects: null, twinEffects: null,
+      steps: [], step: null, generated: null, length: null, ...(keepHead ? {} : { changes: [], colour: "attention", window: null }),
     });
     if (!keepHead && state.compare.kind === "before") state.compare = { kind: "none", value: "" };
     const base = await collected({ model: state.model, input: state.input, changes: [], twin: false }, signal, (run) => {
@@ -185,7 +185,7 @@ export function applyChanges(changes) {
 }
 
 // Layers and heads of a change, by the scope that is chosen; null means all.
-export function scopeOf() {
+function scopeOf() {
   const layer = state.run.layers[state.layer].index;
   if (state.scope === "model") return { layers: null, heads: null };
   const all = state.scope === "layer" || typeof state.head !== "number";
@@ -211,17 +211,27 @@ export function changed(kind, field = kind) {
 
 export function chooseHead(layer, head) {
   const [from, to] = [state.run.layers[state.layer], state.run.layers[layer]];
-  if (from.queries !== to.queries || from.keys !== to.keys) state.locked = null; // other tokens stand at these places
+  const sameMap = String([from.grid, from.windows]) === String([to.grid, to.windows]);
+  if (from.queries !== to.queries || from.keys !== to.keys || !sameMap) state.locked = null; // other tokens stand at these places
+  if (!sameMap) state.window = null;
   state.layer = layer;
   state.head = typeof head === "number" ? Math.min(head, to.heads - 1) : head;
-  Object.assign(state, { hover: null, pair: null, beta: null });
+  Object.assign(state, { hover: null, beta: null });
   redraw("model", "head", "why", "whatif", "cost", "steps");
+  writeAddress();
+}
+
+// Another window of a picture; its positions are others.
+export function chooseWindow(window) {
+  const [down, across] = state.run.layers[state.layer].windows;
+  Object.assign(state, { window: (window + down * across) % (down * across), hover: null, locked: null, beta: null });
+  redraw("head", "why", "whatif");
   writeAddress();
 }
 
 export function setOption(name, value) {
   state[name] = value;
-  if (name === "words" || name === "special") Object.assign(state, { hover: null, pair: null });
+  if (name === "words" || name === "special") Object.assign(state, { hover: null });
   redraw();
   writeAddress();
 }
@@ -266,13 +276,13 @@ export function generateSteps(prefix = []) {
     }, signal);
     if (!run) return;
     run.prompt = state.base.prompt ?? state.base;
-    Object.assign(state, { run, base: run, changes: [], other: null, generated: run.info.generated ?? null, hover: null, locked: null, pair: null });
+    Object.assign(state, { run, base: run, changes: [], other: null, generated: run.info.generated ?? null, hover: null, locked: null });
     if (steps.length) chooseStep(Math.max(0, prefix.length - 1));
   });
 }
 
 // The row of a step's attention: the token it was predicted from.
-export function rowOfStep(step) {
+function rowOfStep(step) {
   const layer = state.run.layers[state.layer];
   return layer.queries === "tokens" && state.generated !== null ? state.generated - 1 + step : null;
 }
@@ -285,7 +295,7 @@ export function chooseStep(step) {
 }
 
 export function why(query, key, signal) {
-  return source.why(state.run, state.layer, state.head, query, key, signal);
+  return source.why(state.run, state.layer, state.head, windowOf(state.run.layers[state.layer]), query, key, signal);
 }
 
 export function cost(signal) {

@@ -41,6 +41,7 @@ export function readAddress() {
   if (state.locked && !state.locked.rows.length && !state.locked.columns.length) state.locked = null;
   if (!fields.has("layer")) return false;
   state.layer = Math.max(0, parseInt(fields.get("layer"), 10) || 0);
+  state.window = fields.has("window") ? Math.max(0, parseInt(fields.get("window"), 10) || 0) : null;
   state.head = headFrom(fields.get("head"));
   return true;
 }
@@ -56,6 +57,7 @@ export function writeAddress() {
   }
   fields.set("layer", state.layer);
   fields.set("head", state.head);
+  if (state.window !== null) fields.set("window", state.window);
   if (state.locked) fields.set("lock", JSON.stringify(state.locked));
   for (const flag of FLAGS) if (state[flag]) fields.set(flag, "1");
   if (!state.alignment) fields.set("alignment", "0");

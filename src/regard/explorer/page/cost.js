@@ -8,6 +8,7 @@ import { palette, isDark } from "./colours.js";
 import { withPrefix, count } from "./numbers.js";
 
 const UNITS = { flops: "FLOP", bytes: "B" };
+const BRIEF_UNITS = { flops: "", bytes: "B" }; // where the buttons above say the rest
 const DASHES = [[], [6, 3], [2, 3], [8, 3, 2, 3], [1, 2]];
 const HUES = ["accent", "#0072B2", "#009E73", "#CC79A7", "#E69F00"];
 const prices = new Map();
@@ -65,7 +66,7 @@ function costCard(element, answer, place) {
   const { lengths, here } = answer;
   const [first, last] = [Math.log2(lengths[0]), Math.log2(lengths[lengths.length - 1])];
   const length = state.length ?? Math.max(lengths[0], here.length);
-  const unit = UNITS[state.costUnit];
+  const unit = BRIEF_UNITS[state.costUnit];
   const own = answer.mechanism ?? state.run.layers[state.layer].mechanism?.name ?? "this";
   const curves = [{ mechanism: own, flops: answer.flops, bytes: answer.bytes }, ...answer.peers].slice(0, 5);
   const choose = (name, words) => html`<button data-unit=${name} aria-pressed=${state.costUnit === name} @click=${() => setOption("costUnit", name)}>${words}</button>`;
@@ -75,7 +76,7 @@ function costCard(element, answer, place) {
     ${plotBox}
     <div class="row"><input id="length" type="range" min=${first} max=${last} step="0.05" .value=${String(Math.log2(length))} aria-label="Length of the text in tokens" aria-valuetext=${`${count(length)} tokens`}
       @input=${(event) => { state.length = Math.round(2 ** Number(event.target.value)); redraw("cost"); }}><output id="lengthvalue">${count(length)} tokens</output></div>
-    <ul class="prices">${curves.map((curve, index) => html`<li data-mechanism=${curve.mechanism}><svg width="18" height="6" aria-hidden="true"><line x1="0" x2="18" y1="3" y2="3" class=${`curve${index}`} stroke-dasharray=${DASHES[index].join(" ")}></line></svg>${index ? mechanismTitle(curve.mechanism) : html`<b>${mechanismTitle(curve.mechanism)}</b>`}<span class="figure">${withPrefix(at(lengths, curve[state.costUnit], length), unit)}</span></li>`)}</ul>
+    <ul class="prices">${curves.map((curve, index) => html`<li data-mechanism=${curve.mechanism}><svg width="18" height="6" aria-hidden="true"><line x1="0" x2="18" y1="3" y2="3" class=${`curve${index}`} stroke-dasharray=${DASHES[index].join(" ")}></line></svg><span class="name" title=${mechanismTitle(curve.mechanism)}>${index ? shortTitle(curve.mechanism) : html`<b>${shortTitle(curve.mechanism)}</b>`}</span><span class="figure">${withPrefix(at(lengths, curve[state.costUnit], length), unit)}</span></li>`)}</ul>
     <p class="quiet tight" id="crossover" title="From these lengths on the other mechanism is cheaper">${crossing.length ? html`○ cheaper from: ${crossing.map((each, index) => `${index ? ", " : ""}${shortTitle(each.mechanism)}: ${count(each.length)}`)}` : "No crossing within these lengths."}</p>`, element);
   drawPlot(answer, curves, crossing, length, place);
 }
@@ -101,7 +102,7 @@ function drawPlot(answer, curves, crossing, length, place) {
 
 function newPlot(answer, curves, colours, width, height) {
   const axis = { stroke: colours.quiet, font: "10px system-ui", ticks: { stroke: colours.rule, width: 1, size: 3 }, grid: { stroke: colours.rule, width: 0.5 } };
-  const power = (value) => withPrefix(value, "").replace(/\.0+ |\.?0+(?= )/, " ").trim();
+  const power = (value) => withPrefix(value, "").replace(/\.0+(?= |$)/, "").trim();
   const line = (hue) => (hue === "accent" ? colours.accent : hue);
   return new uPlot({
     width, height, padding: [6, 8, 0, 0], legend: { show: false }, cursor: { show: false },

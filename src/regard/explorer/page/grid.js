@@ -194,6 +194,7 @@ function pointed(event) {
   showTip(html`<div><b>${describeHead(layer, head)}</b></div>
     <div>${label ? `${label} ${shortNumber(layer.strength[head])}: attends to ${LABELS[label]?.words ?? label}` : "no pattern stands out"}</div>
     <div class="quiet">entropy ${shortNumber(layer.entropy?.[head])} nats · first token ${shortNumber(layer.first?.[head])}${layer.distance?.[head] === null || layer.distance?.[head] === undefined ? "" : ` · distance ${shortNumber(layer.distance[head], 1)}`}</div>
+    ${layer.windows ? html`<div class="quiet">drawn: window ${layer.window + 1} of ${layer.windows[0] * layer.windows[1]}; label and numbers: of all windows</div>` : nothing}
     ${effect ? html`<div>silenced: ${effect.divergence === null || effect.divergence === undefined ? "" : `KL ${exactNumber(effect.divergence)}, `}output moves ${exactNumber(effect.distance)}${twin ? `; twin: ${exactNumber(twin.divergence ?? twin.distance)}` : ""}</div>` : nothing}`, event.clientX, event.clientY);
 }
 

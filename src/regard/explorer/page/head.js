@@ -2,9 +2,9 @@
 
 import { html, render, nothing } from "./vendor/lit-html.js";
 import { state, redraw } from "./store.js";
-import { chooseHead, setOption, lockTokens } from "./actions.js";
-import { describeHead } from "./runs.js";
-import { panes, viewOf, focusOf, pairOf, isExact } from "./view.js";
+import { chooseHead, chooseWindow, setOption, lockTokens } from "./actions.js";
+import { describeHead, windowOf } from "./runs.js";
+import { panes, placeIn, viewOf, focusOf, pairOf, isExact } from "./view.js";
 import { Surface } from "./surface.js";
 import { palette, isDark, LABELS } from "./colours.js";
 import { layoutLines, locateLines, drawLines, drawLinesFocus } from "./lines.js";
@@ -24,14 +24,15 @@ const DRAWERS = {
 const surfaces = new Map();
 let pointer = null;
 
-export function isPair(view) {
+function isPair(view) {
   return view.place.kind === "cross";
 }
 
 function kindsShown(run) {
   if (state.view === "both") return ["lines", "matrix"];
   if (state.view !== "picture") return [state.view];
-  return run.info.kind === "image" && run.info.grid ? ["picture", "matrix"] : ["matrix"];
+  const place = run.layers[placeIn(run).layer];
+  return run.info.picture && place.queries === "tokens" && (place.grid ?? run.info.grid) ? ["picture", "matrix"] : ["matrix"];
 }
 
 function surfaceFor(kind, index) {
@@ -58,6 +59,7 @@ function hovered(surface, event) {
   const place = placed(surface, event);
   pointer = { x: event.clientX, y: event.clientY, surface, place };
   surface.over.style.cursor = place ? "pointer" : "default";
+  if (place?.window !== undefined) return state.hover ? left() : undefined;
   const same = place && state.hover && place.row === state.hover.row && place.column === state.hover.column;
   if (same || (!place && !state.hover)) return;
   state.hover = place;
@@ -75,6 +77,7 @@ function left() {
 function clicked(surface, event) {
   const place = placed(surface, event);
   if (!place) return release();
+  if (place.window !== undefined) return chooseWindow(place.window);
   const { view } = surface;
   const tokens = {
     rows: place.row >= 0 ? [view.rowGroups[place.row].tokens[0]] : [],
@@ -83,7 +86,7 @@ function clicked(surface, event) {
   toggleLock(tokens, event.shiftKey || event.ctrlKey || event.metaKey);
 }
 
-export function toggleLock({ rows, columns }, add) {
+function toggleLock({ rows, columns }, add) {
   const lock = state.locked;
   const same = lock && String(lock.rows) === String(rows) && String(lock.columns) === String(columns);
   if (!add || !lock) return same ? release() : lockTokens(rows, columns);
@@ -135,10 +138,10 @@ export function drawHead() {
   const picture = state.run.info.kind === "image";
   const kinds = kindsShown(state.run);
   render(html`
-    <div class="heading">${title(place)}<span class="push"></span>${saves()}</div>
-    <div class="tools" role="toolbar" aria-label="What is shown">${heads(place)}${tools(place, picture)}</div>
+    <div class="heading">${title(place, shown.length > 1)}<span class="push"></span>${saves()}</div>
+    <div class="tools" role="toolbar" aria-label="What is shown">${heads(place)}${windowsOf(place)}${tools(place, picture)}</div>
     <div class=${`panes ${shown.length > 1 ? "two" : "one"} ${kinds.length > 1 ? "both" : "single"} ${kinds[0] === "picture" ? "pictured" : place.rows > 80 ? "lengthy" : ""}`}>
-      ${shown.map((pane, index) => html`${pane.title ? html`<div class="panetitle" data-pane=${index}>${pane.title}</div>` : nothing}`)}
+      ${shown.map((pane, index) => html`${pane.title ? html`<div class="panetitle" data-pane=${index}>${pane.title}<span class="panefacts">${factsOf(pane.run)}</span></div>` : nothing}`)}
       ${(shown.length > 1 ? [...kinds].reverse() : kinds).map((kind) => shown.map((_, index) => html`<div class=${`pane ${kind}`}>${surfaceFor(kind, index).element}</div>`))}
     </div>
     <div class="below"><div id="words" class="words"></div>${legend()}</div>`, element);
@@ -146,12 +149,23 @@ export function drawHead() {
   drawHover();
 }
 
-function title(place) {
+// Beside another run each pane has its own label and entropy.
+function title(place, beside) {
   const { label, strength, entropy } = statistics(place);
   const known = LABELS[label];
-  return html`<h1 id="title">${capital(describeHead(place, state.head))}</h1>
+  const heading = html`<h1 id="title">${capital(describeHead(place, state.head))}</h1>`;
+  if (beside) return heading;
+  return html`${heading}
     ${known ? html`<span class="chip" data-label=${label} title=${`${label}: attends to ${known.words}; 1 is all weight, 0 is chance`}><b class="letter">${known.letter}</b>${label} ${shortNumber(strength)}</span>` : nothing}
-    ${entropy !== null && entropy !== undefined ? html`<span class="quiet" title="Entropy of a query's weights, in nats, on average: 0 is one key, ln(keys) is all alike">entropy ${shortNumber(entropy)}</span>` : nothing}`;
+    ${entropy !== null && entropy !== undefined ? html`<span class="quiet" title="Entropy of a query's weights, in nats, on average: 0 is one key, ln(keys) is all alike">entropy ${shortNumber(entropy)}</span>` : nothing}
+    ${state.run === state.base ? nothing : html`<span class="quiet" id="unchanged">before: ${factsOf(state.base)}</span>`}`;
+}
+
+// Label and entropy of the chosen head in a run, in words.
+function factsOf(run) {
+  const { layer } = placeIn(run);
+  const { label, strength, entropy } = statistics(run.layers[layer]);
+  return [label && `${label} ${shortNumber(strength)}`, entropy !== null && entropy !== undefined && `entropy ${shortNumber(entropy)}`].filter(Boolean).join(" · ");
 }
 
 function capital(text) {
@@ -170,8 +184,19 @@ function heads(place) {
     <button id="previous" title="The head before ( [ )" aria-label="Previous head" @click=${() => stepHead(-1)}>‹</button>
     <button id="next" title="The next head ( ] )" aria-label="Next head" @click=${() => stepHead(1)}>›</button>
     ${place.heads > 1 ? html`${other("mean", "mean", "Mean over the heads of this layer")}${other("max", "max", "Maximum over the heads of this layer")}` : nothing}
-    ${state.live && place.kind === "self" && (!state.run.info.sources || place.side === "encoder") ? other("rollout", "rollout", "Attention followed through all layers (Abnar and Zuidema 2020)") : nothing}
+    ${state.live && rollsOut() && place.kind === "self" && (!state.run.info.sources || place.side === "encoder") ? other("rollout", "rollout", "Attention followed through all layers (Abnar and Zuidema 2020)") : nothing}
   </span>`;
+}
+
+// Rollout multiplies the weights of all layers, which must be between the same tokens.
+function rollsOut() {
+  return state.run.layers.every((layer) => layer.queries !== "channels" && !layer.windows);
+}
+
+function windowsOf(place) {
+  if (!place.windows || !state.live) return nothing;
+  const window = windowOf(place);
+  return html`<span class="group" role="group" aria-label="Window of the picture"><button id="windowbefore" aria-label="Previous window" @click=${() => chooseWindow(window - 1)}>‹</button><span class="windowname">window ${window + 1} of ${place.windows[0] * place.windows[1]}</span><button id="windowafter" aria-label="Next window" @click=${() => chooseWindow(window + 1)}>›</button></span>`;
 }
 
 export function stepHead(step) {

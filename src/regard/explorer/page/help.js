@@ -25,7 +25,7 @@ export function showHelp() {
   if (!dialog.open) dialog.showModal();
 }
 
-export function hideHelp() {
+function hideHelp() {
   document.getElementById("help").close();
 }
 

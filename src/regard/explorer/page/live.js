@@ -54,18 +54,18 @@ export class LiveSource {
   effects(run, take, signal) { return this.#frames("effects", { run: run.id }, take, signal); }
   generate(body, take, signal) { return this.#frames("generate", body, take, signal); }
 
-  why(run, position, head, query, key, signal) {
-    return this.#json("why", { ...place(run, position), head, query, key }, signal);
+  why(run, position, head, window, query, key, signal) {
+    return this.#json("why", { ...place(run, position), head, window, query, key }, signal);
   }
 
   top(run, position) { return this.#json("top", { run: run.id, position }); }
   cost(run, position, head, signal) { return this.#json("cost", { ...place(run, position), head }, signal); }
-  async head(run, position, head) { return weightsOf(await this.#frame("head", { ...place(run, position), head })); }
+  async head(run, position, head, window) { return weightsOf(await this.#frame("head", { ...place(run, position), head, window })); }
   async rollout(run) { return weightsOf(await this.#frame("rollout", { run: run.id })); }
 
-  async scores(run, position, head) {
+  async scores(run, position, head, window) {
     const { rows, columns } = run.layers[position];
-    return scoresOf(await this.#frame("scores", { ...place(run, position), head }), rows, columns);
+    return scoresOf(await this.#frame("scores", { ...place(run, position), head, window }), rows, columns);
   }
 
   async page(run, full) { return (await this.#post("export", { run: run.id, full })).blob(); }

@@ -1,6 +1,6 @@
 // Runs as they arrive frame by frame, and the tables of their heads, fetched when they are shown.
 
-import { redraw, awaited } from "./store.js";
+import { state, redraw, awaited } from "./store.js";
 import { weightOfCode, MASKED } from "./codes.js";
 
 export function newRun(message) {
@@ -27,6 +27,12 @@ export function describeHead(place, head) {
   const layer = `${{ cross: "cross-attention" }[place.stack] ?? place.stack} ${place.number}`;
   const words = { mean: "mean over heads", max: "maximum over heads", rollout: "rollout over all layers" };
   return head === "rollout" ? words.rollout : `${layer}, ${words[head] ?? `head ${head}`}`;
+}
+
+// The window of a picture that is shown; null for a layer that sees its map whole.
+export function windowOf(place) {
+  if (!place.windows) return null;
+  return Math.min(state.window ?? place.window, place.windows[0] * place.windows[1] - 1);
 }
 
 // The head with the strongest label that says something; the first head if none has one.
@@ -87,20 +93,23 @@ function fetched(place, ask, names) {
 
 // Exact weights of a head, or null while they are on their way.
 export function headTable(run, layer, head) {
-  const place = `${run.id}/${layer}/${head}`;
-  const ask = head === "rollout" ? () => tableSource.rollout(run) : () => tableSource.head(run, layer, head);
+  const window = windowOf(run.layers[layer]);
+  const place = `${run.id}/${layer}/${head}/${window}`;
+  const ask = head === "rollout" ? () => tableSource.rollout(run) : () => tableSource.head(run, layer, head, window);
   return fetched(place, ask, ["head", "why"]);
 }
 
 export function headScores(run, layer, head) {
-  const place = `${run.id}/${layer}/${head}/scores`;
-  return fetched(place, () => tableSource.scores(run, layer, head), ["head", "whatif"]);
+  if (run.layers[layer].queries === "channels") return null; // their products are sums over all tokens
+  const window = windowOf(run.layers[layer]);
+  const place = `${run.id}/${layer}/${head}/${window}/scores`;
+  return fetched(place, () => tableSource.scores(run, layer, head, window), ["head", "whatif"]);
 }
 
 // What the thumbnail tells about a head, shown until its exact weights have come.
 export function previewTable(run, layer, head) {
-  const { rows, columns, size, codes, loaded, pool } = run.layers[layer];
-  if (!loaded || typeof head !== "number") return null;
+  const { rows, columns, size, codes, loaded, pool, window } = run.layers[layer];
+  if (!loaded || typeof head !== "number" || windowOf(run.layers[layer]) !== (window ?? null)) return null;
   const [high, wide] = size;
   const weights = new Float32Array(rows * columns);
   const visible = new Uint8Array(rows * columns);

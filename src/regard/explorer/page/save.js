@@ -64,7 +64,7 @@ export function saveVector(shown) {
 }
 
 // Lines and matrix of each pane, side by side, as text of an SVG file.
-export function vectorOf(shown) {
+function vectorOf(shown) {
   const colours = palette(isDark(state.theme));
   const parts = [];
   let left = 10, tallest = 0;
@@ -126,7 +126,7 @@ function vectorMatrix(view, colours, left, top, size) {
 }
 
 // Rows are queries, columns are keys; an empty cell is masked.
-export function tableOf(shown) {
+function tableOf(shown) {
   const field = (text) => `"${String(text).replaceAll('"', '""')}"`;
   return shown.filter((pane) => pane.view).map(({ view, title }) => {
     const lines = [[title || "query \\ key", ...view.columnGroups.map((group) => group.text)].map(field).join(",")];

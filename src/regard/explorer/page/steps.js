@@ -17,6 +17,7 @@ export function drawSteps() {
   const shown = canGenerate();
   element.hidden = !shown;
   if (!shown) return;
+  element.classList.toggle("idle", !state.steps.length);
   render(html`
     <div class="stephead"><h2>Generation</h2>
       <label>tokens <input id="count" type="number" min="1" max="64" .value=${String(state.count)} @change=${(event) => { state.count = Math.min(64, Math.max(1, Math.round(Number(event.target.value)) || 12)); redraw("steps"); }}></label>

@@ -1,10 +1,10 @@
 // The state of the page, and when its regions are drawn: once per animation frame, only those that changed.
 
 export const state = {
-  live: true, models: [], mechanisms: [], pictures: [], limits: {}, version: "",
+  live: true, models: [], mechanisms: [], pictures: [], version: "",
   model: "", input: { text: "" }, compare: { kind: "none", value: "" },
   base: null, run: null, other: null, changes: [],
-  layer: 0, head: 0, hover: null, locked: null, pair: null, beta: null, scope: "head",
+  layer: 0, head: 0, window: null, hover: null, locked: null, beta: null, scope: "head",
   words: false, special: false, threshold: 0, top: 0, view: "both", alignment: true, contrast: false,
   sort: "layer", colour: "attention", effects: null, twinEffects: null, progress: null,
   steps: [], step: null, generated: null, count: 12,

@@ -33,7 +33,7 @@ export class StoredSource {
     await this.#read();
     const info = this.frames.find((message) => message.type === "run");
     const model = { name: info.model, title: info.title ?? info.model, kind: info.kind, installed: true, example: info.input };
-    return { models: [model], mechanisms: [], pictures: [], limits: {}, version: info.version ?? "" };
+    return { models: [model], mechanisms: [], pictures: [], version: info.version ?? "" };
   }
 
   async run(body, take) {

@@ -1,5 +1,7 @@
 // Tokens as they are shown: readable text, word pieces merged to words, special tokens left out.
 
+import { windowOf } from "./runs.js";
+
 const MARKS = /^(?:##|[Ġ▁ ])/u;
 const SIGNS = { "\n": "⏎", "\r": "␍", "\t": "⇥", "Ċ": "⏎", "ĉ": "⇥" };
 
@@ -15,9 +17,10 @@ export function readable(token, continues = false) {
 // The tokens of one axis of a layer: names, which are special, which word each belongs to.
 export function axisOf(run, layer, side) {
   const { info } = run;
-  const which = run.layers[layer][side];
+  const place = run.layers[layer], which = place[side];
+  if (place.grid && which === "tokens" && !info.tokens.length) return positionsOf(place, windowOf(place));
   if (which === "channels") {
-    const count = run.layers[layer][side === "queries" ? "rows" : "columns"];
+    const count = place[side === "queries" ? "rows" : "columns"];
     return { which, names: Array.from({ length: count }, (_, index) => `channel ${index}`), special: [], words: [] };
   }
   const sources = which === "sources" && info.sources;
@@ -25,6 +28,15 @@ export function axisOf(run, layer, side) {
   const special = (sources ? info.source_special : info.special) ?? [];
   const words = (sources ? info.source_words : info.words) ?? [];
   return { which, names, special, words };
+}
+
+// Row and column of each position of a window in its map, of which the last windows may reach beyond it.
+function positionsOf({ rows, grid, windows }, window) {
+  const [down, across] = grid, side = windows ? Math.round(Math.sqrt(rows)) : across;
+  const [top, left] = windows ? [Math.floor(window / windows[1]) * side, (window % windows[1]) * side] : [0, 0];
+  const places = Array.from({ length: rows }, (_, index) => [top + Math.floor(index / side), left + (index % side)]);
+  const special = places.map(([row, column]) => row >= down || column >= across);
+  return { which: `tokens ${grid} ${window}`, names: places.map(([row, column], index) => special[index] ? "padding" : `${row + 1}, ${column + 1}`), special, words: [], places };
 }
 
 // What an axis shows: a list of { tokens, text, special }. Merging and hiding never leave it empty.
@@ -48,7 +60,7 @@ export function groupsOf(axis, merge, hide, length) {
 }
 
 // Text in one's own direction, so that right-to-left tokens do not turn what stands beside them.
-export function isolated(text) {
+function isolated(text) {
   return `\u2068${text}\u2069`;
 }
 

@@ -1,7 +1,7 @@
 // What the middle shows: the tables of one or two runs, merged, filtered and coloured, and which tokens are in focus.
 
 import { state, mechanismTitle } from "./store.js";
-import { headTable, headScores, previewTable } from "./runs.js";
+import { headTable, headScores, previewTable, windowOf } from "./runs.js";
 import { axisOf, groupsOf } from "./tokens.js";
 import { grouped, filtered, softmaxAt, largestOf } from "./tables.js";
 import { levelsOf } from "./codes.js";
@@ -26,7 +26,7 @@ let dialBuffer = null, dialLevels = null; // used again for every place of the d
 let dialled = null;
 
 // The weights at the dial's beta, computed here while it is dragged; null if the products have not come yet.
-export function dialTable(run) {
+function dialTable(run) {
   const { layer, head } = placeIn(run);
   if (state.beta === null || run !== state.run || typeof head !== "number") return null;
   const scores = headScores(run, layer, head);
@@ -60,7 +60,7 @@ export function viewOf(run) {
   const preview = !data;
   data ??= previewTable(run, layer, head);
   if (!data) return null;
-  const options = [layer, head, state.words, state.special, state.threshold, state.top, state.contrast].join();
+  const options = [layer, head, windowOf(run.layers[layer]), state.words, state.special, state.threshold, state.top, state.contrast].join();
   const stored = views.get(data);
   if (stored?.options === options) return stored;
   const place = run.layers[layer];

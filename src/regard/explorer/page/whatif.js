@@ -10,12 +10,12 @@ import { exactNumber, percent } from "./numbers.js";
 const MIDDLE = 100, END = 200, DECADE = 50; // places of the dial: a decade of beta each 50
 
 // The dial's place is logarithmic about the model's own scale; its ends are uniform (0) and argmax (infinity).
-export function betaAt(place, scale) {
+function betaAt(place, scale) {
   if (place <= 0) return 0;
   return place >= END ? Infinity : scale * 10 ** ((place - MIDDLE) / DECADE);
 }
 
-export function placeOf(beta, scale) {
+function placeOf(beta, scale) {
   if (beta === null || beta === undefined) return MIDDLE;
   if (beta === "inf" || beta === Infinity) return END;
   return beta === 0 ? 0 : Math.round(Math.min(END - 1, Math.max(1, MIDDLE + DECADE * Math.log10(beta / scale))));
@@ -63,7 +63,7 @@ export function drawWhatif() {
   render(html`
     <h2>What if <span class="group push" role="group" aria-label="Where">${scope("head", single ? "this head" : "these heads")}${scope("layer", "layer")}${scope("model", "model")}</span></h2>
     ${dial(single)}
-    <div class="row"><select id="mechanism" aria-label="Another mechanism" title="The same q, k and v through another mechanism" @change=${swapped}>
+    <div class="row"><select id="mechanism" aria-label="Another mechanism" title="The same q, k and v through another mechanism" ?disabled=${state.run.layers[state.layer].queries === "channels"} @change=${swapped}>
       <option value="" ?selected=${!changed("mechanism")}>the model’s own mechanism</option>
       ${state.mechanisms.filter(fitting).map((mechanism) => html`<option value=${mechanism.name} ?selected=${changed("mechanism") === mechanism.name} title=${mechanism.formula ?? ""}>${mechanism.title}</option>`)}</select>${windowBox()}</div>
     <div class="row buttons">${toggle("silence", "silence", "The output of these heads becomes 0")}${toggle("mean", "mean", "Each query gets the mean of the output over all tokens")}${hide()}</div>
@@ -107,6 +107,7 @@ function toggle(kind, words, hint) {
 
 function tokenToHide() {
   const lock = state.locked;
+  if (state.run.layers[state.layer].windows) return []; // it would be hidden in every window
   return lock?.columns.length ? lock.columns : lock?.rows.length && state.run.layers[state.layer].queries === state.run.layers[state.layer].keys ? lock.rows : [];
 }
 
@@ -157,7 +158,7 @@ function output() {
 
 function chosenPosition() {
   const lock = state.locked;
-  return lock?.rows.length === 1 && state.run.layers[state.layer].queries === "tokens" ? lock.rows[0] : null;
+  return state.run.info.kind !== "image" && lock?.rows.length === 1 && state.run.layers[state.layer].queries === "tokens" ? lock.rows[0] : null;
 }
 
 function outputTitle(position) {

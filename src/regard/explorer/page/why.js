@@ -76,6 +76,7 @@ function whyCard(element, { pair, answer }, current) {
     <div class=${current ? "" : "stale"}>
     <div class="barbox">${bars}</div>
     <ol class="chain">${steps.map((step, index) => html`<li data-step=${step.name} class=${index === steps.length - 1 ? "last" : ""}><span class="formula">${step.formula}${detail(step, answer)}</span><span class="figure">${exactNumber(step.value)}</span></li>`)}</ol>
+    ${answer.exact === false ? html`<p class="problem" id="inexact">These steps do not end in the weight: this model adds something to its scores that is unknown here.</p>` : nothing}
     ${share === null || share === undefined ? nothing : html`<div class="value" title="The value's part of what this query reads: |weight · v| over the sum for all keys">
       <span>value’s part</span><meter min="0" max="1" .value=${share} aria-label="Share of the head's output"></meter><span class="figure">${percent(share)}</span></div>
       <p class="quiet tight">|v| ${shortNumber(answer.value_norm, 3)} · |w·v| ${shortNumber(answer.part_norm, 3)}${answer.out_norm === null || answer.out_norm === undefined ? "" : ` · after W_o ${shortNumber(answer.out_norm, 3)}`}</p>`}

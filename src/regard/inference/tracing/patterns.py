@@ -33,6 +33,8 @@ from torch import Tensor
 
 from regard.core.display import Html, table
 from regard.inference.tracing.record import Trace, TracedLayer
+from regard.inference.tracing.statistics import heads_at_once
+from regard.inference.tracing.targets import Targets, spoken, targets_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -49,12 +51,6 @@ LEAST_ROWS = 2
 DIFFUSE = "diffuse"
 NEARLY_UNIFORM = 0.5
 """The score of uniform from which a head without a pattern is diffuse."""
-SEPARATORS = frozenset(
-    ("[SEP]", "</s>", "<sep>", "<eos>", "<|endoftext|>", "<|im_end|>", "<|end_of_text|>", "<|eot_id|>", "<|end|>")
-)
-PADS = frozenset(("[PAD]", "<pad>", "<|pad|>"))
-STARTS = ("Ġ", "▁", " ")
-"""How byte-level and SentencePiece tokens mark the beginning of a word."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -224,179 +220,71 @@ def patterns(trace: Trace, separators: Sequence[str] | Sequence[int] | None = No
     layer  head  kind   label       score   mass  baseline
         0     0  self   previous     1.00   1.00      0.25
     """
-    heads: list[HeadPatterns] = []
-    for layer in trace.layers:
-        if layer.by_pairs:
-            heads += _heads(trace, layer.flat(), separators)
-    return Patterns(tuple(heads))
+    scoring = Scoring(trace, separators)
+    return Patterns(tuple(head for layer in trace.layers for head in scoring.heads(layer)))
 
 
-def _heads(trace: Trace, layer: TracedLayer, separators: Sequence[str] | Sequence[int] | None) -> list[HeadPatterns]:
-    weights = layer.need("weights").float()
-    batch, heads, _, keys = weights.shape
-    visible = torch.ones(1, 1, 1, 1, dtype=torch.bool) if layer.visible is None else layer.visible
-    visible = visible.to(weights.device).expand(batch, -1, weights.shape[2], keys)
-    spoken = _spoken(trace, layer, batch, keys)
-    counted = _counted_rows(layer, spoken[0], batch, weights.device)[:, None] & weights.sum(-1).isfinite()
-    everyone = visible.sum(-1)
-    results: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
-    for name, targets in _targets(layer, *spoken, separators, batch, keys).items():
-        wanted = visible & targets.to(weights.device)[:, None]
-        among = wanted.sum(-1)
-        rows = counted & (among > 0) & (among < everyone)
-        mass, baseline = _on(weights, wanted), (among / everyone.clamp(min=1)).expand(batch, heads, -1)
-        results[name] = _mean(mass, rows), _mean(baseline, rows), rows.sum((0, 2)).expand(heads)
-    even = 1 / everyone.clamp(min=1)
-    overlap = _on(torch.minimum(weights, even[..., None]), visible)
-    rows = counted & (everyone > 1)
-    shares = _mean(even.expand(batch, heads, -1), rows)
-    results["uniform"] = _mean(overlap, rows), shares, rows.sum((0, 2)).expand(heads)
-    return [_head(layer, place, results) for place in range(heads)]
+class Scoring:
+    """Scores the layers of a trace one by one. Layers with the same positions, mask and tokens share their targets."""
+
+    def __init__(self, trace: Trace, separators: Sequence[str] | Sequence[int] | None = None) -> None:
+        self.trace, self.separators = trace, separators
+        self._targets: list[Targets] = []
+
+    def heads(self, layer: TracedLayer) -> list[HeadPatterns]:
+        """The patterns of each head of a layer; none of attention between channels."""
+        if not layer.by_pairs:
+            return []
+        layer = layer.flat()
+        weights = layer.need("weights").float()
+        targets = self._targets_of(layer, weights)
+        # Only uniform needs tables as large as the weights; the other sums are products of matrices.
+        even = targets.even.expand(-1, weights.shape[1], -1, -1)
+        parts = zip(*(table.split(heads_at_once(weights), 1) for table in (weights, even)), strict=True)
+        overlap = torch.cat([torch.minimum(part, share).sum(-1) for part, share in parts], 1)
+        masses = torch.cat([_on(weights, targets.wanted), overlap[None]])
+        rows = targets.rows & weights.sum(-1).isfinite()
+        counts, means = rows.sum((1, 3)), [_mean(masses, rows), _mean(targets.shares.expand(rows.shape), rows)]
+        mass, baseline = (mean.T.tolist() for mean in means)
+        return [
+            _head(layer, place, targets.names, numbers)
+            for place, numbers in enumerate(zip(mass, baseline, counts.T.tolist(), strict=True))
+        ]
+
+    def _targets_of(self, layer: TracedLayer, weights: Tensor) -> Targets:
+        strings = spoken(self.trace, layer, weights.shape[0], weights.shape[3])
+        for targets in self._targets:
+            if targets.fit(layer, weights, strings):
+                return targets
+        self._targets.append(targets_of(layer, weights, strings, self.separators))
+        return self._targets[-1]
 
 
-def _on(weights: Tensor, keys: Tensor) -> Tensor:
-    """The sum (B, H, T) of the weights on some keys, (B or 1, H or 1, T, S): without a table of products."""
-    chosen = keys.to(weights.dtype).expand(len(weights), *keys.shape[1:])
-    if chosen.shape[1] == 1:
-        return torch.einsum("bhts,bts->bht", weights, chosen[:, 0])
-    return torch.einsum("bhts,bhts->bht", weights, chosen)
+def _on(weights: Tensor, wanted: Tensor) -> Tensor:
+    """The sums (P, B, H, T) of the weights on the keys of each pattern, (P, B or 1, H or 1, T, S)."""
+    if wanted.shape[2] == 1:
+        tables = wanted[:, :, 0].expand(-1, len(weights), -1, -1)
+        return torch.einsum("bhts,pbts->pbht", weights, tables)
+    return torch.stack([torch.einsum("bhts,bhts->bht", weights, table.to(weights.dtype)) for table in wanted])
 
 
 def _mean(numbers: Tensor, rows: Tensor) -> Tensor:
-    """The mean over the batch and the chosen rows, for each head; NaN without rows."""
-    return numbers.masked_fill(~rows, 0).sum((0, 2)) / rows.sum((0, 2))
+    """The mean (P, H) over the batch and the rows that count; NaN without rows."""
+    return numbers.masked_fill(~rows, 0).sum((1, 3)) / rows.sum((1, 3))
 
 
-def _head(layer: TracedLayer, place: int, results: dict[str, tuple[Tensor, Tensor, Tensor]]) -> HeadPatterns:
+def _head(
+    layer: TracedLayer,
+    place: int,
+    names: Sequence[str],
+    numbers: tuple[list[float], list[float], list[int]],
+) -> HeadPatterns:
     mass: dict[str, float | None] = dict.fromkeys(PATTERNS)
     baseline: dict[str, float | None] = dict.fromkeys(PATTERNS)
     score: dict[str, float | None] = dict.fromkeys(PATTERNS)
     rows = dict.fromkeys(PATTERNS, 0)
-    for name, (masses, baselines, counts) in results.items():
-        rows[name] = int(counts[place])
-        m, b = float(masses[place]), float(baselines[place])
+    for name, m, b, count in zip(names, *numbers, strict=True):
+        rows[name] = count
         if m == m and b < 1:  # NaN means no rows
             mass[name], baseline[name], score[name] = m, b, (m - b) / (1 - b)
     return HeadPatterns(layer.index, layer.name, layer.kind, layer.heads[place], mass, baseline, score, rows)
-
-
-Spoken = list[list[str]] | None
-
-
-def _spoken(trace: Trace, layer: TracedLayer, batch: int, keys: int) -> tuple[Spoken, Spoken]:
-    """The token strings of queries (by position) and of keys, if the trace has tokens."""
-    asked, answered = trace.labels(layer)
-    for name, tokens, least in (
-        ("tokens" if layer.kind == "self" else "source_tokens", answered, keys),
-        ("tokens", asked, max(layer.rows, default=-1) + 1),
-    ):
-        # The last generated token has not run yet, so there may be one string more.
-        if tokens is not None and (len(tokens) != batch or any(len(t) not in (least, least + 1) for t in tokens)):
-            lengths = [len(sequence) for sequence in tokens]
-            raise ValueError(f"{name}: expected {batch} sequences of {least} strings, got lengths {lengths}")
-    return asked, None if answered is None else [sequence[:keys] for sequence in answered]
-
-
-def _counted_rows(layer: TracedLayer, asked: Spoken, batch: int, device: torch.device) -> Tensor:
-    """Which rows (B, T) are not at padding."""
-    places = torch.tensor(layer.rows, dtype=torch.long, device=device)
-    counted = torch.ones(batch, len(places), dtype=torch.bool, device=device)
-    if layer.kind == "self" and layer.real is not None:
-        counted &= layer.real.to(device)[:, places]
-    if asked is not None:
-        counted &= torch.tensor([[s[place] not in PADS for place in layer.rows] for s in asked], device=device)
-    return counted
-
-
-def _targets(
-    layer: TracedLayer,
-    asked: Spoken,
-    answered: Spoken,
-    separators: Sequence[str] | Sequence[int] | None,
-    batch: int,
-    keys: int,
-) -> dict[str, Tensor]:
-    """For each pattern that is defined here, which keys are targets, broadcastable to (B, T, S)."""
-    query, key = torch.tensor(layer.rows, dtype=torch.long)[:, None], torch.arange(keys)
-    start = torch.zeros(1, 1) if layer.real is None else layer.real.cpu().int().argmax(-1)[:, None]
-    targets = {"first": (key == start)[:, None]}
-    if (marked := _separated(answered, separators, keys)) is not None:
-        targets["separator"] = marked[:, None]
-    if layer.kind == "cross":
-        if asked is not None and answered is not None:
-            mine, theirs = _numbered([[bare(t) for t in s] for s in asked], [[bare(t) for t in s] for s in answered])
-            targets["same word"] = mine[:, layer.rows, None] == theirs[:, None]
-        return targets
-    targets |= {"previous": (key == query - 1)[None], "next": (key == query + 1)[None], "self": (key == query)[None]}
-    if answered is not None:
-        words = torch.tensor([[-1 if word is None else word for word in word_ids(s)] for s in answered])
-        mine = words[:, layer.rows, None]
-        targets["same word"] = (mine == words[:, None]) & (mine >= 0) & (key != query)
-        tokens, _ = _numbered(answered, answered)
-        before = torch.cat([torch.full((batch, 1), -1), tokens[:, :-1]], dim=1)
-        targets["induction"] = (tokens[:, layer.rows, None] == before[:, None]) & (key <= query)
-    return targets
-
-
-def _separated(answered: Spoken, separators: Sequence[str] | Sequence[int] | None, keys: int) -> Tensor | None:
-    """Which keys (B, S) are separators; None without tokens."""
-    if separators is not None and all(type(place) is int for place in separators):
-        if wrong := [place for place in separators if not -keys <= place < keys]:  # type: ignore[operator]
-            raise ValueError(f"separators: expected positions below {keys}, got {wrong[0]}")
-        marked = torch.zeros(1, keys, dtype=torch.bool)
-        marked[:, list(separators)] = True
-        return marked
-    if answered is None:
-        return None
-    marks = SEPARATORS if separators is None else set(separators)
-    return torch.tensor([[token in marks for token in sequence] for sequence in answered])
-
-
-def _numbered(*groups: list[list[str]]) -> list[Tensor]:
-    """Strings as integers, equal for equal strings."""
-    numbers: dict[str, int] = {}
-    width = [max(len(sequence) for sequence in group) for group in groups]
-    return [
-        torch.tensor([[numbers.setdefault(t, len(numbers)) for t in s] + [-2] * (wide - len(s)) for s in group])
-        for group, wide in zip(groups, width, strict=True)
-    ]
-
-
-def bare(token: str) -> str:
-    """A token without the marks for the beginning and end of words.
-
-    >>> [bare(token) for token in ("Ġcat", "▁cat", "##cat", "cat</w>")]
-    ['cat', 'cat', 'cat', 'cat']
-    """
-    return token.lstrip("".join(STARTS)).removeprefix("##").removesuffix("</w>")
-
-
-def word_ids(tokens: Sequence[str]) -> list[int | None]:
-    """Which word each token belongs to, by the marks of its tokenizer; None for special tokens.
-
-    WordPiece marks tokens that continue a word (##), byte-level BPE and SentencePiece those that begin one (Ġ, ▁),
-    CLIP's BPE those that end one (</w>). Without marks each token is a word. A token without letters and digits is a
-    word.
-
-    >>> word_ids(["[CLS]", "re", "##gard", "this", "[SEP]"])
-    [None, 0, 0, 1, None]
-    >>> word_ids(["<s>", "▁re", "gard", ",", "▁this"])
-    [None, 0, 0, 1, 2]
-    """
-    pieces = any(token.startswith("##") for token in tokens)
-    begins = any(token.startswith(STARTS) for token in tokens)
-    ends = any(token.endswith("</w>") for token in tokens)
-    words: list[int | None] = []
-    word, goes_on = -1, False
-    for token in tokens:
-        special = len(token) > 2 and (token[0], token[-1]) in (("[", "]"), ("<", ">")) and token[:2] != "</w"
-        signs = not any(letter.isalnum() and letter not in "ĠĊĉ" for letter in bare(token))
-        if pieces:
-            joined = token.startswith("##")
-        else:
-            joined = (begins or ends) and goes_on and not token.startswith(STARTS) and not signs
-        if not special and not (joined and words and words[-1] is not None):
-            word += 1
-        words.append(None if special else word)
-        goes_on = not special and not signs and not token.endswith("</w>")
-    return words

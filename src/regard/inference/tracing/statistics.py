@@ -17,6 +17,10 @@ from torch import Tensor
 from regard.core.display import Html, table
 from regard.inference.tracing.record import Trace, TracedLayer
 
+PART_BYTES = 2**24
+"""Of weights that a table of the same size is made for at once: it stays in the processor's cache, and the next table
+takes the same memory."""
+
 
 @dataclass(frozen=True)
 class HeadStatistics:
@@ -130,25 +134,29 @@ def statistics(trace: Trace) -> Statistics:
     >>> [(head.entropy, head.first, head.distance) for head in statistics(Trace([layer]))]
     [(0.0, 0.25, 1.5)]
     """
-    measured = Statistics()
-    for layer in (recorded.flat() for recorded in trace.layers):
-        if not layer.by_pairs:
-            continue
-        weights = layer.need("weights")
-        weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
-        rows = _rows(layer, weights)
-        signed = bool((weights < 0).any())
-        entropy = [None] * len(layer.heads) if signed else _mean(torch.special.entr(weights).sum(-1), rows)
-        first = _mean(_on_first(layer, weights), rows)
-        queries = torch.tensor(layer.rows, device=weights.device)[:, None]
-        steps = (queries - torch.arange(weights.shape[3], device=weights.device)).abs().to(weights.dtype)
-        away = torch.einsum("bhts,ts->bht", weights, steps)  # without a table of products
-        distance = _mean(away, rows) if layer.kind == "self" else [None] * len(first)
-        measured += [
-            HeadStatistics(layer.index, head, layer.kind, spread, on_first, away)
-            for head, spread, on_first, away in zip(layer.heads, entropy, first, distance, strict=True)
-        ]
-    return measured
+    return Statistics(head for layer in trace.layers for head in layer_statistics(layer))
+
+
+def layer_statistics(layer: TracedLayer) -> list[HeadStatistics]:
+    """The statistics of a layer's heads."""
+    if not layer.by_pairs:
+        return []
+    layer = layer.flat()
+    weights = layer.need("weights")
+    weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
+    least = weights.amin(-1)
+    rows = _rows(layer, (least != 0) | (weights.amax(-1) != 0))
+    signed = bool((least < 0).any())
+    entropy = [None] * len(layer.heads) if signed else _mean(_entropy(weights), rows)
+    first = _mean(_on_first(layer, weights), rows)
+    queries = torch.tensor(layer.rows, device=weights.device)[:, None]
+    steps = (queries - torch.arange(weights.shape[3], device=weights.device)).abs().to(weights.dtype)
+    away = torch.einsum("bhts,ts->bht", weights, steps)  # without a table of products
+    distance = _mean(away, rows) if layer.kind == "self" else [None] * len(first)
+    return [
+        HeadStatistics(layer.index, head, layer.kind, spread, on_first, away)
+        for head, spread, on_first, away in zip(layer.heads, entropy, first, distance, strict=True)
+    ]
 
 
 def compare(trace: Trace, other: Trace) -> Comparison:
@@ -166,7 +174,8 @@ def compare(trace: Trace, other: Trace) -> Comparison:
             raise ValueError(
                 f"other: expected weights {tuple(before.shape)} in layer {layer.index}, got {tuple(after.shape)}"
             )
-        rows = _rows(layer, before) if layer.by_pairs else torch.ones_like(before[..., 0], dtype=torch.bool)
+        filled = (before != 0).any(-1)
+        rows = _rows(layer, filled) if layer.by_pairs else torch.ones_like(filled)
         change = _mean((before - after).abs().sum(-1) / 2, rows)
         heads += [
             HeadChange(layer.index, head, layer.kind, value) for head, value in zip(layer.heads, change, strict=True)
@@ -174,12 +183,24 @@ def compare(trace: Trace, other: Trace) -> Comparison:
     return Comparison(tuple(heads))
 
 
-def _rows(layer: TracedLayer, weights: Tensor) -> Tensor:
-    """The rows (B, H, T) that count: of real tokens that see something."""
-    rows = (weights != 0).any(-1)
+def _rows(layer: TracedLayer, filled: Tensor) -> Tensor:
+    """The rows (B, H, T) that count: of real tokens, and `filled` with weights that are not all 0."""
     if layer.kind == "self" and layer.real is not None:
-        rows = rows & layer.real.to(weights.device)[:, None, list(layer.rows)]
-    return rows
+        return filled & layer.real.to(filled.device)[:, None, list(layer.rows)]
+    return filled
+
+
+def heads_at_once(weights: Tensor) -> int:
+    """How many heads of weights (B, H, T, S) make one part of `PART_BYTES`."""
+    head = weights.nbytes // max(1, weights.shape[1])
+    return max(1, PART_BYTES // max(1, head))
+
+
+def _entropy(weights: Tensor) -> Tensor:
+    """The entropy (B, H, T) of each row."""
+    tiny = torch.finfo(weights.dtype).tiny  # 0 log 0 is 0
+    parts = weights.split(heads_at_once(weights), 1)
+    return 0 - torch.cat([torch.linalg.vecdot(part, part.clamp_min(tiny).log_()) for part in parts], 1)
 
 
 def _on_first(layer: TracedLayer, weights: Tensor) -> Tensor:
