@@ -1,7 +1,6 @@
 """What takes more than one pass: every head silenced once, and text that is generated token by token."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
@@ -14,8 +13,7 @@ from regard.explorer.subject import Subject, of_ids, output_names
 from regard.inference.effects import effects
 from regard.inference.generation.prompt import CHUNK
 from regard.inference.generation.request import as_generative, limits_of
-from regard.models.base import GenerativeModel, ImageModel
-from regard.models.encoder import Encoder
+from regard.models.base import GenerativeModel
 
 Emit = Callable[[bytes], None]
 Check = Callable[[], None]
@@ -30,7 +28,7 @@ def silence_heads(snapshot: Snapshot, emit: Emit, check: Check = no_check) -> No
         emit(frame({"type": "progress", "done": done, "total": total}))
 
     with changed(subject.model, snapshot.changes):
-        measured = effects(subject.model, *subject.inputs, predict=_predict(subject), watch=watch, **subject.options)
+        measured = effects(subject.model, *subject.inputs, watch=watch, **subject.options)
     heads = [
         {
             "layer": effect.layer,
@@ -43,16 +41,6 @@ def silence_heads(snapshot: Snapshot, emit: Emit, check: Check = no_check) -> No
     ]
     before = [{"token": token, "probability": share} for token, share in _named(subject, measured.top)]
     emit(frame({"type": "effects", "heads": heads, "top": before}))
-
-
-def _predict(subject: Subject) -> Callable[[Any], Any] | None:
-    """How logits come out of what a model returns, where `effects` does not know it."""
-    model = subject.model
-    if isinstance(model, ImageModel):
-        return lambda result: result
-    if isinstance(model, Encoder) and (model.config.num_classes or model.config.masked_words):
-        return model.classify if model.config.num_classes else model.masked_words
-    return None
 
 
 def _named(subject: Subject, top: Sequence[tuple[str, float]]) -> list[tuple[str, float]]:

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from regard.core.extras import needed_for
 from regard.inference.generation import generate
 from regard.inference.trace import word_ids
-from regard.models.base import GenerativeModel, ImageModel, TextModel
-from regard.models.encoder import Encoder
+from regard.models.base import GenerativeModel, ImageModel, Model, TextModel
 from regard.models.vision import VisionTransformer, pair
 
 Kind = Literal["text", "pair", "image"]
@@ -292,35 +291,24 @@ def _png(pixels: UInt8[Tensor, "C Y X"]) -> bytes:
 
 def read_output(subject: Subject, result: Any) -> Output:
     """What the model returned, for its one sequence."""
-    model = subject.model
-    if isinstance(model, Encoder):
-        hidden = result[0]
-        if model.config.num_classes:
-            return Output(values=hidden, logits=model.classify(result))
-        return Output(values=hidden, logits=model.masked_words(hidden) if model.config.masked_words else None)
-    if isinstance(result, Tensor):
-        rows = result[0] if result.ndim == 3 else result
-        return Output(values=rows, logits=rows if isinstance(model, GenerativeModel | ImageModel) else None)
+    if isinstance(result, Tensor) and isinstance(subject.model, Model):
+        predicted = subject.model.logits(result)
+        return Output(values=_rows(result), logits=None if predicted is None else _rows(predicted))
     logits = getattr(result, "logits", None)
     values = logits if logits is not None else getattr(result, "last_hidden_state", None)
     if not isinstance(values, Tensor):
         raise ValueError(f"model: expected one that returns logits or hidden states, got {type(result).__name__}")
-    rows = values[0] if values.ndim == 3 else values
-    return Output(values=rows, logits=None if logits is None else rows)
+    return Output(values=_rows(values), logits=None if logits is None else _rows(values))
 
 
-def class_names(subject: Subject) -> tuple[str, ...] | None:
-    """The names of a classifier's classes; None for a model of tokens."""
-    config: Any = getattr(subject.model, "config", None)
-    if isinstance(subject.model, ImageModel) or (isinstance(subject.model, Encoder) and config.num_classes):
-        return tuple(config.class_names) or tuple(str(number) for number in range(config.num_classes))
-    return None
+def _rows(values: Float[Tensor, "..."]) -> Float[Tensor, "N D"]:
+    """Those of the one sequence, or the one row of an image."""
+    return values[0] if values.ndim == 3 else values
 
 
 def output_names(subject: Subject, ids: Sequence[int]) -> list[str]:
     """The names of what logits stand for: tokens, or classes."""
-    classes = class_names(subject)
-    if classes is not None:
+    if isinstance(subject.model, Model) and (classes := subject.model.class_names):
         return [classes[number] if number < len(classes) else str(number) for number in ids]
     if subject.tokenizer is not None:
         return [_readable(str(token)) for token in subject.tokenizer.convert_ids_to_tokens(list(ids))]

@@ -12,7 +12,7 @@ from regard.core.display import Html, table
 from regard.inference.intervene import applied
 from regard.inference.interventions.change import Change
 from regard.inference.trace import trace
-from regard.models.base import GenerativeModel
+from regard.models.base import GenerativeModel, Model
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -129,8 +129,8 @@ def effects(
 
     `inputs` and `options` are what the model takes, for one sequence: tensors, or texts where the model has a
     tokenizer (for an encoder-decoder a source and a target). The logits are the output of our decoders and
-    encoder-decoders and the `logits` of Hugging Face models; `predict` gives them for others, such as
-    `predict=encoder.masked_words`. Without logits the distance alone is measured. `watch` is told how many heads are
+    encoder-decoders, the classes or masked words of other models and the `logits` of Hugging Face models; `predict`
+    gives other ones. Without logits the distance alone is measured. `watch` is told how many heads are
     done, and may raise to stop. Two threads on one Hugging Face model at the same time are not supported.
 
     >>> import regard as rg, torch
@@ -232,8 +232,8 @@ def _read(
     logits = getattr(result, "logits", None)
     if predict is not None:
         logits = predict(result)
-    elif isinstance(result, Tensor) and isinstance(model, GenerativeModel):
-        logits = result
+    elif isinstance(result, Tensor) and isinstance(model, Model):
+        logits = model.logits(result)
     output = logits if logits is not None else getattr(result, "last_hidden_state", result)
     if not isinstance(output, Tensor):
         raise ValueError(f"predict: expected a function from {type(result).__name__} to logits, got none")

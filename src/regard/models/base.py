@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from regard.core.display import Html
 from regard.core.eager import readable
-from regard.models.config import Config, ImageConfig, TextConfig
+from regard.models.config import Config, ImageConfig, TextConfig, names_of_classes
 from regard.models.layers.attention import AnyMask, without_mechanisms
 from regard.models.layers.block import Stack
 from regard.models.layers.streaming import ModelState
@@ -41,6 +41,16 @@ class Model(nn.Module):
     tokenizer: "Tokenizer | None" = None
     quantized: bool = False
     """Whether its projections have int8 weights; see `regard.quantized`."""
+
+    def logits(self, output: Float[Tensor, "..."]) -> Float[Tensor, "... D"] | None:
+        """The logits in what a call of the model returns, of tokens (B, T, D) or of classes (B, D); None for a model
+        that has none."""
+        return None
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """The names of the classes that its logits stand for; none where they stand for tokens."""
+        return ()
 
     def initialise(self, spread: float = 0.02) -> None:
         """Small random weights, as in GPT-2 and BERT, and biases of 0. Norms and mechanisms stay as they were built."""
@@ -161,6 +171,9 @@ class GenerativeModel(TextModel):
     def vocabulary_logits(self, hidden: Float[Tensor, "*b E"]) -> Float[Tensor, "*b D"] | None:
         return self.predict(hidden)
 
+    def logits(self, output: Float[Tensor, "..."]) -> Float[Tensor, "... D"] | None:
+        return output
+
     def embed(self, tokens: Int[Tensor, "B T"], place: Int[Tensor, "..."]) -> Float[Tensor, "B T E"]:
         """The first block's input: embeddings of tokens at their positions."""
         raise NotImplementedError
@@ -202,6 +215,13 @@ class ImageModel(Model):
     @property
     def default_length(self) -> int:
         return 224
+
+    def logits(self, output: Float[Tensor, "..."]) -> Float[Tensor, "... D"] | None:
+        return output if self.config.num_classes else None
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        return names_of_classes(self.config.class_names, self.config.num_classes)
 
     def num_tokens(self, height: int, width: int) -> int:
         """How many tokens the first attention layer sees of an image."""

@@ -166,6 +166,16 @@ def block_config(config: Any, **changes: Any) -> BlockConfig:
     return BlockConfig(**shared, **changes)
 
 
+def names_of_classes(class_names: tuple[str, ...], num_classes: int) -> tuple[str, ...]:
+    """The names of the classes of a config; numbers where it has none.
+
+    >>> from regard.models.config import names_of_classes
+    >>> names_of_classes((), 2)
+    ('0', '1')
+    """
+    return class_names or tuple(str(number) for number in range(num_classes))
+
+
 def check_class_names(class_names: tuple[str, ...], num_classes: int) -> None:
     """Raise ValueError unless there is one name per class, or none at all."""
     if class_names and len(class_names) != num_classes:

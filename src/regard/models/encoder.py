@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from regard.core.masks import Mask, Window, as_mask, global_tokens
 from regard.core.masks.structure import padding_between, structure_of
 from regard.models.base import TextModel, check_length, check_tokens
-from regard.models.config import TextConfig, block_config, check_class_names, check_window
+from regard.models.config import TextConfig, block_config, check_class_names, check_window, names_of_classes
 from regard.models.layers.attention import AnyMask
 from regard.models.layers.block import Stack
 from regard.models.layers.linear import Linear, linear
@@ -195,6 +195,15 @@ class Encoder(TextModel):
             first = padding.valid(length, self.device).long().argmax(-1)
             near = window | (lambda b, h, q, k: (q == first[b]) | (k == first[b]))
         return near if rule is None else near & rule
+
+    def logits(self, output: Float[Tensor, "..."]) -> Float[Tensor, "... D"] | None:
+        if self.config.num_classes:
+            return self.classify(output)
+        return self.masked_words(output) if self.config.masked_words else None
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        return names_of_classes(self.config.class_names, self.config.num_classes)
 
     def masked_words(self, hidden: Float[Tensor, "*b E"]) -> Float[Tensor, "*b D"]:
         """Logits of the word at each position."""

@@ -3,6 +3,7 @@
 layer output  =  Σ_h W_o,h out_h + bias        out_h (T, V) the head's output;  W_o,h (E, V) its columns of W_o
 """
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,9 +36,8 @@ def _weight(module: Any) -> Float[Tensor, "E D"] | None:
         scale = getattr(module, "scale", None)  # of int8 weights
         weight = module.weight.detach()
         return weight if weight.is_floating_point() or scale is None else weight.float() * scale[:, None]
-    if type(module).__name__ == "Conv1D" and isinstance(module.weight, Tensor):  # GPT-2's, input by output
-        return module.weight.detach().T
-    return None
+    gpt2_linear: Any = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", ())  # input by output
+    return module.weight.detach().T if isinstance(module, gpt2_linear) else None
 
 
 def by_head(
