@@ -22,6 +22,7 @@ from hypothesis.stateful import (
 )
 from safetensors.torch import save_file
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 
 import regard as rg
 from regard.checkpoints.sources import open_safetensors
@@ -612,26 +613,83 @@ def test_distances_over_padding_are_those_of_positions(side: str) -> None:
         assert torch.allclose(out, expected, atol=1e-12)
 
 
-def test_rows_that_end_one_by_one_store_no_padding() -> None:
-    """A static batch: a finished row goes on with padding, token by token, and one of them begins again."""
-    generator, rows, steps = torch.Generator().manual_seed(0), 4, 420
-    tensors = tuple(
-        torch.randn(rows, heads, steps, size, generator=generator, dtype=torch.float64)
-        for heads, size in ((H, K), (G, K), (G, V))
-    )
-    ends = torch.tensor([[20], [200], [420], [200]])
-    valid = torch.arange(steps) < ends
-    valid[3, 400:] = True
+def two_prompts(lengths: tuple[int, ...], generator: torch.Generator, rule: rg.Mask = rg.causal) -> tuple[Any, Tensor]:
+    """The state of prompts padded on the right, and which tokens are real."""
+    tensors = tokens(len(lengths), max(lengths), generator)
+    valid = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
     state = rg.Softmax().start(
-        batch=rows, num_kv_heads=G, qk_length=K, value_length=V, capacity=steps, dtype=torch.float64
-    )
-    for at in range(steps):
-        fresh = rg.causal & rg.padding(valid=valid[:, : at + 1])
-        out, state = rg.Softmax().extend(*cut(tensors, at, at + 1), state, mask=fresh)
-        q, (_, k, v) = tensors[0][:, :, at : at + 1], cut(tensors, 0, at + 1)
-        assert torch.allclose(out, rg.attend(q, k, v, mask=fresh, path="reference"), atol=1e-12)
-    most = sum(max(200, 2 * end) for end in (20, 200, steps // 2, 220))  # a copy has room for twice as much
-    assert state.nbytes < most * G * (K + V) * 8 + 2 * valid.numel()
+        batch=len(lengths), num_kv_heads=G, qk_length=16, value_length=16, capacity=max(lengths) + 300,
+        dtype=torch.float64,
+    )  # fmt: skip
+    return rg.Softmax().extend(*tensors, state, mask=rule & rg.padding(valid=valid))[1], valid
+
+
+def tokens(batch: int, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = (torch.randn(batch, heads, count, 16, generator=generator, dtype=torch.float64) for heads in (H, G, G))
+    return q, k, v
+
+
+@pytest.mark.parametrize("count", [1, 64])
+def test_repeated_rows_take_padding_alone(count: int) -> None:
+    """What they share is all that they store: nothing comes after it."""
+    generator = torch.Generator().manual_seed(0)
+    state, valid = two_prompts((400, 300), generator)
+    state = state.reorder(torch.tensor([0, 1, 1]))
+    real = torch.tensor([[True], [False], [False]]).expand(3, count)
+    mask = rg.causal & rg.padding(valid=torch.cat([valid[[0, 1, 1]], real], 1))
+    q, k, v = tokens(3, count, generator)
+    out, longer = rg.Softmax().extend(q, k, v, state, mask=mask)
+    whole = [torch.cat([old, new], 2) for old, new in ((state.keys, k), (state.values, v))]
+    assert torch.allclose(out, rg.attend(q, *whole, mask=mask, path="reference"), atol=1e-12)
+    assert longer.runs[1].count(longer.length) == 300
+
+
+def test_a_finished_row_under_a_window_is_not_copied_at_every_step() -> None:
+    generator = torch.Generator().manual_seed(0)
+    rule = rg.window(before=150)
+    state, valid = two_prompts((300, 200), generator, rule)
+    buffers = set()
+    for _ in range(40):
+        valid = torch.cat([valid, torch.tensor([[True], [False]])], 1)
+        _, state = rg.Softmax().extend(*tokens(2, 1, generator), state, mask=rule & rg.padding(valid=valid))
+        buffers |= {run.buffer for run in state.runs}
+    assert len(buffers) <= 4
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["mask once", "mask at every step"])
+def test_compiled_steps_after_right_padding_are_one_graph(again: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    state, valid = two_prompts((200, 50), generator)
+    torch.compiler.reset()
+    graphs = CompileCounter()
+
+    @torch.compile(backend=graphs, fullgraph=True)
+    def step(q: Tensor, k: Tensor, v: Tensor, state: Any, mask: rg.Mask) -> tuple[Tensor, Any]:
+        return rg.Softmax().extend(q, k, v, state, mask=mask)
+
+    for _ in range(8):
+        q, k, v = tokens(2, 1, generator)
+        valid = torch.cat([valid, torch.ones(2, 1, dtype=torch.bool)], 1)
+        mask = rg.causal & rg.padding(valid=valid)
+        whole = [torch.cat([old, new], 2) for old, new in ((state.keys, k), (state.values, v))]
+        out, state = step(q, k, v, state, mask if again else rg.causal)
+        assert torch.allclose(out, rg.attend(q, *whole, mask=mask, path="reference"), atol=1e-12)
+    assert graphs.frame_count <= 3
+
+
+def test_a_bias_over_shared_prompts_leaves_gaps_as_they_are() -> None:
+    generator = torch.Generator().manual_seed(0)
+    state, _ = two_prompts((400, 300), generator)
+    state = state.reorder(torch.tensor([0, 1, 1]))
+    q, k, v = tokens(3, 1, generator)
+    biases = torch.randn(2, 3, 1, 1, 401, generator=generator, dtype=torch.float64)
+
+    def step(bias: Tensor) -> Tensor:
+        return rg.Softmax().extend(q, k, v, state, mask=rg.causal, bias=bias)[0]
+
+    longer = rg.Softmax().extend(q, k, v, state, mask=rg.causal, bias=biases[0])[1]
+    assert [run.gap for run in longer.runs] == [None, (300, 400)]
+    assert torch.allclose(torch.func.vmap(step)(biases), torch.stack([step(bias) for bias in biases]), atol=1e-12)
 
 
 @pytest.mark.parametrize("change", ["gap over real tokens", "no gap", "gap beyond the end", "gap of words"])

@@ -3,6 +3,7 @@
 The cache keeps a NaN or infinity as it is: each call has the guard of any other call (masks/guard.py).
 """
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -46,17 +47,22 @@ def usable_state(
         return state
     derived = recorded or any([run.derived for run in state.runs])
     limits = structure_of(rule, FOREVER, FOREVER)
-    positions_count = mechanism.ordered or limits.rest is not None or limits.windowed
+    is_traced = torch.compiler.is_compiling() and limits.paddings  # a trace cannot ask which of a table's rows are real
+    fills_gaps = mechanism.ordered or limits.rest is not None or limits.windowed or is_traced
 
-    def usable(run: Run) -> bool:
-        if run.gap is not None and positions_count:
-            return False
-        if not run.prefixes:
-            return True
+    def cannot_share(run: Run) -> bool:
         part = None if q.is_cpu else _part(rule, state, run)  # only a GPU's kernels ask
-        return shared.cannot(mechanism, run.of(q), run, state.length, part, bias, derived) is None
+        reason = shared.cannot(mechanism, run.of(q), run, state.length, part, bias, derived) if run.prefixes else None
+        return reason is not None
 
-    return state if all([usable(run) for run in state.runs]) else state.apart()
+    runs, may_share = [], state.may_share
+    for run in state.runs:
+        if run.gap is not None and fills_gaps:
+            run = run.apart(state.length)
+        elif cannot_share(run):
+            run, may_share = run.joined(state.length), False
+        runs.append(run)
+    return state if tuple(runs) == state.runs else replace(state, runs=tuple(runs), may_share=may_share)
 
 
 def step(
@@ -93,8 +99,9 @@ def over_runs(
     queries = q.shape[2]
     ordered = structure_of(rule, queries, state.length).causal
     outputs = q.new_zeros(*q.shape[:3], state.buffer.values.shape[3])
-    if transformed():  # so that a transform over keys or values only reaches the output
-        outputs = outputs + sum(t[..., :0].sum() for run in state.runs for t in (run.buffer.keys, run.buffer.values))
+    if transformed():  # so that a transform over keys, values or a bias only reaches the output
+        tensors = [tensor for run in state.runs for tensor in (run.buffer.keys, run.buffer.values)]
+        outputs = outputs + sum(t[..., :0].sum() for t in (*tensors, *([] if bias is None else [bias])))
     for run in state.runs:
         keys = run.count(state.length)
         if keys == 0:  # rows with padding only
@@ -102,11 +109,9 @@ def over_runs(
         # Causal queries before the run's first key see only padding: their output is 0. Those in its gap see all keys.
         last = queries - run.in_gap(queries, state.length) if ordered else queries
         first = max(0, last - keys) if ordered else 0
-        for low, high, part in (
-            (first, last, _part(rule, state, run)),
-            (last, queries, _part(rule, state, run, in_gap=True)),
-        ):
+        for low, high, in_gap in ((first, last, False), (last, queries, True)):
             if low < high:
+                part = _part(rule, state, run, in_gap)
                 outputs[list(run.rows), :, low:high] = _over_run(mechanism, q, low, high, run, state, part, bias)
     return outputs
 
@@ -127,7 +132,7 @@ def _over_run(
         return shared.attend(mechanism, queries, run, state.length, part)
     scores = None
     if bias is not None:
-        scores = run.stored(run.of(bias.expand(*q.shape[:3], state.length))[:, :, low:high])
+        scores = run.columns_of(run.of(bias.expand(*q.shape[:3], state.length))[:, :, low:high])
     k, v, scales = run.buffer.stored(run.count(state.length))
     return _run(Call(mechanism, queries, k, v, part, scores, scales))
 
@@ -145,7 +150,7 @@ def _part(rule: Mask | None, state: KeyValueState, run: Run, in_gap: bool = Fals
     limits = structure_of(rule, FOREVER, FOREVER)
     real, valid = run.real, limits.valid(state.length)
     if valid is not None:
-        real = both(real, padding_of(run.stored(valid[list(run.rows)])), run.count(state.length))
+        real = both(real, padding_of(run.columns_of(valid[list(run.rows)])), run.count(state.length))
     if not limits.causal or in_gap:
         return real
     return causal if real is None else with_padding(causal, real)

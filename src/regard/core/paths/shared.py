@@ -78,7 +78,8 @@ def _parts(run: Run, total: int) -> Iterator[_Part]:
         places = None if prefix.in_order else prefix.places
         yield _Part(first, *prefix.buffer.stored(prefix.length), places)
         first += prefix.length
-    yield _Part(first, *run.buffer.stored(total - first), None)
+    if first < total:
+        yield _Part(first, *run.buffer.stored(total - first), None)
 
 
 def _by_kernels(mechanism: Any, q: Tensor, pieces: list[_Part], structure: Structure, total: int) -> Tensor | None:
@@ -97,6 +98,8 @@ def _by_kernels(mechanism: Any, q: Tensor, pieces: list[_Part], structure: Struc
             return None
         results.append(computed)
     *earlier, (last, last_lse) = results
+    if not earlier:
+        return last
     out, lse = earlier[0]
     for second, second_lse in earlier[1:]:
         out, lse = parts.merge(out, lse, second, second_lse)

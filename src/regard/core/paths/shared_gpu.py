@@ -20,6 +20,8 @@ def cannot(mechanism: Any, q: Tensor, run: Run, length: int, mask: Mask | None) 
     from where the run begins."""
     if (reason := unfit(mechanism, q, run)) is not None:
         return reason
+    if run.count(length) == run.prefix_length:
+        return "nothing comes after the shared tokens"
     if not untouched():
         return "a mode must see every operator"
     structure = structure_of(mask, q.shape[2], run.count(length))

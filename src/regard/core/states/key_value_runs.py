@@ -56,7 +56,7 @@ class Arrival:
         """How many they are."""
         return self.end - self.start
 
-    def last(self, row: int) -> int:
+    def end_of(self, row: int) -> int:
         """Where the last real token of a batch row ends."""
         assert self.new is not None
         assert self.new.rows is not None
@@ -86,7 +86,8 @@ class Run:
     gap: Span | None = None
     """Positions that are padding in all its rows and are not stored: from the end of a right-padded prompt on."""
     real: Padding | None = None
-    """With a gap: which of the tokens that it stores are real; None if all are."""
+    """With a gap: which of the tokens that it stores are real; None if all are. It follows from the padding of the state,
+    and is kept so that no step has to read that table."""
 
     @property
     def prefix_length(self) -> int:
@@ -111,7 +112,7 @@ class Run:
             tokens = torch.cat([*shared, tokens], dim=2)
         return tokens if self.gap is None else spread(tokens, self.gap[0] - self.begin, self.gap[1] - self.gap[0])
 
-    def stored(self, table: Tensor) -> Tensor:
+    def columns_of(self, table: Tensor) -> Tensor:
         """The columns of a table (…, length) at the positions that it stores."""
         if self.gap is None:
             return table[..., self.begin :]
@@ -182,32 +183,36 @@ class Run:
         return [*runs, Run(later, self.buffer.blank(len(later), 0), end)] if later else runs
 
     def received(self, tokens: Arrival, capacity: int) -> "list[Run]":
-        """The runs of these rows when tokens come. Rows that end get a gap, and a run of their own if others go on: at
-        once while nothing is stored, otherwise when so much padding has come that a copy of the row is worth it."""
-        start, stored = tokens.start, self.count(tokens.start)
+        """The runs of these rows when tokens come. In a prompt, rows that end get a gap, and a run of their own if
+        others go on: at once while nothing is stored, in later chunks when so much padding has come that a copy of the
+        rows is worth it."""
+        start, has_tokens = tokens.start, self.count(tokens.start) > 0
         if self.gap is not None:
             part = None if tokens.new is None else tokens.new.part(self.rows, 0, tokens.count)
             if self.gap[1] == start and _nothing(part):
                 return [replace(self, gap=(self.gap[0], tokens.end))]
-            return [replace(self, real=self._real(self.real, stored, part, tokens.count))]
+            return [replace(self, real=self._real(self.real, self.count(start), part, tokens.count))]
         if tokens.new is None or tokens.new.rows is None or torch.compiler.is_compiling():
             return [self]
-        ends = {row: tokens.last(row) for row in self.rows}
-        groups = _end_together(ends, self.begin, tokens.end, copies=stored > 0)
-        return [self._until(rows, last, tokens, capacity) for rows, last in groups]
+        if has_tokens and tokens.count < PAGE:  # a decode step: a gap would be filled and begun again under a window
+            return [self]
+        ends = {row: tokens.end_of(row) for row in self.rows}
+        groups = _end_together(ends, self.begin, tokens.end, copies=has_tokens)
+        return [self._until(rows, stop, tokens, capacity) for rows, stop in groups]
 
-    def _until(self, rows: tuple[int, ...], last: int, tokens: Arrival, capacity: int) -> "Run":
-        """The run of some of its rows when tokens come, of which none is real from `last` on."""
-        run, first = self, max(tokens.start, self.begin)
+    def _until(self, rows: tuple[int, ...], stop: int, tokens: Arrival, capacity: int) -> "Run":
+        """The run of some of its rows when tokens come, of which none is real from `stop` on."""
+        first = max(tokens.start, self.begin)
         if rows == self.rows:
-            last = max(last, first)
+            run, stop = self, max(stop, first)  # what is stored stays
         else:
-            last = max(last, self.begin)
-            kept = min(last, first)
+            stop = max(stop, self.begin)
+            kept = min(stop, first)
             run = self.cropped(kept)._copy([self.rows.index(row) for row in rows], rows, kept, capacity)
-        if last == tokens.end:
+        if stop == tokens.end:
             return run
-        stored, more = run.count(min(last, tokens.start)), max(0, last - first)
+        # Which tokens are real: those that are stored, and those of the new ones that come before the gap.
+        stored, more = run.count(min(stop, tokens.start)), max(0, stop - first)
         before = after = None
         if tokens.old is not None and stored:
             before = tokens.old.part(rows, self.begin, self.begin + stored)
@@ -215,7 +220,7 @@ class Run:
             low = first - tokens.start
             part = tokens.new.between(low, low + more, tokens.count)
             after = None if part is None else part.part(rows, 0, more)
-        return replace(run, gap=(last, tokens.end), real=run._real(before, stored, after, more))
+        return replace(run, gap=(stop, tokens.end), real=run._real(before, stored, after, more))
 
     def _real(self, old: Padding | None, stored: int, new: Padding | None, count: int) -> Padding | None:
         return join_padding(old, stored, new, count, len(self.rows), self.buffer.keys.device)
@@ -286,7 +291,8 @@ def _begin_together(begins: dict[int, int], start: int, end: int) -> list[tuple[
 
 
 def _end_together(ends: dict[int, int], begin: int, last: int, copies: bool) -> list[tuple[tuple[int, ...], int]]:
-    """The same by the end of each row: exactly, unless that takes copies."""
+    """A grouping of rows that begin at one position, by where each ends, up to `last`: rows that end there first.
+    Others are alone with those that end at the same token, or, if to part them takes copies, near to it."""
     groups: list[tuple[list[int], int]] = [([], last)]
     for end, row in sorted(((end, row) for row, end in ends.items()), reverse=True):
         padding = groups[-1][1] - end

@@ -197,7 +197,7 @@ class KeyValueState(State):
         room = run.count(self.capacity + self.forgotten) - run.prefix_length
         start = run.count(self.length) - run.prefix_length
         if not start and not run.buffer.room:
-            # More padding may come before the next token after a gap: room that is needed then is made then.
+            # Not all that `room` allows: the gap is not at its end yet, if the prompts come in chunks.
             least = room if run.gap is None else roomy(keys.shape[2], room)
             run = replace(run, buffer=run.buffer.blank(len(run.rows), least))
         buffer = run.buffer.extended(start, keys, values, room, recorded, self.may_share)
@@ -360,7 +360,7 @@ def _with_gap(run: Run, gap: Any, count: int, padding: Padding | None) -> Run:
         raise ValueError(f"a run without the tokens {low} to {high}, which are real")
     assert padding is not None
     run = replace(run, gap=(low, high))
-    return replace(run, real=padding_of(run.stored(padding.valid(count)[list(run.rows)])))
+    return replace(run, real=padding_of(run.columns_of(padding.valid(count)[list(run.rows)])))
 
 
 def _hides(padding: Padding | None, rows: tuple[int, ...], low: int, high: int, count: int) -> bool:
