@@ -86,8 +86,8 @@ class Run:
     gap: Span | None = None
     """Positions that are padding in all its rows and are not stored: from the end of a right-padded prompt on."""
     real: Padding | None = None
-    """With a gap: which of the tokens that it stores are real; None if all are. It follows from the padding of the state,
-    and is kept so that no step has to read that table."""
+    """With a gap: which of the tokens that it stores are real; None if all are. It follows from the state's padding,
+    and is kept so that no step has to read its table."""
 
     @property
     def prefix_length(self) -> int:
