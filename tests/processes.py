@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-PATIENCE = 30
+PATIENCE = 60
 FORKS = """
 import contextlib, io, json, os, sys, traceback
 import torch
