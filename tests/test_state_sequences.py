@@ -784,9 +784,11 @@ def test_a_batch_of_no_rows_goes_on(name: str) -> None:
     tokens = torch.randn(2, H, 5, K), torch.randn(2, G, 5, K), torch.randn(2, G, 5, V)
     _, state = mechanism.extend(*tokens, state, mask=rg.causal)
     none = state.reorder(torch.zeros(0, dtype=torch.long))
-    out, longer = mechanism.extend(*(t[:0] for t in tokens), none, mask=rg.causal)
-    assert out.shape == (0, H, 5, V)
-    assert longer.length == 10
+    padding = rg.padding(valid=torch.ones(0, 10, dtype=torch.bool))
+    for mask in (rg.causal, rg.causal & padding):
+        out, longer = mechanism.extend(*(t[:0] for t in tokens), none, mask=mask)
+        assert out.shape == (0, H, 5, V)
+        assert longer.length == 10
     assert longer.reorder(torch.zeros(0, dtype=torch.long)).length == 10
 
 

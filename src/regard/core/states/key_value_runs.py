@@ -192,7 +192,7 @@ class Run:
             if self.gap[1] == start and _nothing(part):
                 return [replace(self, gap=(self.gap[0], tokens.end))]
             return [replace(self, real=self._real(self.real, self.count(start), part, tokens.count))]
-        if tokens.new is None or tokens.new.rows is None or torch.compiler.is_compiling():
+        if not self.rows or tokens.new is None or tokens.new.rows is None or torch.compiler.is_compiling():
             return [self]
         if has_tokens and tokens.count < PAGE:  # a decode step: a gap would be filled and begun again under a window
             return [self]
