@@ -67,9 +67,18 @@ def thumbnails(weights: Float[Tensor, "H T S"], visible: Bool[Tensor, "..."] | N
     if visible is not None:
         weights = weights.masked_fill(~visible, 0)
         visible = visible.expand(*visible.shape[:-2], *weights.shape[-2:])
-        visible = F.max_pool2d(visible.float(), size, ceil_mode=True) > 0
+        visible = _pooled(visible.float(), size) > 0
     sizes, least = weights.float(), float(weights.amin())
     if least != least:  # a NaN would hide the other weights of its cell
         sizes, least = sizes.nan_to_num(0.0), -1.0
     sizes = sizes.abs() if least < 0 else sizes
-    return codes(F.max_pool2d(sizes, size, ceil_mode=True), visible)
+    return codes(_pooled(sizes, size), visible)
+
+
+def _pooled(table: Float[Tensor, "H T S"], size: tuple[int, int]) -> Float[Tensor, "H h w"]:
+    """The largest number of each square: of whole rows first, which is several times as fast as `max_pool2d`."""
+    whole = table.shape[1] // size[0] * size[0]
+    rows = [table[:, :whole].unflatten(1, (-1, size[0])).amax(2)]
+    if whole < table.shape[1]:
+        rows.append(table[:, whole:].amax(1, keepdim=True))
+    return F.max_pool1d(torch.cat(rows, 1), size[1], ceil_mode=True)

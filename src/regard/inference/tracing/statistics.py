@@ -17,7 +17,7 @@ from torch import Tensor
 from regard.core.display import Html, table
 from regard.inference.tracing.record import Trace, TracedLayer
 
-PART_BYTES = 2**24
+PART_BYTES = 2**22
 """Of weights that a table of the same size is made for at once: it stays in the processor's cache, and the next table
 takes the same memory."""
 
@@ -199,8 +199,10 @@ def heads_at_once(weights: Tensor) -> int:
 def _entropy(weights: Tensor) -> Tensor:
     """The entropy (B, H, T) of each row."""
     tiny = torch.finfo(weights.dtype).tiny  # 0 log 0 is 0
-    parts = weights.split(heads_at_once(weights), 1)
-    return 0 - torch.cat([torch.linalg.vecdot(part, part.clamp_min(tiny).log_()) for part in parts], 1)
+    rows = weights.flatten(0, 2)
+    parts = rows.split(max(1, PART_BYTES // max(1, rows[:1].nbytes)))
+    negative = [part.clamp_min(tiny).log_().mul_(part).sum(-1) for part in parts]
+    return 0 - torch.cat(negative).view(weights.shape[:3])
 
 
 def _on_first(layer: TracedLayer, weights: Tensor) -> Tensor:
