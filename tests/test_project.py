@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 MODULES = sorted(module.name for module in pkgutil.walk_packages(rg.__path__, "regard."))
 
 # Lower layers first. A module imports only from layers before its own, or from its own.
-ROOMS = ["core", "models", "checkpoints", "inference", "training", "explorer", "commands", "__main__"]
+ROOMS = ["core", "models", "checkpoints", "inference", "training", "lab", "explorer", "commands", "__main__"]
 CORE = [
     ["tiles", "files", "extras", "cpu", "eager", "tensors", "user_code", "display", "style"],
     ["masks"],

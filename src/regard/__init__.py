@@ -11,6 +11,7 @@ from regard.core.tiles import guard
 guard()  # before anything can run on oneDNN
 
 if TYPE_CHECKING:
+    from regard import lab as lab
     from regard.checkpoints import CheckpointError as CheckpointError
     from regard.checkpoints import load as load
     from regard.checkpoints import save as save
@@ -125,6 +126,8 @@ __all__ = sorted(_HOME)
 
 def __getattr__(name: str) -> Any:
     """A public name, imported when it is first asked for."""
+    if name == "lab":
+        return import_module("regard.lab")
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(_HOME[name]), name)

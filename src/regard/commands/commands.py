@@ -97,6 +97,7 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...]]] = {
             'regard view smollm2 "The capital of France is" --export page.html',
         ),
     ),
+    "lab": ("lab", ("regard lab list", "regard lab run noise", "regard lab run scaling --dims 4 4096 --seed 7")),
     "classify": (
         "classify",
         (
