@@ -6,9 +6,9 @@ from typing import Annotated, Any
 
 import typer
 
-from regard.commands.commands import command, documentation, group
+from regard.commands.commands import COMMANDS, command, documentation, examples, group
 from regard.commands.common import print_json, print_table, progress
-from regard.lab.experiment import Experiment, Outcome, number
+from regard.lab.experiment import Experiment, Outcome
 from regard.lab.registry import experiments, lookup, run
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
@@ -116,7 +116,7 @@ def _print_experiment(experiment: Experiment) -> None:
         [
             {
                 "parameter": f"--{name}",
-                "default": " ".join(map(number, parameter.default)) if parameter.many else number(parameter.default),
+                "default": " ".join(map(str, parameter.default)) if parameter.many else str(parameter.default),
                 "takes": parameter.expected(),
             }
             for name, parameter in experiment.parameters.items()
@@ -155,6 +155,10 @@ def _load(name: str) -> Any:
 app = group(
     {name: documentation(Path(__file__), function.__name__) for name, (function, _) in SUBCOMMANDS.items()},
     _load,
-    name="lab",
-    help="Statements about attention, measured: experiments, a report of all of them, worksheets.",
+    epilog=examples(*COMMANDS["lab"][1]),
 )
+
+
+@app.callback()
+def lab() -> None:
+    """Statements about attention, measured: experiments whose verdicts follow from numbers."""
