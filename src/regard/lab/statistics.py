@@ -1,4 +1,4 @@
-"""Estimates with confidence intervals.
+"""Estimates with confidence intervals, and random numbers of a seed.
 
 The intervals are at 99.999 %: a report has a few hundred of them, and one that misses the truth by chance would turn
 a verdict.
@@ -7,9 +7,12 @@ a verdict.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+M = TypeVar("M", bound=nn.Module)
 
 DEVIATIONS = 4.417
 """Standard errors on either side of an estimate, for a confidence of 99.999 %."""
@@ -63,3 +66,18 @@ def power(x: Sequence[float], y: Sequence[float]) -> float:
 def generator(seed: int) -> torch.Generator:
     """Random numbers of a seed."""
     return torch.Generator().manual_seed(seed)
+
+
+def randomised(module: M, random: torch.Generator) -> M:
+    """The module itself, in float64, with normal parameters that keep the variance of what they are applied to.
+
+    >>> layer = randomised(nn.Linear(100, 4), generator(0))
+    >>> layer.weight.dtype, round(layer.weight.std().item(), 1)
+    (torch.float64, 0.1)
+    """
+    module.double()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            values = torch.randn(parameter.shape, generator=random, dtype=torch.float64)
+            parameter.copy_(values * parameter.shape[-1] ** -0.5)
+    return module
