@@ -6,6 +6,7 @@ from regard.lab.experiments import noise as noise_file
 from regard.lab.experiments import norm_length as norm_length_file
 from regard.lab.experiments import pointwise as pointwise_file
 from regard.lab.experiments import scaling as scaling_file
+from regard.models import transformer
 from regard.models.layers import network, positions
 
 
@@ -21,6 +22,25 @@ def _beta(factor):
         patch.setattr(rg.Softmax, "_beta", lambda mechanism, length: factor * original(mechanism, length))
 
     return flip
+
+
+def _always_scaled(patch):
+    patch.setattr(rg.Softmax, "_beta", lambda mechanism, length: length**-0.5)
+
+
+def _soft_argmax(patch):
+    patch.setattr(rg.Softmax, "_beta", lambda mechanism, length: 1.0)
+
+
+def _no_mask_in_cross_attention(patch):
+    patch.setattr(transformer, "padding_between", lambda *arguments: None)
+
+
+def _heads_in_wrong_columns(patch):
+    def split(layer, x, length):
+        return x.unflatten(-1, (length, -1)).permute(0, 3, 1, 2)
+
+    patch.setattr(rg.MultiHeadAttention, "split_heads", split)
 
 
 def _double_first_order(patch):
@@ -49,6 +69,22 @@ def _no_epsilon(patch):
 
 CASES = {
     "scaling": LabCase(verdict="holds", flip=_no_scale, quick={"dims": (4, 64), "samples": 5_000}, statistical=True),
+    "saturation": LabCase(
+        verdict="holds",
+        flip=_always_scaled,
+        quick={"dims": (4, 256), "keys": 8, "samples": 500},
+        statistical=True,
+    ),
+    "reach": LabCase(
+        verdict="holds under a condition",
+        flip=_soft_argmax,
+        quick={"heads": (2,), "layers": 3, "length": 32},
+        statistical=True,
+    ),
+    "masks": LabCase(
+        verdict="holds under a condition", flip=_no_mask_in_cross_attention, quick={"length": 3, "layers": 1}
+    ),
+    "shapes": LabCase(verdict="holds", flip=_heads_in_wrong_columns, quick={"value_lengths": (2, 8)}),
     "norm_dependence": LabCase(verdict="holds", flip=_batch_norm_everywhere, quick={"batch": 3, "dim": 4}),
     "norm_length": LabCase(verdict="holds under a condition", flip=_no_epsilon, quick={"stds": (0.01, 1)}),
     "temperature": LabCase(verdict="holds", flip=_beta(0.9), quick={"betas": (0.1, 10), "queries": 20}),

@@ -14,8 +14,12 @@ from regard.lab.experiment import Check, Measurements
 CASES = {**lab_cases_theory.CASES, **lab_cases_practice.CASES, **lab_cases_problems.CASES}
 CLAIMS = {
     "000.1a": "holds",
+    "000.1a.softmax": "holds",
+    "000.2a": "holds under a condition",
+    "000.2b": "holds under a condition",
     "000.3a": "holds",
     "000.3b": "holds under a condition",
+    "001": "holds",
     "001.4": "holds",
     "002.1.1b": "holds",
     "002.1.1c": "holds",

@@ -60,7 +60,7 @@ def convolution(
     counts = torch.tensor([neighbours(position, length, radius) for position in range(length)])
     inner = counts == width
     apart = (out - convolved).abs().amax(-1)
-    mended = (out - convolved * (width / counts)[:, None]).abs().amax(-1)
+    mended = (out - convolved * (width / counts.double())[:, None]).abs().amax(-1)
     table = tuple(
         {
             "position": position,

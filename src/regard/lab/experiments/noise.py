@@ -44,8 +44,8 @@ def expected(q: Tensor, weight: float, step: float) -> tuple[float, float]:
 def noise(
     *,
     sigmas: Annotated[tuple[float, ...], Between(1e-4, 0.1, log=True)] = (0.001, 0.003, 0.01, 0.03, 0.1),
-    keys: Annotated[int, Between(3, 256, log=True)] = 8,
-    dim: Annotated[int, Between(1, 256, log=True)] = 16,
+    keys: Annotated[int, Between(3, 64, log=True)] = 8,
+    dim: Annotated[int, Between(1, 128, log=True)] = 16,
     samples: Annotated[int, Between(10_000, 100_000, log=True)] = 40_000,
     seed: Annotated[int, Between(0, 2**31 - 1)] = 0,
 ) -> Measurements:

@@ -63,10 +63,12 @@ def norm_length(
                 }
             )
     full = gamma * dim**0.5
+    # y − β rounds like the larger of its terms.
+    rounding = ROUNDING * (gamma + abs(beta)) * dim**0.5
     return Measurements(
-        statement=tuple(_check(row, full) for row in rows),
-        within=tuple(_check(row, full) for row in rows if row["epsilon"] == 0),
-        instead=tuple(_check(row, row["by the formula"]) for row in rows if row["epsilon"] > 0),
+        statement=tuple(_check(row, full, rounding) for row in rows),
+        within=tuple(_check(row, full, rounding) for row in rows if row["epsilon"] == 0),
+        instead=tuple(_check(row, row["by the formula"], rounding) for row in rows if row["epsilon"] > 0),
         table=tuple(rows),
         draw=lambda: _figure(rows, full, dim),
     )
@@ -80,12 +82,12 @@ def _length(x: torch.Tensor, epsilon: float, gamma: float, beta: float) -> float
         return (layer(x) - beta).norm().item()
 
 
-def _check(row: dict[str, float], predicted: float) -> Check:
+def _check(row: dict[str, float], predicted: float, rounding: float) -> Check:
     return Check(
         name=f"length, σ = {row['std of the entries']:.2g}, ε = {row['epsilon']:g}",
         predicted=predicted,
         measured=row["length"],
-        tolerance=ROUNDING * predicted,
+        tolerance=rounding,
     )
 
 

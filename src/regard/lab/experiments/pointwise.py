@@ -11,7 +11,7 @@ import regard as rg
 from regard.core.style import WEIGHT_MAP, Figure, dress, lattice, new_figure
 from regard.lab.experiment import Between, Check, Measurements
 from regard.lab.registry import experiment
-from regard.lab.statistics import generator
+from regard.lab.statistics import generator, randomised
 
 ROUNDING = 1e-12
 
@@ -49,7 +49,7 @@ def pointwise(
     for count in dict.fromkeys(heads):
         width = count * head_length
         x = torch.randn(1, length, width, generator=random, dtype=torch.float64)
-        layer = _layer(width, count, random)
+        layer = randomised(rg.MultiHeadAttention(width, count), random)
         alone = rg.window(before=0, after=0)
         with torch.no_grad():
             out = layer(x, mask=alone)
@@ -79,15 +79,6 @@ def pointwise(
         )
         parts[count] = reach, wide
     return Measurements(statement=tuple(checks), table=tuple(rows), draw=lambda: _figure(rows, parts))
-
-
-def _layer(width: int, heads: int, random: torch.Generator) -> rg.MultiHeadAttention:
-    """A layer with random projections and biases, all from `random`."""
-    layer = rg.MultiHeadAttention(width, heads).double()
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=random, dtype=torch.float64) * width**-0.5)
-    return layer
 
 
 def _reach(layer: rg.MultiHeadAttention, x: Tensor, mask: rg.Mask | None) -> tuple[float, Tensor]:
