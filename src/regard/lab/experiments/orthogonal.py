@@ -55,12 +55,12 @@ def orthogonal(
         values = torch.randn(1, 1, n, n, generator=random, dtype=torch.float64)
         for beta in betas:
             mechanism = rg.Softmax(beta=beta)
-            own = rg.weights(keys, keys, mechanism)[0, 0].diagonal()
+            weights = rg.weights(keys, keys, mechanism)[0, 0].diagonal()
             moved = (rg.attend(keys, keys, values, mechanism) - values).norm() / values.norm()
             case = f"n = {n}, β = {beta:g}"
             statement.append(Check(name=f"‖H − V‖/‖V‖, {case}", predicted=0, measured=moved.item(), tolerance=ROUNDING))
             predicted = diagonal(beta, n)
-            worst = own[(own - predicted).abs().argmax()].item()
+            worst = weights[(weights - predicted).abs().argmax()].item()
             instead.append(
                 Check(name=f"weight of itself, {case}", predicted=predicted, measured=worst, tolerance=ROUNDING)
             )
@@ -68,7 +68,7 @@ def orthogonal(
                 {
                     "n": n,
                     "beta": beta,
-                    "weight of itself": own.mean().item(),
+                    "weight of itself": weights.mean().item(),
                     "by the formula": predicted,
                     "‖H − V‖/‖V‖": moved.item(),
                 }
