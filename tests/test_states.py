@@ -714,3 +714,16 @@ def test_a_copy_of_recorded_prefixes_is_not_written_to(monkeypatch):
     assert longer.buffer.keys._version == version
     out.sum().backward()
     assert all(x.grad is not None for x in learned[1:])
+
+
+@pytest.mark.parametrize("mask", [rg.causal, rg.causal & rg.window(before=9)], ids=["prefix", "gap"])
+def test_a_copy_that_autograd_reads_keys_from_is_marked(mask: rg.Mask) -> None:
+    """Queries with a gradient over a shared prefix, or over a gap that a window fills: both are copied first."""
+    softmax, pads = rg.Softmax(), rg.padding([256, 90])
+    state = softmax.start(batch=2, num_kv_heads=1, qk_length=4, value_length=4, capacity=300)
+    _, state = softmax.extend(*torch.randn(3, 2, 1, 256, 4), state, mask=rg.causal & pads)
+    if mask is rg.causal:
+        state = state.reorder(torch.tensor([0, 0]))
+    q, k, v = torch.randn(3, 2, 1, 1, 4)
+    _, longer = softmax.extend(q.requires_grad_(), k, v, state, mask=mask)
+    assert all(run.buffer.recorded for run in longer.runs)
