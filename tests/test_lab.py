@@ -14,7 +14,17 @@ from regard.lab.experiment import Check, Measurements
 CASES = {**lab_cases_theory.CASES, **lab_cases_practice.CASES, **lab_cases_problems.CASES}
 CLAIMS = {
     "000.1a": "holds",
+    "000.3a": "holds",
+    "000.3b": "holds under a condition",
     "001.4": "holds",
+    "002.1.1b": "holds",
+    "002.1.1c": "holds",
+    "002.1.1d": "holds",
+    "002.1.1e": "does not hold",
+    "002.1.1f": "holds under a condition",
+    "002.1.3c": "does not hold",
+    "002.1.3d": "holds",
+    "002.1.3e": "holds under a condition",
     "003.1": "holds",
 }
 """The statements of the documents, with the verdict that each has."""
