@@ -16,6 +16,10 @@ CLAIMS = {
     "000.1a": "holds",
     "001.4": "holds",
     "003.1": "holds",
+    "003.2": "holds",
+    "003.3": "does not hold",
+    "003.3b": "holds under a condition",
+    "003.4.einsum": "does not hold",
 }
 """The statements of the documents, with the verdict that each has."""
 
