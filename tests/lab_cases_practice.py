@@ -23,6 +23,18 @@ def _scale_of_another_length(patch):
     patch.setattr(rg.Softmax, "_beta", lambda self, qk_length: 0.9 * qk_length**-0.5)
 
 
+def _forgotten_key(patch):
+    patch.setattr(rg.Work, "keys_read", property(lambda self: self.batch * (self.key_length - 1)))
+
+
+def _plain_division(patch):
+    patch.setattr(rg.Mechanism, "normalise", lambda self, similar: similar / similar.sum(-1, keepdim=True))
+
+
+def _wider_window(patch):
+    patch.setattr(rg.Window, "__post_init__", lambda self: object.__setattr__(self, "before", self.before + 1))
+
+
 CASES: dict[str, LabCase] = {
     "argmax": LabCase(verdict="holds", flip=_soft_argmax, quick={"betas": (0.1, 1.0), "queries": 8}),
     "printed_heads": LabCase(
@@ -31,5 +43,17 @@ CASES: dict[str, LabCase] = {
     "value_length": LabCase(verdict="holds under a condition", flip=_heads_in_reverse, quick={"heads": 2, "d": 4}),
     "printed_decoding": LabCase(
         verdict="does not hold", flip=_scale_of_another_length, quick={"heads": 2, "d": 4, "tokens": 6}
+    ),
+    "intensity": LabCase(
+        verdict="holds", flip=_forgotten_key, quick={"lengths": (4, 8), "heads": 2, "k": 8, "batch": 1}
+    ),
+    "denominators": LabCase(
+        verdict="holds under a condition",
+        flip=_plain_division,
+        quick={"keys": (1, 2), "d": 4, "samples": 10_000},
+        statistical=True,
+    ),
+    "receptive_field": LabCase(
+        verdict="holds", flip=_wider_window, quick={"windows": (1, 3), "layers": 2, "tokens": 8}
     ),
 }
