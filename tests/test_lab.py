@@ -26,6 +26,13 @@ CLAIMS = {
     "002.1.3d": "holds",
     "002.1.3e": "holds under a condition",
     "003.1": "holds",
+    "003.2": "holds",
+    "003.3": "does not hold",
+    "003.3b": "holds under a condition",
+    "003.4": "holds",
+    "003.4.einsum": "does not hold",
+    "003.6a": "holds under a condition",
+    "real.reach": "holds",
 }
 """The statements of the documents, with the verdict that each has."""
 
