@@ -16,6 +16,11 @@ CLAIMS = {
     "000.1a": "holds",
     "001.4": "holds",
     "003.1": "holds",
+    "004.12.1": "does not hold",
+    "004.12.2": "holds",
+    "004.12.3": "holds",
+    "004.12.4": "does not hold",
+    "004.12.5": "does not hold",
 }
 """The statements of the documents, with the verdict that each has."""
 
