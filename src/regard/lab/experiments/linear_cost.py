@@ -1,7 +1,7 @@
 """What linear attention costs: not N·D, but N times features times value length."""
 
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 
@@ -103,14 +103,14 @@ def _repeated(times: int) -> rg.Kernel:
     return rg.Kernel(feature_map=lambda x: torch.cat([x.relu()] * times, -1))
 
 
-def _row(over: str, n: int, d: int, c: int, m: int, mechanism: rg.FeatureMechanism) -> dict[str, object]:
+def _row(over: str, n: int, d: int, c: int, m: int, mechanism: rg.FeatureMechanism) -> dict[str, Any]:
     x, v = torch.ones(1, 1, n, d), torch.ones(1, 1, n, m)
     flops = count_flops(lambda: rg.attend(x, x, v, mechanism, path="chunked"))
     scores = 2 * n * last_chunk(n) * (c + m)
     return {"over": over, "N": n, "D": d, "C": c, "M": m, "FLOPs": flops, "FLOPs of sums": flops - scores}
 
 
-def _figure(rows: Sequence[dict[str, object]], length: int) -> Figure:
+def _figure(rows: Sequence[dict[str, Any]], length: int) -> Figure:
     figure = new_figure(
         11,
         3.9,

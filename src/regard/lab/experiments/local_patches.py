@@ -1,7 +1,7 @@
-"""Two ways to fewer pairs of patches: windows on their grid, and global tokens. What they cost, and how far they reach."""
+"""Two ways to fewer pairs of patches, windows and global tokens: what they cost, and how far they reach."""
 
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
@@ -43,7 +43,7 @@ def layers_needed(kind: str, side: int, radius: int) -> int:
     claims=("004.12.8",),
     title="Windows and global tokens instead of all pairs of patches",
     statement=(
-        "All pairs of $N = g^2$ patches are $N^2$. Where a patch sees only the patches up to $r$ rows and columns away, "
+        "All pairs of $N = g^2$ patches are $N^2$. Where a patch sees only those up to $r$ rows and columns away, "
         "there are at most $(2r+1)^2 N$ pairs, and it takes $\\lceil (g-1)/r \\rceil$ layers until every patch has met "
         "every other. With $n$ global tokens, which see all and are seen by all, there are $n(2N + n)$ more pairs, and "
         "it takes two layers."
@@ -108,12 +108,12 @@ def _measured(kind: str, side: int, radius: int, tokens: int, seed: int) -> tupl
     return int(met.sum()), layers
 
 
-def _figure(rows: Sequence[dict[str, object]], sides: Sequence[int], radius: int, tokens: int) -> Figure:
+def _figure(rows: Sequence[dict[str, Any]], sides: Sequence[int], radius: int, tokens: int) -> Figure:
     figure = new_figure(
         9.5,
         4,
         title="Windows cost less but need many layers; a global token joins all patches in two",
-        note=f"Window radius {radius}, global tokens: {tokens}. Points: weights above 0 of the library. Lines: formulas.",
+        note=f"Window radius {radius}, global tokens: {tokens}. Points: weights above 0. Lines: formulas.",
     )
     left, right = figure.subplots(1, 2)
     for (colour, marker), kind in zip(line_styles(len(KINDS)), KINDS, strict=True):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import regard as rg
 from regard.core.cost import count_flops
-from regard.core.style import COLOURS, Figure, ListedColormap, Patch, dress, new_figure
+from regard.core.style import COLOURS, Figure, Patch, dress, new_figure, to_rgba
 from regard.lab.experiment import Between, Check, Measurements
 from regard.lab.registry import experiment
 from regard.lab.statistics import generator
@@ -115,7 +115,7 @@ def _figure(rows: Sequence[dict[str, float]], dim: int) -> Figure:
     kinds[-1] = 2
     kinds[:-1, -1] = 3
     colours = ("#f1f3f5", "#9fb3c8", COLOURS[2], COLOURS[1])
-    left.imshow(kinds, cmap=ListedColormap(colours))
+    left.imshow([[to_rgba(colours[int(kind)]) for kind in row] for row in kinds])
     dress(left, title=f"weights with the {size}th token", x="key", y="query")
     left.grid(visible=False)
     names = ("hidden", "old weights", "new weights", "meant by the document,\nhidden by the mask")

@@ -1,4 +1,4 @@
-"""How a Vision Transformer reads an image: patches by a convolution, learned positions, and a head of one or two layers."""
+"""How a Vision Transformer reads an image: patches by a convolution, learned positions, one or two layers as a head."""
 
 from collections.abc import Sequence
 from typing import Annotated
@@ -18,11 +18,11 @@ ROUNDING = 1e-12
 """Relative error of float64 results: the budget of the library's laws."""
 
 
-def embedded(images: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+def embedded(images: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """The patches of images (B, C, Y, X) as vectors, each by the same linear map."""
     size = weight.shape[-1]
     cut = rearrange(images, "b c (y v) (x u) -> b (y x) (c v u)", v=size, u=size)
-    return cut @ weight.flatten(1).T + bias
+    return F.linear(cut, weight.flatten(1), bias)
 
 
 @experiment(
@@ -31,8 +31,8 @@ def embedded(images: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     statement=(
         "Cutting an image into patches and mapping each linearly is a convolution whose stride is its kernel. The "
         "Vision Transformer is an encoder without a decoder: every patch sees every other. Its positions are learned, "
-        "one vector for each patch in reading order. Its head has a hidden layer in pre-training and is a single linear "
-        "layer in fine-tuning."
+        "one vector for each patch in reading order. Its head has a hidden layer in pre-training and is a single "
+        "linear layer in fine-tuning."
     ),
     formula=r"x_p = W \operatorname{vec}(\text{patch}_p) + b + e_p, \qquad y = W_2 \tanh(W_1 z)",
 )
@@ -68,7 +68,8 @@ def patches(
             embedded(image, convolution.weight, convolution.bias),
         )
         z = placed.features(image)
-        pretrained = placed.head(torch.tanh(placed.hidden(z[:, 0])))
+        hidden, head = _linear_layers(placed)
+        pretrained = head(torch.tanh(hidden(z[:, 0])))
         logits = {
             "no positions": (bare(image), bare(moved)),
             "learned positions": (placed(image), placed(moved)),
@@ -76,13 +77,13 @@ def patches(
         tuned = placed.with_classes(5)
     with rg.trace(placed) as trace, torch.no_grad():
         placed(image)
-    smallest = min(layer.weights.min().item() for layer in trace.layers)
+    smallest = min(weights.min().item() for layer in trace.layers if (weights := layer.weights) is not None)
     checks = [
         _close("embedding and conv2d apart", by_model, by_conv2d),
         _close("conv2d and a linear map of patches apart", by_conv2d, linear),
         _close("logits and a hidden tanh layer apart", placed.predict(z), pretrained),
-        Check(name="linear layers of the head, pre-training", predicted=2, measured=_linear_layers(placed)),
-        Check(name="linear layers of the head, fine-tuning", predicted=1, measured=_linear_layers(tuned)),
+        Check(name="linear layers of the head, pre-training", predicted=2, measured=len(_linear_layers(placed))),
+        Check(name="linear layers of the head, fine-tuning", predicted=1, measured=len(_linear_layers(tuned))),
         Check(
             name="attention layers over another sequence",
             predicted=0,
@@ -131,8 +132,9 @@ def _permuted(images: Tensor, order: Tensor, size: int) -> Tensor:
     return rearrange(cut, "b (y x) c v u -> b c (y v) (x u)", y=images.shape[2] // size)
 
 
-def _linear_layers(model: rg.VisionTransformer) -> int:
-    return sum(isinstance(layer, nn.Linear) for layer in (model.hidden, model.head))
+def _linear_layers(model: rg.VisionTransformer) -> list[nn.Module]:
+    """The linear layers after the stack, in order."""
+    return [layer for layer in (model.hidden, model.head) if layer is not None]
 
 
 def _apart(first: Tensor, second: Tensor) -> float:

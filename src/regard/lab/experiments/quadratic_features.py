@@ -31,9 +31,9 @@ def feature_count(d: int) -> int:
     claims=("003.6b",),
     title="The quadratic kernel and its features",
     statement=(
-        "The similarity $(q \\cdot k + 1)^2$ is the inner product $\\varphi(q) \\cdot \\varphi(k)$ of the features $1$, "
-        "$\\sqrt{2} x_i$, $x_i^2$ and $\\sqrt{2} x_i x_j$: $1 + D + D + D(D-1)/2 = (D+1)(D+2)/2$ of them. Attention "
-        "with either form is the same."
+        "The similarity $(q \\cdot k + 1)^2$ is the inner product $\\varphi(q) \\cdot \\varphi(k)$ of the features "
+        "$1$, $\\sqrt{2} x_i$, $x_i^2$ and $\\sqrt{2} x_i x_j$: $1 + D + D + D(D-1)/2 = (D+1)(D+2)/2$ of them. "
+        "Attention with either form is the same."
     ),
     formula=r"(q \cdot k + 1)^2 = \varphi(q) \cdot \varphi(k), \qquad C = \frac{(D+1)(D+2)}{2}",
 )
