@@ -33,6 +33,21 @@ CLAIMS = {
     "003.4.einsum": "does not hold",
     "003.6a": "holds under a condition",
     "real.reach": "holds",
+    "000.2c": "holds",
+    "000.2d": "holds",
+    "001.4": "holds",
+    "002.1.5": "holds",
+    "003.1": "holds",
+    "003.6b": "holds",
+    "004.12.1": "does not hold",
+    "004.12.2": "holds",
+    "004.12.3": "holds",
+    "004.12.4": "does not hold",
+    "004.12.5": "does not hold",
+    "004.12.7": "does not hold",
+    "004.12.8": "holds",
+    "004.12.9": "holds under a condition",
+    "004.12.10": "does not hold",
 }
 """The statements of the documents, with the verdict that each has."""
 
