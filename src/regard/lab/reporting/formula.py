@@ -16,8 +16,8 @@ cap ∩  setminus ∖  emptyset ∅  to →  rightarrow →  leftarrow ←  left
 Leftarrow ⇐  Leftrightarrow ⇔  implies ⟹  iff ⟺  forall ∀  exists ∃  neg ¬  land ∧  lor ∨  perp ⟂  parallel ∥
 mid ∣  infty ∞  partial ∂  nabla ∇  top ⊤  prime ′  dots …  ldots …  cdots ⋯  vdots ⋮  ddots ⋱  sum ∑  prod ∏
 int ∫  bigcup ⋃  bigcap ⋂  bigoplus ⨁  Vert ‖  vert |  lfloor ⌊  rfloor ⌋  lceil ⌈  rceil ⌉  langle ⟨  rangle ⟩
-""".split()
-SYMBOLS = dict(zip(_NAMED[::2], _NAMED[1::2], strict=True))
+"""
+SYMBOLS = dict(pair.split() for pair in re.split(r"\n|  ", _NAMED.strip()))
 """Characters by their names in LaTeX."""
 FENCES = {
     "lVert": 'class("opening", ‖)',
@@ -25,27 +25,8 @@ FENCES = {
     "lvert": 'class("opening", |)',
     "rvert": 'class("closing", |)',
 }
-FUNCTIONS = (
-    "log",
-    "ln",
-    "exp",
-    "sin",
-    "cos",
-    "tan",
-    "tanh",
-    "det",
-    "dim",
-    "ker",
-    "Pr",
-    "max",
-    "min",
-    "lim",
-    "sup",
-    "inf",
-    "arg",
-    "gcd",
-)
-LIMITS = ("det", "Pr", "max", "min", "lim", "sup", "inf", "gcd")
+FUNCTIONS = set(re.findall(r"\w+", "log ln exp sin cos tan tanh det dim ker Pr max min lim sup inf arg gcd"))
+LIMITS = set(re.findall(r"\w+", "det Pr max min lim sup inf gcd"))
 """Functions with what they range over below them."""
 SPACES = {",": "thin", ":": "med", ";": "thick", " ": "space", "quad": "quad", "qquad": "wide", "!": "#h(-0.1667em)"}
 LETTERS = {
