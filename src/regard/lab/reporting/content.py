@@ -35,6 +35,17 @@ LISTS = {
     "in its place": "What is true in its place",
 }
 """What each group of checks is of."""
+TERMS = {
+    "predicted": "The number that follows from the statement. “≥” and “≤” stand before a bound.",
+    "measured": "The number that the library gave: its outputs, weights, gradients, counted operations or times.",
+    "tolerance": "How far the two may be apart: rounding, or how wide an interval may be on either side.",
+    "interval": "Of an estimate from random samples, at a confidence of 99.999 %: the prediction has to be inside.",
+    "of the statement": "Checks of the statement as it stands. If they pass, it holds.",
+    "under the condition": "Checks of the statement under its condition, if it fails without.",
+    "in its place": "Checks of what is true instead, where the statement is wrong.",
+    "a time": "Decides nothing: a busy machine turns no verdict.",
+}
+"""How to read the checks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +140,20 @@ class Content:
 
     entries: Sequence[Entry]
     environment: Mapping[str, Any]
+    title = "Statements about attention, measured"
+    board_note = "Of each group of checks, the board has one: the first that failed, or else the one that came closest to failing."
+
+    @property
+    def lead(self) -> str:
+        """What the report is, in three sentences."""
+        documents = len(self.documents)
+        source = f"{documents} course documents say" if documents > 1 else "a course document says"
+        experiments = f"{len(self.entries)} experiments" if len(self.entries) > 1 else "An experiment"
+        return (
+            f"{experiments} on what {source} about attention. Each measures its statement with the "
+            f"library itself. No verdict was written by hand: it follows from {self.checks:,} predicted numbers, "
+            "compared with measured ones."
+        )
 
     @property
     def counts(self) -> dict[Verdict, int]:

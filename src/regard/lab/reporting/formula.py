@@ -69,7 +69,9 @@ def mathml(latex: str, *, display: bool = False) -> str:
         from latex2mathml.converter import convert
 
     typst(latex)  # latex2mathml shows commands that it does not know as they were typed
-    return convert(latex, display="block" if display else "inline")
+    text = convert(latex, display="block" if display else "inline")
+    # Bars that \left and \right do not pair keep the size of a letter, and no space inside.
+    return re.sub(r"<mo>(&#x02016;|\||&#x0007C;)</mo>", r'<mo stretchy="false" lspace="0" rspace="0">\1</mo>', text)
 
 
 def typst(latex: str) -> str:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from regard.core.extras import needed_for
-from regard.lab.reporting.content import LISTS, MEANING, Content
+from regard.lab.reporting.content import LISTS, MEANING, TERMS, Content
 from regard.lab.reporting.formula import mathml
 from regard.lab.reporting.markup import html, line
 
@@ -50,6 +50,7 @@ def page(content: Content, *, pdf: bool) -> str:
         symbols={name: Markup(shapes.replace("PAPER", "var(--paper)")) for name, shapes in SYMBOLS.items()},
         meaning=MEANING,
         lists=LISTS,
+        terms=TERMS,
         pdf=pdf,
     )
 

@@ -4,10 +4,11 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from regard.core.files import write_text
+from regard.core.files import write, write_text
 from regard.lab.registry import experiments, lookup
 from regard.lab.reporting.content import Content
 from regard.lab.reporting.page import page
+from regard.lab.reporting.paper import paper
 from regard.lab.reporting.store import keep, kept, measured
 from regard.training.machine import environment
 
@@ -43,6 +44,8 @@ def report(
             keep(outcomes, entry)
         entries.append(entry)
     content = Content(entries=entries, environment=machine)
+    if pdf:
+        write(target / "report.pdf", lambda beside: beside.write_bytes(paper(content)))
     write_text(target / "index.html", page(content, pdf=pdf))
     write_text(
         target / "report.json", json.dumps(content.to_dict(), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
