@@ -141,7 +141,7 @@ class Content:
     entries: Sequence[Entry]
     environment: Mapping[str, Any]
     title = "Statements about attention, measured"
-    board_note = "Of each group of checks, the board has one: the first that failed, or else the one that came closest to failing."
+    board_note = "Of each group of checks the board has the first that failed, or else the one closest to failing."
 
     @property
     def lead(self) -> str:

@@ -25,11 +25,6 @@ def report(
 
     Outcomes that the folder has from before are used again if nothing that they follow from has changed; with
     `restart`, all experiments run. `begin` is called with each name as its turn comes.
-
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     report(["scaling"], folder=folder, pdf=False).counts
-    {'holds': 1}
     """
     chosen = [lookup(name) for name in names] or list(experiments().values())
     target, outcomes = Path(folder), Path(folder) / "outcomes"

@@ -30,11 +30,6 @@ MOST_CHECKS, MOST_ROWS = 12, 24
 
 def paper(content: Content) -> bytes:
     """The PDF of a report."""
-    return pages(content, "pdf")[0]
-
-
-def pages(content: Content, format: str, ppi: float = 144.0) -> list[bytes]:
-    """The report as one PDF, or as a picture of each of its pages: "pdf", "png" or "svg"."""
     with TemporaryDirectory() as scratch:
         folder = Path(scratch)
         (folder / "page.typ").write_bytes((TEMPLATES / "page.typ").read_bytes())
@@ -46,15 +41,13 @@ def pages(content: Content, format: str, ppi: float = 144.0) -> list[bytes]:
         for entry in content.entries:
             if entry.picture:
                 (folder / _picture(entry.outcome.experiment.name)).write_text(entry.picture, encoding="utf-8")
-        made = typst.compile(
-            str(folder / "page.typ"),
-            root=str(folder),
-            font_paths=[str(Path(get_data_path()) / "fonts" / "ttf")],
+        return typst.compile(
+            folder / "page.typ",
+            root=folder,
+            font_paths=[Path(get_data_path()) / "fonts" / "ttf"],
             ignore_system_fonts=True,
-            format=format,
-            ppi=ppi,
+            format="pdf",
         )
-    return made if isinstance(made, list) else [made]
 
 
 def _picture(name: str) -> str:
