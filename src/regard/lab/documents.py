@@ -3,6 +3,8 @@
 `002.1.1e` is question 1.1 (e) of document 002. `real` are statements of our own.
 """
 
+import re
+
 DOCUMENTS = {
     "000": "Transformer theory: scaled dot products, heads and masks, layer normalization",
     "001": "Coding the transformer's encoder: multi-head attention by shapes",
@@ -20,3 +22,12 @@ def document(claim: str) -> str:
     'Transformers'
     """
     return DOCUMENTS[claim.partition(".")[0]]
+
+
+def place(claim: str) -> tuple[tuple[int, str], ...]:
+    """What sorts statements as the documents do: 12.3 is before 12.10.
+
+    >>> place("004.12.3") < place("004.12.10") < place("004.12.10a")
+    True
+    """
+    return tuple((int(number), letters) for number, letters in re.findall(r"(\d+)(\D*)", claim))
