@@ -114,7 +114,7 @@ def formula(
     """
     if blank(answer):
         return BLANK
-    names = list(inspect.signature(expected).parameters)
+    names = arguments(expected)
     signature = f"lambda {', '.join(names)}: …"
     if not callable(answer) or isinstance(answer, type):
         return f"expected a function, `{signature}`, got {kind(answer)}"
@@ -144,9 +144,19 @@ def formula(
     return f"at {at} it gives {values[places[0]]:.6g}, which is {apart}{share}"
 
 
-def called(function: Callable[..., object], *arguments: object) -> tuple[object, str]:
+def arguments(function: Callable[..., object]) -> list[str]:
+    """The names of arguments that a function must get.
+
+    >>> arguments(lambda d, beta=1.0: d)
+    ['d']
+    """
+    parameters = inspect.signature(function).parameters.values()
+    return [parameter.name for parameter in parameters if parameter.default is parameter.empty]
+
+
+def called(function: Callable[..., object], *inputs: object) -> tuple[object, str]:
     """What a student's function returns for copies of arguments, or what it raises, as words."""
-    copies = [argument.clone() if isinstance(argument, Tensor) else argument for argument in arguments]
+    copies = [argument.clone() if isinstance(argument, Tensor) else argument for argument in inputs]
     try:
         return function(*copies), ""
     except NotImplementedError:
@@ -228,16 +238,27 @@ def _entry(value: object, right: object, near: Mapping[str, object]) -> str:
     if isinstance(right, tuple):
         return shape(value, right, {sentence: wrong for sentence, wrong in near.items() if isinstance(wrong, tuple)})
     if isinstance(right, str):
-        if not isinstance(value, str):
-            return f"expected a word, got {kind(value)}"
-        word = value.strip().lower()
-        if word == right.lower():
-            return ""
-        return next((sentence for sentence, wrong in near.items() if word == str(wrong).lower()), f"not {value[:40]}")
+        return word(value, right, {sentence: wrong for sentence, wrong in near.items() if isinstance(wrong, str)})
     if isinstance(right, bool):
         return "" if value is right else f"not {value}" if isinstance(value, bool) else f"expected True or False, got {kind(value)}"
     numbers = {sentence: wrong for sentence, wrong in near.items() if isinstance(wrong, int | float)}
     return number(value, float(right), numbers)  # type: ignore[arg-type]
+
+
+def word(answer: object, expected: str, near: Mapping[str, str] | None = None) -> str:
+    """What is wrong with a word.
+
+    >>> word("Causal", "causal"), word("both", "causal"), word(1, "causal")
+    ('', 'not both', "expected a word in quotes, got 1")
+    """
+    if blank(answer):
+        return BLANK
+    if not isinstance(answer, str):
+        return f"expected a word in quotes, got {kind(answer)}"
+    typed = answer.strip().lower()
+    if typed == expected.lower():
+        return ""
+    return next((sentence for sentence, wrong in (near or {}).items() if typed == wrong.lower()), f"not {answer[:40]}")
 
 
 def shape(answer: object, expected: tuple[int, ...], near: Mapping[str, tuple[int, ...]] | None = None) -> str:
@@ -355,9 +376,8 @@ def function(
     """
     if blank(answer):
         return BLANK
-    arguments = ", ".join(inspect.signature(expected).parameters)
     if not callable(answer):
-        return f"expected a function of ({arguments}), got {kind(answer)}"
+        return f"expected a function of ({', '.join(arguments(expected))}), got {kind(answer)}"
     results: dict[str, tuple[object, ...]] = {}
     for label, inputs in cases.items():
         result, error = called(answer, *inputs)
