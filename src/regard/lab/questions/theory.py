@@ -1,7 +1,6 @@
 """What attention reaches, which masks it needs, what it costs, and what norms do."""
 
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -490,9 +489,9 @@ def _parts(answer: object) -> str:
     text=(
         "One token of the input is changed. Do the outputs at **other** positions change, of multi-head attention, and "
         "of the position-wise network? `True` or `False`. And how many weights and biases has the network, from "
-        "$e$ numbers to $f$ and back? A function."
+        "$e$ numbers to $f$ and back? A function, `lambda e, f: …`."
     ),
-    begin='encoder_3 = {"attention": ..., "network": ..., "parameters": lambda e, f: ...}',
+    begin='encoder_3 = {"attention": ..., "network": ..., "parameters": ...}',
     solution='{"attention": True, "network": False, "parameters": lambda e, f: 2 * e * f + e + f}',
     points=2,
 )
@@ -524,32 +523,3 @@ def _meeting(answer: object) -> str:
     )
     return "; ".join(filter(None, [fault, f"parameters: {of_network}" if of_network else ""]))
 
-
-def depth(loss: Tensor) -> int:
-    """The longest chain of operations that a result waits for.
-
-    >>> x = torch.ones(1, requires_grad=True)
-    >>> depth(x * 2 + 1) - depth(x * 2)
-    1
-    """
-    levels: dict[object, int] = {None: 0}
-    stack = [loss.grad_fn]
-    while stack:
-        node = stack[-1]
-        before = [parent for parent, _ in node.next_functions if parent is not None] if node is not None else []
-        waiting = [parent for parent in before if parent not in levels]
-        if waiting:
-            stack += waiting
-        else:
-            levels[node] = 1 + max((levels[parent] for parent in before), default=0)
-            stack.pop()
-    return levels[loss.grad_fn]
-
-
-def grows(depths: Sequence[int]) -> bool:
-    """Whether each is larger than the one before.
-
-    >>> grows([3, 5, 9]), grows([3, 3])
-    (True, False)
-    """
-    return all(before < after for before, after in pairwise(depths))
