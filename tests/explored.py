@@ -92,6 +92,12 @@ def run(session, model="model", changes=(), twin=False, **chosen):
     return frames_of(session.run, run_request(body))
 
 
+def done_of(frames):
+    """The frame with a run's output."""
+    (done,) = (header for header, _ in frames if header["type"] == "done")
+    return done
+
+
 def table(data, rows, columns, dtype=torch.float32, offset=0):
     return torch.frombuffer(bytearray(data), dtype=dtype, count=rows * columns, offset=offset).view(rows, columns)
 

@@ -7,7 +7,7 @@ import torch
 
 import explored
 import regard as rg
-from explored import frames_of, png, run, session_of, table
+from explored import done_of, frames_of, png, run, session_of, table
 from image_models import make, make_davit
 from regard.explorer.codes import MASKED, codes, decoded, pool_size, thumbnails
 from regard.explorer.frames import frame, json_text, read_frames
@@ -161,19 +161,20 @@ def test_the_ends_of_the_dial_are_uniform_and_argmax(name):
         torch.testing.assert_close(softmax, taken.head(view.traced.index, 2)[0], rtol=0, atol=1e-6)
 
 
-def test_a_run_streams_its_layers_with_labels_and_statistics():
+def test_a_run_streams_thumbnails_then_labels_and_its_output_then_statistics():
     model = explored.encoder()
     session = session_of(model=model)
     frames = run(session, text="a b c a b c")
-    header, *layers, done = (header for header, _ in frames)
-    assert [layer["type"] for layer in layers] == ["layer"] * 2
-    assert done["type"] == "done"
-    assert done["top"] is None
-    taken = session.snapshot(header["run"])
+    headers = [header for header, _ in frames]
+    assert [header["type"] for header in headers] == [
+        "run", "layer", "layer", "labels", "labels", "done", "statistics", "statistics"
+    ]  # fmt: skip
+    assert headers[5]["top"] is None
+    taken = session.snapshot(headers[0]["run"])
     patterns, statistics = taken.trace.patterns(), taken.trace.statistics()
-    assert [label for layer in layers for label in layer["labels"]] == [head.label for head in patterns.heads]
-    assert [value for layer in layers for value in layer["entropy"]] == [head.entropy for head in statistics]
-    for (layer, data), view in zip(frames[1:-1], taken.layers, strict=True):
+    assert [label for part in headers[3:5] for label in part["labels"]] == [head.label for head in patterns.heads]
+    assert [value for part in headers[6:] for value in part["entropy"]] == [head.entropy for head in statistics]
+    for (layer, data), view in zip(frames[1:3], taken.layers, strict=True):
         assert len(data) == 4 * layer["size"][0] * layer["size"][1]
         assert data == codes(view.weights).numpy().tobytes()
 
@@ -181,7 +182,7 @@ def test_a_run_streams_its_layers_with_labels_and_statistics():
 def test_tokens_special_tokens_and_words_of_a_shipped_model():
     session = Session()
     frames = run(session, "translator", source="La voiture rouge est rapide.")
-    header, done = frames[0][0], frames[-1][0]
+    header, done = frames[0][0], done_of(frames)
     assert header["tokens"] == ["[START]", "The", " red", " car", " is", " fast", "."]
     assert header["special"] == [True] + [False] * 6
     assert header["sources"][-1] == "[END]"
@@ -193,7 +194,7 @@ def test_tokens_special_tokens_and_words_of_a_shipped_model():
     blind = {"layers": [3, 5], "silence": True}
     silenced = run(session, "translator", changes=[blind], source="La voiture rouge est rapide.")
     assert silenced[0][0]["tokens"] == header["tokens"]
-    assert silenced[-1][0]["text"] != done["text"]
+    assert done_of(silenced)["text"] != done["text"]
     other = run(session, "translator", source="Le chat dort.", target="The dog eats.")
     assert other[0][0]["tokens"] == ["[START]", "The", " dog", " eats", "."]
 
@@ -230,7 +231,7 @@ def test_a_picture_becomes_patches():
     assert subject.inputs[0].shape == (1, 3, 12, 20)
     session = session_of(vit=model)
     frames = frames_of(session.run, run_request({"model": "vit", "input": {"image": "letter A"}}))
-    header, done = frames[0][0], frames[-1][0]
+    header, done = frames[0][0], done_of(frames)
     assert header["kind"] == "image"
     assert header["picture"].startswith("data:image/png;base64,")
     assert len(done["top"]) == 5

@@ -7,7 +7,7 @@ import torch
 
 import explored
 import regard as rg
-from explored import frames_of, run, session_of
+from explored import done_of, frames_of, run, session_of
 from regard.explorer.changes import HeadChange, WindowedSoftmax, changed
 from regard.explorer.frames import read_frames
 from regard.explorer.requests import run_request
@@ -41,9 +41,9 @@ def test_a_change_is_what_intervene_does(name):
         assert torch.equal(taken.layer(layer.index).weights, layer.weights[0])
     old, new = (session.snapshot(frames[0][0]["run"]).output.logits.log_softmax(-1) for frames in (before, after))
     divergence = float((old.exp() * (old - new)).sum(-1).mean())
-    assert after[-1][0]["divergence"] == pytest.approx(divergence, rel=1e-3, abs=1e-6)
-    assert before[-1][0]["divergence"] is None
-    assert after[-1][0]["distance"] > 0
+    assert done_of(after)["divergence"] == pytest.approx(divergence, rel=1e-3, abs=1e-6)
+    assert done_of(before)["divergence"] is None
+    assert done_of(after)["distance"] > 0
     weights, visible = taken.head(1, 2)
     assert not weights[~visible].any()
     assert bool(visible[:, 1].any()) == (name != "hide")
@@ -51,10 +51,10 @@ def test_a_change_is_what_intervene_does(name):
 
 def test_a_change_is_compared_without_a_run_before_it():
     model = explored.decoder()
-    alone = run(session_of(model=model), changes=[{"beta": 0}])[-1][0]
+    alone = done_of(run(session_of(model=model), changes=[{"beta": 0}]))
     session = session_of(model=model)
     run(session)
-    assert alone["divergence"] == run(session, changes=[{"beta": 0}])[-1][0]["divergence"] > 0
+    assert alone["divergence"] == done_of(run(session, changes=[{"beta": 0}]))["divergence"] > 0
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2", "t5", "softcap"])
@@ -99,7 +99,7 @@ def test_a_twin_is_random_and_always_the_same():
     frames = run(session, twin=True)
     again = run(session_of(model=model), twin=True)
     assert frames[0][0]["twin"]
-    assert frames[-1][0]["divergence"] == again[-1][0]["divergence"] > 0
+    assert done_of(frames)["divergence"] == done_of(again)["divergence"] > 0
     assert [data for _, data in frames] == [data for _, data in again]
 
 
@@ -138,7 +138,7 @@ def test_a_computation_stops_when_it_is_told_to(name):
     }
     with pytest.raises(StoppedError):
         start[name]()
-    assert run(session)[-1][0]["type"] == "done"
+    assert done_of(run(session))
 
 
 def test_generation_is_greedy_and_its_rows_are_its_attention():
@@ -173,7 +173,7 @@ def test_a_run_of_another_takes_its_tokens():
     session.generate(name, 3, (), parts.append)
     generated = next(header for header, _ in read_frames(b"".join(parts)) if header["type"] == "run")
     again = frames_of(session.run, run_request({"of": generated["run"], "changes": [{"beta": 0}], "twin": True}))
-    header, done = again[0][0], again[-1][0]
+    header, done = again[0][0], done_of(again)
     assert (header["ids"], header["generated"], header["twin"]) == (generated["ids"], 3, True)
     assert done["divergence"] > 0
     trained = frames_of(session.run, run_request({"of": header["run"]}))

@@ -142,7 +142,7 @@ def test_every_call_answers(explorer):
         ("scores", {**place, "head": 1}, {"scores"}),
         ("rollout", {"run": run}, {"rollout"}),
         ("effects", {"run": run}, {"progress", "effects"}),
-        ("generate", {"run": run, "steps": 3}, {"step", "run", "layer", "done"}),
+        ("generate", {"run": run, "steps": 3}, {"step", "run", "layer", "labels", "done", "statistics"}),
     ):
         status, headers, content = ask(explorer, f"/api/{name}", body)
         assert (status, headers["content-type"]) == (200, "application/octet-stream"), content
