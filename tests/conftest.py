@@ -32,7 +32,8 @@ ABOVE = (
     "test_decoder", "test_checkpoints", "test_checkpoint_dtypes",
     "test_huggingface", "test_gguf", "test_generation", "test_prompt_cache", "test_beams", "test_sampling",
     "test_stop_strings", "test_copies", "test_cost", "test_recurrent", "test_own_state", "test_intervene",
-    "test_effects", "test_explorer", "test_explorer_server", "test_explorer_export", "test_explorer_page",
+    "test_effects", "test_explorer", "test_explorer_changes", "test_explorer_requests", "test_explorer_server",
+    "test_explorer_export", "test_explorer_page", "test_explorer_page_changes", "test_explorer_page_files",
 )  # fmt: skip
 """Tests of what computes by layers that have tests of their own, of masks and messages, and of other processors."""
 
