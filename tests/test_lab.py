@@ -29,6 +29,7 @@ CLAIMS = {
     "004.12.3": "holds",
     "004.12.4": "does not hold",
     "004.12.5": "does not hold",
+    "004.12.6": "holds",
     "004.12.7": "does not hold",
     "004.12.8": "holds",
     "004.12.9": "holds under a condition",

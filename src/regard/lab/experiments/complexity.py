@@ -33,7 +33,7 @@ def softmax_flops(n: int, d: int) -> int:
 
 
 def kept_bytes(name: str, n: int, d: int) -> int:
-    """Bytes in float32: the n × n weights of softmax; inputs, outputs and sums of the quadratic kernel."""
+    """Bytes in float32: at least softmax's n × n weights, at most the quadratic kernel's inputs, outputs and sums."""
     features = (d + 1) * (d + 2) // 2
     return 4 * n**2 if name == "softmax" else 4 * (4 * n * d + features * d)
 
@@ -107,8 +107,15 @@ def complexity(
 
 
 def _work(n: int, d: int) -> rg.Work:
-    sizes = {"num_heads": 1, "num_kv_heads": 1, "qk_length": d, "value_length": d}
-    return rg.Work(query_length=n, key_length=n, dtype=torch.float32, **sizes)
+    return rg.Work(
+        query_length=n,
+        key_length=n,
+        num_heads=1,
+        num_kv_heads=1,
+        qk_length=d,
+        value_length=d,
+        dtype=torch.float32,
+    )
 
 
 def _run_flops(mechanism: Mechanism, x: Tensor) -> int:
@@ -227,8 +234,9 @@ def _figure(rows: Sequence[dict[str, Any]], dim: int) -> Figure:
         11.5,
         4,
         title="Softmax grows with the square of the length, the quadratic kernel with the length",
-        note=f"D = M = {dim}, one head, float32. Points: counted, or timed, as attention runs. Lines: formulas; of "
-        "times, powers of N through the last point. The backward pass of softmax by its plain formula.",
+        note=f"D = M = {dim}, one head, float32. Points: counted, or timed, as attention runs. Lines: formulas (of "
+        "bytes, at least those of softmax's weights, at most inputs, outputs and sums); of times, powers of N. The backward "
+        "pass of softmax is that of its plain formula.",
     )
     lengths = [row["N"] for row in rows]
     panels = figure.subplots(1, 3)
@@ -247,10 +255,12 @@ def _figure(rows: Sequence[dict[str, Any]], dim: int) -> Figure:
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         dress(axes, title=title, x="length N")
-        axes.legend(fontsize=8, frameon=False, loc="upper left")
-    equal = rg.crossover(*MECHANISMS.values(), _work(CHUNK, dim))
+        axes.legend(fontsize=8, frameon=False, loc="lower right" if what == "FLOPs" else "upper left")
+    softmax, quadratic = MECHANISMS.values()
+    equal = rg.crossover(softmax, quadratic, _work(CHUNK, dim))
     for axes, length, words in ((panels[0], equal, "equal"), (panels[2], _crossing(rows), "equally fast")):
         if length is not None and lengths[0] <= length <= lengths[-1]:
             axes.axvline(length, color=COLOURS[6], linewidth=1, linestyle="--")
-            axes.text(length, axes.get_ylim()[0], f" {words} at {length:,.0f}", fontsize=8, va="bottom")
+            side = "right" if length > (lengths[0] * lengths[-1]) ** 0.5 else "left"
+            axes.text(length, axes.get_ylim()[0], f" {words} at {length:,.0f} ", fontsize=8, va="bottom", ha=side)
     return figure

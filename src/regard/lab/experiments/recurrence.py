@@ -106,7 +106,7 @@ def _figure(rows: Sequence[dict[str, float]], dim: int) -> Figure:
         9.5,
         4,
         title="A recurrent network waits for every token, attention takes them all at once",
-        note=f"D = {dim}, batch 1, float32, {torch.get_num_threads()} threads. FLOPs by the formulas.",
+        note=f"D = {dim}, batch 1, float32, threads: {torch.get_num_threads()}. FLOPs by the formulas.",
     )
     left, right = figure.subplots(1, 2)
     lengths = [row["N"] for row in rows]
