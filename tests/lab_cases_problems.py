@@ -74,6 +74,10 @@ def _times_decide(patch):
     patch.setattr(recurrence_file, "Check", lambda **values: Check(**{**values, "timed": False}))
 
 
+def _inverted_or_not(patch):
+    patch.setattr(rg.Encoder, "inverted_sentence", lambda model, hidden, mask: hidden[:, 0, :2] * 0)
+
+
 EXPECTED = counts_file.expected
 
 CASES: dict[str, LabCase] = {
@@ -109,6 +113,12 @@ CASES: dict[str, LabCase] = {
         verdict="measured here",
         flip=_times_decide,
         quick={"lengths": (4, 8), "head_length": 4, "rounds": 1},
+    ),
+    # Random, but the encoder has to be trained each time: not repeated for ten seeds.
+    "pretraining": LabCase(
+        verdict="holds",
+        flip=_inverted_or_not,
+        quick={"steps": 100, "documents": 2000, "embedding_dim": 32, "num_layers": 1, "evaluations": 1},
     ),
     "patches": LabCase(verdict="holds", flip=_no_hidden_layer, quick={"grid": 2, "patch_size": 2, "num_layers": 1}),
 }

@@ -234,9 +234,9 @@ def _figure(rows: Sequence[dict[str, Any]], dim: int) -> Figure:
         11.5,
         4,
         title="Softmax grows with the square of the length, the quadratic kernel with the length",
-        note=f"D = M = {dim}, one head, float32. Points: counted, or timed, as attention runs. Lines: formulas (of "
-        "bytes, at least those of softmax's weights, at most inputs, outputs and sums); of times, powers of N. The backward "
-        "pass of softmax is that of its plain formula.",
+        note=f"D = M = {dim}, one head, float32. Points: counted, or timed, as attention runs. Lines: formulas, of "
+        "bytes for softmax's weights alone and at most for inputs, outputs and sums; of times, powers of N. The "
+        "backward pass of softmax is that of its plain formula.",
     )
     lengths = [row["N"] for row in rows]
     panels = figure.subplots(1, 3)

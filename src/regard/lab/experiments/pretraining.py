@@ -16,6 +16,7 @@ from regard.lab.statistics import DEVIATIONS, Estimate
 from regard.training import Settings, train
 from regard.training.metrics import read_metrics
 from regard.training.recipes import bert
+from regard.training.task import IGNORED
 
 TASKS = {"masked words": "generative", "next sentence": "contrastive", "inverted sentence": "contrastive"}
 TOPICS = (
@@ -138,12 +139,10 @@ def _text(documents: int, seed: int) -> str:
 
 
 def _judged(task: bert.Bert) -> dict[str, int]:
-    """How many held-out predictions an evaluation has of each task."""
-    counts = dict.fromkeys(TASKS, 0)
-    for rows in task.judged:
-        for name, values in (("masked words", "words"), ("next sentence", "next"), ("inverted sentence", "inverted")):
-            counts[name] += int((rows[values] != bert.IGNORED).sum())
-    return counts
+    """How many held-out examples an evaluation has of each task; the words of a pair are not independent."""
+    paired = sum(int((rows["next"] != IGNORED).sum()) for rows in task.judged)
+    inverted = sum(int((rows["inverted"] != IGNORED).sum()) for rows in task.judged)
+    return {"masked words": paired, "next sentence": paired, "inverted sentence": inverted}
 
 
 def _figure(rows: Sequence[dict[str, Any]], chance: dict[str, float], counts: dict[str, int], documents: int) -> Figure:
@@ -160,10 +159,10 @@ def _figure(rows: Sequence[dict[str, Any]], chance: dict[str, float], counts: di
         estimates = [proportion(row[f"{name} accuracy"], counts[name]) for row in rows]
         low, high = zip(*(estimate.interval for estimate in estimates), strict=True)
         axes.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
-        label = f"{name} ({kind}), {counts[name]:,} answers"
+        label = f"{name} ({kind}), {counts[name]:,} examples"
         axes.plot(steps, [estimate.value for estimate in estimates], f"{marker}-", color=colour, label=label)
         axes.axhline(chance[name], color=colour, linewidth=1, linestyle="--")
     axes.set_ylim(0, 1.03)
     dress(axes, x="training steps", y="accuracy")
-    axes.legend(fontsize=8, frameon=False, loc="lower right")
+    axes.legend(fontsize=8, frameon=False, loc="lower right", bbox_to_anchor=(1, 0.03))
     return figure
