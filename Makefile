@@ -6,7 +6,7 @@ DOCS := .venv-docs
 PYTHONS ?= python3.11 python3.12 python3.13
 AS_AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2
 
-.PHONY: demo test lint bench pictures check wheel docs fuzz chaos clean
+.PHONY: demo test lint bench pictures lab check wheel docs fuzz chaos clean
 
 demo: $(READY) ## train two translators in about two minutes; runs and pictures go to demo/
 	rm -rf demo
@@ -30,6 +30,9 @@ bench: $(READY) ## speed against named peers, as this processor and as one with 
 pictures: $(READY) ## every picture in docs/, from the code and the committed results
 	$(BIN)/python docs/pictures.py
 	$(BIN)/python docs/explorer_pictures.py # says what is missing where there is no Chromium
+
+lab: $(READY) ## every statement about attention, run: docs/lab, about five minutes; goes on where it was stopped
+	$(BIN)/regard lab report --out docs/lab
 
 check: $(READY) ## every law on every mechanism
 	$(BIN)/regard check

@@ -109,6 +109,11 @@ def test_what_needs_an_extra_says_which(without, call, sentence):
             ["cost", "--length", "64", "--plot", "never.png"],
             'a picture needs matplotlib: pip install "regard[plots]"',
         ),
+        (
+            ("typer", "rich", "matplotlib", "PIL", "numpy"),
+            ["lab", "report"],
+            'the lab\'s report needs markdown_it: pip install "regard[lab]"',
+        ),
     ],
 )
 def test_a_command_that_needs_an_extra_says_which_in_one_line(without, present, words, sentence):
@@ -133,18 +138,20 @@ def extras():
     return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 
 
+DISTRIBUTIONS = {"PIL": "pillow", "markdown_it": "markdown-it-py"}
+
+
 def test_every_extra_that_an_error_names_installs_the_package():
-    distributions = {"PIL": "pillow"}
     for package, extra in EXTRAS.items():
         named = {re.split(r"[^\w-]", requirement)[0] for requirement in extras()[extra]}
-        assert distributions.get(package, package) in named, (package, extra)
+        assert DISTRIBUTIONS.get(package, package) in named, (package, extra)
 
 
 def test_every_package_of_an_extra_has_its_error():
     """But those of our own development."""
     ours = {name: requirements for name, requirements in extras().items() if name not in ("test", "dev")}
     named = {re.split(r"[^\w-]", requirement)[0] for requirements in ours.values() for requirement in requirements}
-    assert named - {"regard"} == {{"PIL": "pillow"}.get(package, package) for package in EXTRAS}
+    assert named - {"regard"} == {DISTRIBUTIONS.get(package, package) for package in EXTRAS}
 
 
 def test_the_core_has_three_dependencies():

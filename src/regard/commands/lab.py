@@ -70,6 +70,25 @@ def run_(
         print(f"-> {plot}")
 
 
+def report_(
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="ID", help="These experiments alone.", show_default=False)
+    ] = None,
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Write the report to this folder.")] = Path("lab"),
+    pdf: Annotated[bool, typer.Option(help="Write report.pdf beside the HTML page.")] = True,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Run all again, also what the folder has from before.")
+    ] = False,
+) -> None:
+    """Run all experiments, and write one HTML page, a PDF and a JSON file; called again, it goes on where it stopped."""
+    from regard.lab.reporting import report
+
+    with progress(len(names or experiments()), "lab") as advance:
+        content = report(names or (), folder=out, pdf=pdf, restart=restart, begin=advance)
+    print_table([{"verdict": verdict, "statements": str(count)} for verdict, count in content.counts.items()])
+    print(f"-> {out / 'index.html'}")
+
+
 def _parsed(words: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
     """The names that come before the first flag, and the words after each flag."""
     names: list[str] = []
@@ -140,6 +159,7 @@ SUBCOMMANDS: dict[str, tuple[Callable[..., None], tuple[str, ...]]] = {
             "regard lab run temperature --plot temperature.svg --json",
         ),
     ),
+    "report": (report_, ("regard lab report", "regard lab report scaling noise --out two --no-pdf")),
 }
 """For each command of the lab its function, and the examples at the end of its help."""
 
@@ -148,7 +168,7 @@ def _load(name: str) -> Any:
     function, examples = SUBCOMMANDS[name]
     built = command(function, name, examples)
     # Parameters of an experiment are flags that click does not know.
-    built.ignore_unknown_options = True
+    built.ignore_unknown_options = name == "run"
     return built
 
 

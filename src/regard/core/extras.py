@@ -23,6 +23,9 @@ EXTRAS = {
     "gguf": "gguf",
     "starlette": "view",
     "uvicorn": "view",
+    "markdown_it": "lab",
+    "latex2mathml": "lab",
+    "typst": "lab",
 }
 """The smallest extra with a package, by the name that Python imports."""
 

@@ -107,7 +107,12 @@ class Measurements:
             return "holds" if statement == "passed" else "undecided"
         rest = _result((*self.within, *self.instead))
         if self.within:
-            return {"passed": "holds under a condition", "failed": "does not hold", "undecided": "undecided"}[rest]
+            verdicts: dict[Result, Verdict] = {
+                "passed": "holds under a condition",
+                "failed": "does not hold",
+                "undecided": "undecided",
+            }
+            return verdicts[rest]
         return "does not hold" if rest == "passed" else "undecided"
 
 

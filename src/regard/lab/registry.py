@@ -9,6 +9,7 @@ from time import perf_counter
 from typing import Any
 
 from regard.lab import experiments as folder
+from regard.lab.documents import place
 from regard.lab.experiment import Experiment, Measurements, Outcome
 
 _REGISTERED: dict[str, Experiment] = {}
@@ -55,7 +56,7 @@ def experiments() -> dict[str, Experiment]:
     """
     for module in pkgutil.iter_modules(folder.__path__):
         import_module(f"{folder.__name__}.{module.name}")
-    return dict(sorted(_REGISTERED.items(), key=lambda item: (item[1].claims, item[0])))
+    return dict(sorted(_REGISTERED.items(), key=lambda item: ([place(claim) for claim in item[1].claims], item[0])))
 
 
 def lookup(name: str) -> Experiment:
@@ -77,7 +78,7 @@ def run(name: str, **parameters: Any) -> Outcome:
     experiment = lookup(name)
     arguments = experiment.arguments(**parameters)
     begin = perf_counter()
-    missing = _missing(experiment.needs)
+    missing = missing_models(experiment.needs)
     measurements = None if missing else experiment.measure(**arguments)
     return Outcome(
         experiment=experiment,
@@ -88,7 +89,7 @@ def run(name: str, **parameters: Any) -> Outcome:
     )
 
 
-def _missing(models: Sequence[str]) -> str:
+def missing_models(models: Sequence[str]) -> str:
     """How to install the models that are not here; empty if all are."""
     from regard.checkpoints.names import NAMES
 
