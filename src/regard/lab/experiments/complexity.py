@@ -70,9 +70,9 @@ def complexity(
             n = row["N"]
             row[f"{name} FLOPs"] = _run_flops(mechanism, x)
             row[f"{name} bytes kept"] = kept = _kept(mechanism, x, PATHS[name])
-            known = softmax_flops(n, dim) if name == "softmax" else rg.cost(mechanism, _work(n, dim)).flops
+            formula = softmax_flops(n, dim) if name == "softmax" else rg.cost(mechanism, _work(n, dim)).flops
             checks += [
-                Check(name=f"FLOPs, {name}, N = {n}", predicted=known, measured=row[f"{name} FLOPs"]),
+                Check(name=f"FLOPs, {name}, N = {n}", predicted=formula, measured=row[f"{name} FLOPs"]),
                 Check(
                     name=f"bytes kept for the backward pass, {name}, N = {n}",
                     predicted=kept_bytes(name, n, dim),
