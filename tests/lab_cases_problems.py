@@ -2,11 +2,14 @@
 
 import regard as rg
 from lab_case import LabCase
+from regard.core.families import features as features_file
 from regard.core.masks.positions import Window2d
+from regard.lab.experiment import Check
 from regard.lab.experiments import channels as channels_file
 from regard.lab.experiments import counts as counts_file
 from regard.lab.experiments import heads_cost as heads_cost_file
 from regard.lab.experiments import linear_cost as linear_cost_file
+from regard.lab.experiments import recurrence as recurrence_file
 from regard.lab.experiments import saturated_softmax as saturated_softmax_file
 
 ATTENTION = rg.MultiHeadAttention
@@ -63,6 +66,18 @@ def _no_hidden_layer(patch):
     patch.setattr(rg.VisionTransformer, "predict", lambda model, features: model.head(features[:, 0]))
 
 
+def _no_sums(patch):
+    patch.setattr(features_file, "MOST_FEATURES", 1)
+
+
+def _times_decide(patch):
+    patch.setattr(recurrence_file, "Check", lambda **values: Check(**{**values, "timed": False}))
+
+
+def _inverted_or_not(patch):
+    patch.setattr(rg.Encoder, "inverted_sentence", lambda model, hidden, mask: hidden[:, 0, :2] * 0)
+
+
 EXPECTED = counts_file.expected
 
 CASES: dict[str, LabCase] = {
@@ -90,6 +105,20 @@ CASES: dict[str, LabCase] = {
         verdict="holds",
         flip=_projected_twice,
         quick={"targets": (4,), "sources": (4, 8), "head_lengths": (4,)},
+    ),
+    "complexity": LabCase(
+        verdict="holds", flip=_no_sums, quick={"dim": 4, "dims": (4, 8), "lengths": (64, 256), "rounds": 1}
+    ),
+    "recurrence": LabCase(
+        verdict="measured here",
+        flip=_times_decide,
+        quick={"lengths": (4, 8), "head_length": 4, "rounds": 1},
+    ),
+    # Random, but the encoder has to be trained each time: not repeated for ten seeds.
+    "pretraining": LabCase(
+        verdict="holds",
+        flip=_inverted_or_not,
+        quick={"steps": 100, "documents": 2000, "embedding_dim": 32, "num_layers": 1, "evaluations": 1},
     ),
     "patches": LabCase(verdict="holds", flip=_no_hidden_layer, quick={"grid": 2, "patch_size": 2, "num_layers": 1}),
 }

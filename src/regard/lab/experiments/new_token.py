@@ -71,8 +71,15 @@ def new_token(
                 tolerance=ROUNDING,
             ),
         ]
-        work = rg.Work(query_length=n + 1, key_length=n + 1, num_heads=num_heads, num_kv_heads=num_heads)
-        work = rg.Work(**{**vars(work), "qk_length": head_length, "value_length": head_length, "mask": rg.causal})
+        work = rg.Work(
+            query_length=n + 1,
+            key_length=n + 1,
+            num_heads=num_heads,
+            num_kv_heads=num_heads,
+            qk_length=head_length,
+            value_length=head_length,
+            mask=rg.causal,
+        )
         rows.append({"N": n, **row, "FLOPs of all": rg.layer_cost(work, embedding_dim=dim).flops})
     return Measurements(
         statement=tuple(statement), instead=tuple(instead), table=tuple(rows), draw=lambda: _figure(rows, dim)
