@@ -70,6 +70,23 @@ def run_(
         print(f"-> {plot}")
 
 
+def sheet(
+    names: Annotated[
+        list[str], typer.Argument(metavar="ID…", help="Documents (000 to 004), topics or experiments: a sheet for each.")
+    ],
+    solutions: Annotated[bool, typer.Option("--solutions", help="With the solutions, for teachers.")] = False,
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Write into this folder.")] = Path(),
+) -> None:
+    """Write worksheets: questions with cells that check the answers, as a notebook and as Markdown."""
+    from regard.lab.sheet import chosen, write_sheet
+
+    for name in names:
+        chosen(name)
+    for name in names:
+        for path in write_sheet(name, out, solutions=solutions):
+            print(f"-> {path}")
+
+
 def _parsed(words: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
     """The names that come before the first flag, and the words after each flag."""
     names: list[str] = []
@@ -139,6 +156,10 @@ SUBCOMMANDS: dict[str, tuple[Callable[..., None], tuple[str, ...]]] = {
             "regard lab run scaling --dims 4 4096 --samples 100000 --seed 7",
             "regard lab run temperature --plot temperature.svg --json",
         ),
+    ),
+    "sheet": (
+        sheet,
+        ("regard lab sheet 003 --out sheets", "regard lab sheet scaling masks --solutions --out sheets"),
     ),
 }
 """For each command of the lab its function, and the examples at the end of its help."""
