@@ -89,6 +89,24 @@ def report_(
     print(f"-> {out / 'index.html'}")
 
 
+def sheet(
+    names: Annotated[
+        list[str],
+        typer.Argument(metavar="ID…", help="Documents (000 to 004), topics or experiments: a sheet for each."),
+    ],
+    solutions: Annotated[bool, typer.Option("--solutions", help="With the solutions, for teachers.")] = False,
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Write into this folder.")] = Path(),
+) -> None:
+    """Write worksheets: questions with cells that check the answers, as a notebook and as Markdown."""
+    from regard.lab.sheet import chosen, write_sheet
+
+    for name in names:
+        chosen(name)
+    for name in names:
+        for path in write_sheet(name, out, solutions=solutions):
+            print(f"-> {path}")
+
+
 def _parsed(words: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
     """The names that come before the first flag, and the words after each flag."""
     names: list[str] = []
@@ -160,6 +178,10 @@ SUBCOMMANDS: dict[str, tuple[Callable[..., None], tuple[str, ...]]] = {
         ),
     ),
     "report": (report_, ("regard lab report", "regard lab report scaling noise --out two --no-pdf")),
+    "sheet": (
+        sheet,
+        ("regard lab sheet 003 --out sheets", "regard lab sheet scaling masks --solutions --out sheets"),
+    ),
 }
 """For each command of the lab its function, and the examples at the end of its help."""
 

@@ -118,7 +118,6 @@ def _phi(answer: object) -> str:
             "√2 is missing, at the entries and at products of two different entries": (
                 exact - inner - (inner**2 - squares) / 2
             ),
-            "the entries have no √2, and products of two different entries come twice": exact - inner + 0 * squares,
         }
         for sentence, wrong in mistakes.items():
             if torch.allclose(products, wrong, atol=1e-4):
@@ -314,5 +313,5 @@ def _crossover(answer: object) -> str:
             "that is D²: there are half as many features": 64**2,
             "that is D; the number of features counts": 64,
         },
-        tolerance=0.1 if real(answer) != 64**2 else 0.01,
+        tolerance=0.1,
     )

@@ -518,7 +518,7 @@ def _looks_at(answer: object) -> str:
             return BLANK if error in ("", BLANK) else f"for head {head} it {error}"
         if not isinstance(result, list) or len(result) != len(tokens):
             return f"expected a list of {len(tokens)} strings, got {kind(result)}"
-        strongest = rg.weights(weights.log()[None, None], torch.eye(8)[None, None], rg.Argmax(), rg.causal)[0, 0]
+        strongest = rg.weights(weights[None, None], torch.eye(8)[None, None], rg.Argmax())[0, 0]
         right = [tokens[int(row.argmax())] for row in strongest]
         if result != right:
             column = [tokens[int(key)] for key in weights.argmax(0)]
