@@ -25,13 +25,15 @@ TRACED = (
 """Tests of what torch traces, of code that torch.compile makes, and of Triton's interpreter."""
 ABOVE = (
     "test_encoder", "test_transformer", "test_t5", "test_vision", "test_davit", "test_trace", "test_trace_huggingface",
-    "test_trace_patterns", "test_trace_files", "test_trace_contents", "test_summary", "test_plots", "test_masks",
+    "test_trace_patterns", "test_trace_files", "test_trace_contents", "test_trace_pictures", "test_trace_layers",
+    "test_summary", "test_plots", "test_masks",
     "test_mask_structure", "test_mask_arguments", "test_mask_drawing", "test_errors", "test_user_formulas",
     "test_own_mechanism", "test_own_mechanism_files", "test_replay", "test_arm", "test_compiler", "test_imports",
     "test_decoder", "test_checkpoints", "test_checkpoint_dtypes",
     "test_huggingface", "test_gguf", "test_generation", "test_prompt_cache", "test_beams", "test_sampling",
     "test_stop_strings", "test_copies", "test_cost", "test_recurrent", "test_own_state", "test_intervene",
-    "test_effects", "test_explorer", "test_explorer_server", "test_explorer_export", "test_explorer_page",
+    "test_effects", "test_explorer", "test_explorer_changes", "test_explorer_requests", "test_explorer_server",
+    "test_explorer_export", "test_explorer_page", "test_explorer_page_changes", "test_explorer_page_files",
 )  # fmt: skip
 """Tests of what computes by layers that have tests of their own, of masks and messages, and of other processors."""
 

@@ -1,8 +1,13 @@
 """Small models with random weights for tests of the explorer."""
 
+from io import BytesIO
+
 import torch
 
 import regard as rg
+from regard.explorer.frames import read_frames
+from regard.explorer.requests import run_request
+from regard.explorer.session import Session
 from regard.explorer.snapshot import take
 from regard.explorer.subject import of_ids
 
@@ -70,3 +75,36 @@ def snapshot(model, length=9, source_length=6, changes=(), **more):
     reads_source = isinstance(model, rg.Transformer)
     source = torch.randint(3, len(LETTERS), (source_length,)).tolist() if reads_source else None
     return take("1", of_ids("model", model, ids, source), changes, **more)
+
+
+def frames_of(compute, *arguments):
+    parts = []
+    compute(*arguments, parts.append)
+    return list(read_frames(b"".join(parts)))
+
+
+def session_of(**models):
+    return Session(models)
+
+
+def run(session, model="model", changes=(), twin=False, **chosen):
+    body = {"model": model, "input": chosen or {"text": "a b c d e f"}, "changes": list(changes), "twin": twin}
+    return frames_of(session.run, run_request(body))
+
+
+def done_of(frames):
+    """The frame with a run's output."""
+    (done,) = (header for header, _ in frames if header["type"] == "done")
+    return done
+
+
+def table(data, rows, columns, dtype=torch.float32, offset=0):
+    return torch.frombuffer(bytearray(data), dtype=dtype, count=rows * columns, offset=offset).view(rows, columns)
+
+
+def png(size=20, mode="RGB"):
+    from PIL import Image
+
+    file = BytesIO()
+    Image.new(mode, (size, size + 4), 128).save(file, "PNG")
+    return file.getvalue()

@@ -454,14 +454,15 @@ class RecentTokens(rg.FixedState):
 
 @dataclass(frozen=True, kw_only=True)
 class Recent(rg.UnnormalisedMechanism):
-    """The sum of the last 200 values: a state that grows, and then does not."""
+    """The sum of the last values: a state that grows, and then does not."""
 
     ordered = True
+    last: int
 
     def weigh(self, q, k, visible, bias=None):
         query = torch.arange(k.shape[2] - q.shape[2], k.shape[2])[:, None]
         key = torch.arange(k.shape[2])
-        near = ((key <= query) & (key > query - 200)).to(q.dtype)
+        near = ((key <= query) & (key > query - self.last)).to(q.dtype)
         return (near if visible is None else near * visible).expand(*q.shape[:3], k.shape[2])
 
     def state_type(self, qk_length):
@@ -475,13 +476,24 @@ class Recent(rg.UnnormalisedMechanism):
         new = state.receive(q, k, v, rule)
         keys, values = torch.cat([new.state.keys, new.k], 2), torch.cat([new.state.values, new.v], 2)
         out = self.weigh(q, keys, None) @ values
-        return new.attended(out, keys=keys[:, :, -200:], values=values[:, :, -200:])
+        return new.attended(out, keys=keys[:, :, -self.last :], values=values[:, :, -self.last :])
 
 
+@pytest.mark.parametrize("last", [200, 300])
 @pytest.mark.parametrize("keys", [300, 1000, 100_000])
-def test_a_state_that_stops_growing_costs_what_it_then_has(keys):
+def test_a_state_that_stops_growing_costs_what_it_then_has(keys, last):
     work = rg.Work(query_length=1, key_length=keys, num_heads=2, num_kv_heads=2, qk_length=8, value_length=8,
                    mask=rg.causal, dtype=torch.float32)  # fmt: skip
-    counted = rg.cost(Recent(), work)
-    assert counted.state_bytes == 2 * 200 * (8 + 8) * 4
-    assert counted.flops == 2 * 2 * 201 * 8
+    counted = rg.cost(Recent(last=last), work)
+    assert counted.state_bytes == 2 * last * (8 + 8) * 4
+    assert counted.flops == 2 * 2 * min(keys, last + 1) * 8
+    assert counted.form == "linear"
+
+
+def test_a_state_that_grows_more_and_more_slowly_never_costs_less_than_nothing(monkeypatch):
+    monkeypatch.setattr("regard.core.cost.own_state.LONGEST_STEP", 128)
+    sizes = {"num_heads": 2, "num_kv_heads": 2, "qk_length": 8, "mask": rg.causal, "dtype": torch.float32}
+    costs = [rg.cost(Recent(last=300), rg.Work(key_length=keys, **sizes)) for keys in (384, 1000, 100_000)]
+    assert costs[0].state_bytes < costs[1].state_bytes < costs[2].state_bytes
+    assert costs[0].flops < costs[1].flops < costs[2].flops
+    assert "measured up to 384 tokens and extrapolated" in costs[2].note

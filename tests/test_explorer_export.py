@@ -288,6 +288,8 @@ def test_the_command_exports_one_file(tmp_path, monkeypatch, capsys):
         (["--export", "page.txt"], "--export: expected a file.html, got 'page.txt'"),
         (["--export", "no/page.html"], "--export: expected a file in an existing folder"),
         (["--mechanism", "sofmax"], "--mechanism: expected one of softmax"),
+        (["--lab", "scalin"], "did you mean scaling?"),
+        (["--lab", "scaling", "a text"], "lab: expected it without TEXT, got both"),
         (["--port", "99999"], "--port: expected at most 65535, got"),
         (["--host", "nosuch.invalid", "--no-open"], "--host: expected an address of this machine"),
     ],

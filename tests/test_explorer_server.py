@@ -142,7 +142,7 @@ def test_every_call_answers(explorer):
         ("scores", {**place, "head": 1}, {"scores"}),
         ("rollout", {"run": run}, {"rollout"}),
         ("effects", {"run": run}, {"progress", "effects"}),
-        ("generate", {"run": run, "steps": 3}, {"step", "run", "layer", "done"}),
+        ("generate", {"run": run, "steps": 3}, {"step", "run", "layer", "labels", "done", "statistics"}),
     ):
         status, headers, content = ask(explorer, f"/api/{name}", body)
         assert (status, headers["content-type"]) == (200, "application/octet-stream"), content
@@ -151,7 +151,7 @@ def test_every_call_answers(explorer):
     assert (status, content[:15]) == (200, b"<!doctype html>")
 
 
-@pytest.mark.parametrize("path", ["/api/models", "/api/run", "/api/head", "/api/effects", "/api/export"])
+@pytest.mark.parametrize("path", ["/api/models", "/api/run", "/api/head", "/api/effects", "/api/experiment"])
 @pytest.mark.parametrize("token", ["wrong", "", "é", "x" * 9000])
 def test_without_the_token_nothing_is_computed(explorer, path, token):
     before = explorer.pace.passes

@@ -1,124 +1,37 @@
 """States: a state is a value, appending does not copy, and what streams equals what computes whole."""
 
 import math
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import regard as rg
 from regard.core.families.features import RECENT
 from regard.core.states.kernel_state import KernelState
 from regard.core.states.key_values import KeyValueState
-
-B, H, G, K, V = 3, 4, 2, 5, 6
-CACHED = {"softmax": rg.Softmax(), "softcap": rg.Softmax(softcap=5.0), "argmax": rg.Argmax(), "uniform": rg.Uniform()}
-SUMMED = {"quadratic": rg.Quadratic(), "taylor": rg.Taylor(), "elu": rg.Elu(), "random": rg.RandomFeatures(n=7)}
-FADING = {
-    "retention": rg.Retention(),
-    "gated": rg.Gated(),
-    "a gate": rg.Gated(gate=lambda k: -k.square().sum(-1, keepdim=True)),
-    "features' gates": rg.Gated(gate=lambda k: -k.square()),
-    "delta": rg.Delta(rate=lambda k: torch.sigmoid(k.sum(-1, keepdim=True))),
-}
-STREAMS = CACHED | SUMMED | FADING
-LONG = 2 * RECENT + 45
-"""Long enough that a kernel's state folds more than once, and not a multiple of anything."""
-
-every_stream = pytest.mark.parametrize("name", STREAMS)
-every_cache = pytest.mark.parametrize("name", CACHED)
-every_sum = pytest.mark.parametrize("name", SUMMED)
-
-
-def tokens(length: int, dtype: torch.dtype = torch.float64, batch: int = B, seed: int = 0) -> tuple[Tensor, ...]:
-    generator = torch.Generator().manual_seed(seed)
-    shapes = (batch, H, length, K), (batch, G, length, K), (batch, G, length, V)
-    return tuple(torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes)
-
-
-def similarity(mechanism: rg.Mechanism, q: Tensor, k: Tensor) -> Tensor:
-    """How alike queries and keys are, written down again from the formulas, up to a factor for each query."""
-    scores = q @ k.transpose(-1, -2)
-    if mechanism == rg.Argmax():
-        raise AssertionError("a choice has no similarity")
-    if isinstance(mechanism, rg.Softmax):
-        scores = scores * (K**-0.5 if mechanism.beta is None else mechanism.beta)
-        if mechanism.softcap is not None:
-            scores = mechanism.softcap * torch.tanh(scores / mechanism.softcap)
-        return torch.exp(scores)
-    if isinstance(mechanism, rg.Quadratic):
-        return (scores + 1) ** 2
-    if isinstance(mechanism, rg.Taylor):
-        return 1 + scores * K**-0.5 + scores**2 / (2 * K)
-    return mechanism.features(q) @ mechanism.features(k).transpose(-1, -2)
-
-
-def plain(mechanism: rg.Mechanism, q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
-    """The plain formula in the tensors' own dtype."""
-    if mechanism.ordered:
-        return recurrence(mechanism, q, k, v, visible)
-    k, v = (t.repeat_interleave(H // G, dim=1) for t in (k, v))
-    if mechanism == rg.Argmax():
-        scores = (q @ k.transpose(-1, -2)).masked_fill(~visible, -math.inf)
-        similar = (scores == scores.amax(-1, keepdim=True)) & visible
-        similar = similar.to(q.dtype)
-    else:
-        similar = similarity(mechanism, q, k).masked_fill(~visible, 0)
-    total = similar.sum(-1, keepdim=True)
-    return (similar / total.masked_fill(total == 0, 1)) @ v
-
-
-def recurrence(mechanism: rg.Mechanism, q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
-    """S_t = exp(g_t) S_{t-1} + k_t v_t^T and q_t S_t, token by token; of a hidden key only retention's gate counts. The
-    delta rule adds k_t (v_t - k_t S_{t-1})^T in its place, by its rate."""
-    real = visible.reshape((1,) * (4 - visible.ndim) + visible.shape)[:, 0, -1, :, None, None]  # (B or 1, T, 1, 1)
-    delta = isinstance(mechanism, rg.Delta)
-    gates = k.new_zeros(()).expand_as(k) if delta else mechanism.log_gates(k, None).expand_as(k)
-    rates = torch.sigmoid(k.sum(-1, keepdim=True)) if delta else torch.ones_like(k[..., :1])
-    k = torch.nn.functional.normalize(k, dim=-1) if delta else k
-    k, v, gates, rates = (t.repeat_interleave(H // G, dim=1) for t in (k, v, gates, rates))
-    if not isinstance(mechanism, rg.Retention):
-        gates = gates.masked_fill(~real[:, None, :, :, 0], 0)
-    sums, out = k.new_zeros(*k.shape[:2], K, v.shape[3]), []
-    for t in range(k.shape[2]):
-        value = v[:, :, t, None] - k[:, :, t, None] @ sums if delta else v[:, :, t, None]
-        new = rates[:, :, t, :, None] * k[:, :, t, :, None] * value
-        sums = gates[:, :, t, :, None].exp() * sums + new.masked_fill(~real[:, t, :, None], 0)
-        out.append(q[:, :, t, None] @ sums * K**-0.5)
-    return torch.cat(out, 2)
-
-
-def triangle(length: int) -> Tensor:
-    return torch.ones(length, length, dtype=torch.bool).tril()
-
-
-def start(mechanism: rg.Mechanism, capacity: int = 512, dtype: torch.dtype = torch.float64, batch: int = B) -> Any:
-    return mechanism.start(
-        batch=batch, num_kv_heads=G, qk_length=K, value_length=V, capacity=capacity, dtype=dtype, device="cpu"
-    )
-
-
-def piece(tensors: tuple[Tensor, ...], low: int, high: int) -> tuple[Tensor, ...]:
-    return tuple(t[:, :, low:high] for t in tensors)
-
-
-def stream(
-    mechanism: rg.Mechanism, tensors: tuple[Tensor, ...], cuts: list[int], state: Any, masks: Any = None
-) -> tuple[Tensor, Any]:
-    """Extend a state by the pieces between the cuts; `masks(length)` is the mask over a history of that length."""
-    parts = []
-    for low, high in pairwise(cuts):
-        mask = rg.causal if masks is None else masks(high)
-        out, state = mechanism.extend(*piece(tensors, low, high), state, mask=mask)
-        parts.append(out)
-    return torch.cat(parts, dim=2), state
-
-
-def close(actual: Tensor, expected: Tensor) -> bool:
-    """Equal to 1e-12 in float64, values of any size counted from 1."""
-    return bool((actual - expected).abs().max() <= 1e-12 * max(1.0, expected.abs().max().item()))
+from streams_and_histories import (
+    CACHED,
+    FADING,
+    LONG,
+    STREAMS,
+    SUMMED,
+    B,
+    G,
+    H,
+    K,
+    V,
+    close,
+    every_cache,
+    every_stream,
+    every_sum,
+    piece,
+    plain,
+    start,
+    stream,
+    tokens,
+    triangle,
+)
 
 
 @every_stream
@@ -228,36 +141,6 @@ def test_a_reordered_state_is_the_other_rows_history(name: str, index: list[int]
     assert close(unmoved, plain(mechanism, *tensors, triangle(length))[:, :, past:])
 
 
-@every_stream
-def test_reordering_moves_the_padding_with_the_rows(name: str) -> None:
-    mechanism, past, length = STREAMS[name], 9, 20
-    tensors, starts = tokens(length), torch.tensor([4, 0, 7])
-    _, state = stream(mechanism, tensors, [0, past], start(mechanism), lambda n: rg.causal & left(starts, n))
-    index = torch.tensor([2, 0, 0])
-    rows = tuple(t[index] for t in tensors)
-    out, _ = stream(mechanism, rows, [past, length], state.reorder(index))
-    visible = triangle(length) & (torch.arange(length) >= starts[index][:, None, None, None])
-    assert close(out, plain(mechanism, *rows, visible)[:, :, past:])
-
-
-@every_stream
-def test_reordering_moves_holes_and_taint_with_the_rows(name: str) -> None:
-    mechanism, past, length = STREAMS[name], 6, 8
-    tensors = tokens(length)
-    tensors[1][1, :, 2] = math.nan
-    holes = torch.ones(B, past, dtype=torch.bool)
-    holes[0, 3] = holes[2, 1] = False
-    _, state = stream(mechanism, tensors, [0, past], start(mechanism), lambda n: rg.causal & rg.padding(valid=holes))
-    index = torch.tensor([1, 2, 2])
-    rows = tuple(t[index] for t in tensors)
-    out, _ = stream(mechanism, rows, [past, length], state.reorder(index))
-    assert out[0].isnan().all(), "the row of the NaN has moved to place 0"
-    visible = triangle(length).expand(B, 1, length, length).clone()
-    visible[1:, :, :, 1] = False
-    rows = tuple(t[1:] for t in rows)
-    assert close(out[1:], plain(mechanism, *rows, visible[1:])[:, :, past:])
-
-
 @pytest.mark.parametrize("index", [[3, 0, 0], [-1, 0, 0], [[0, 1, 2]], [0.0, 1.0, 2.0], [True, False, True]], ids=str)
 @pytest.mark.parametrize("name", ["softmax", "quadratic"])
 def test_a_bad_order_is_refused(name: str, index: list[Any]) -> None:
@@ -275,17 +158,6 @@ def test_a_cropped_state_is_the_earlier_state(name: str) -> None:
     assert longer.length == 100
     again, _ = stream(mechanism, tensors, [60, 100], late.crop(60))
     assert close(again, plain(mechanism, *tensors, triangle(100))[:, :, 60:]), "the crop's fork wrote over its origin"
-
-
-@pytest.mark.parametrize("name", CACHED | SUMMED)
-def test_cropping_keeps_the_padding_of_what_is_left(name: str) -> None:
-    mechanism, tensors, starts = STREAMS[name], tokens(20), torch.tensor([0, 6, 12])
-    _, late = stream(mechanism, tensors, [0, 20], start(mechanism), lambda n: rg.causal & left(starts, n))
-    out, _ = stream(mechanism, tensors, [8, 20], late.crop(8))
-    place = torch.arange(20)
-    # Row 2 is padding as far as the crop goes; the tokens that come after it are real now.
-    visible = triangle(20) & ((place >= starts[:, None]) | (place >= 8))[:, None, None]
-    assert close(out, plain(mechanism, *tensors, visible)[:, :, 8:])
 
 
 @pytest.mark.parametrize("length", [-1, 8, 2.5])
@@ -320,17 +192,6 @@ def test_nbytes_of_a_cache(name: str, dtype: torch.dtype) -> None:
     assert longer.nbytes == state.nbytes, "the room was there from the start"
 
 
-@every_stream
-def test_nbytes_counts_what_is_remembered_of_padding(name: str) -> None:
-    """Padding with holes is kept as a table, and a table has bytes; a NaN is kept where it came, and has none."""
-    mechanism, tensors = STREAMS[name], tokens(6)
-    tensors[1][0, 0, 3] = math.nan
-    holes = torch.tensor([[True, False, True, True, True, True]] * B)
-    fresh = start(mechanism)
-    _, state = mechanism.extend(*tensors, fresh, mask=rg.causal & rg.padding(valid=holes))
-    assert state.nbytes == fresh.nbytes + B * 6
-
-
 @every_sum
 def test_a_kernel_state_does_not_grow(name: str) -> None:
     mechanism, tensors = SUMMED[name], tokens(4 * RECENT)
@@ -353,182 +214,6 @@ def test_overflow_names_the_capacity_and_changes_nothing(name: str) -> None:
     out, longer = stream(mechanism, tensors, [6, 8], state)
     assert longer.length == 8
     assert close(out, plain(mechanism, *piece(tensors, 0, 8), triangle(8))[:, :, 6:])
-
-
-def left(starts: Tensor, length: int) -> rg.Mask:
-    return rg.padding(valid=torch.arange(length) >= starts[:, None])
-
-
-@every_stream
-@pytest.mark.parametrize("remembered", [False, True], ids=["padding every time", "padding once"])
-def test_a_left_padded_batch_streams_as_it_computes_whole(name: str, remembered: bool) -> None:
-    """Later steps may pass the padding again, or only causal: a state remembers which keys were real."""
-    mechanism, tensors = STREAMS[name], tokens(LONG)
-    starts, prompt = torch.tensor([0, 40, 150]), 160
-
-    def mask(length: int) -> rg.Mask:
-        return rg.causal if remembered and length > prompt else rg.causal & left(starts, length)
-
-    out, _ = stream(mechanism, tensors, [0, prompt, prompt + 1, prompt + 2, LONG], start(mechanism), mask)
-    visible = triangle(LONG) & (torch.arange(LONG) >= starts[:, None, None, None])
-    assert close(out, plain(mechanism, *tensors, visible))
-
-
-@every_stream
-def test_padding_with_holes_is_remembered(name: str) -> None:
-    mechanism, tensors, prompt = STREAMS[name], tokens(LONG), 140
-    holes = torch.rand(B, prompt, generator=torch.Generator().manual_seed(3)) < 0.6
-
-    def mask(length: int) -> rg.Mask:
-        return rg.causal if length > prompt else rg.causal & rg.padding(valid=holes[:, :length])
-
-    out, _ = stream(mechanism, tensors, [0, 3, prompt, prompt + 1, LONG], start(mechanism), mask)
-    real = torch.cat([holes, torch.ones(B, LONG - prompt, dtype=torch.bool)], dim=1)
-    assert close(out, plain(mechanism, *tensors, triangle(LONG) & real[:, None, None]))
-
-
-@every_stream
-def test_padding_between_prompt_and_answer_is_remembered(name: str) -> None:
-    """Right-padded prompts of unequal length, then common steps: the gap stays hidden."""
-    mechanism, tensors, lengths = STREAMS[name], tokens(30), torch.tensor([10, 3, 0])
-
-    def mask(length: int) -> rg.Mask:
-        return rg.causal & rg.padding(lengths) if length == 10 else rg.causal
-
-    out, _ = stream(mechanism, tensors, [0, 10, 11, 30], start(mechanism), mask)
-    place = torch.arange(30)
-    real = (place < lengths[:, None]) | (place >= 10)
-    assert close(out, plain(mechanism, *tensors, triangle(30) & real[:, None, None]))
-
-
-@every_stream
-@pytest.mark.parametrize("past", [5, LONG - 1], ids=["recent", "folded"])
-def test_a_later_mask_that_hides_an_old_key_is_obeyed_or_refused(name: str, past: int) -> None:
-    """A mask speaks of the whole history: it may not be ignored where the key is already in."""
-    mechanism, tensors = STREAMS[name], tokens(past + 1)
-    _, state = stream(mechanism, tensors, [0, past], start(mechanism))
-    late = torch.ones(B, past + 1, dtype=torch.bool)
-    late[:, 2] = False
-    try:
-        out, _ = mechanism.extend(*piece(tensors, past, past + 1), state, mask=rg.causal & rg.padding(valid=late))
-    except ValueError as refused:
-        message = str(refused)
-    else:
-        message = ""
-        assert close(out, plain(mechanism, *tensors, triangle(past + 1) & late[:, None, None])[:, :, past:])
-    assert message == "" or message.startswith("mask: expected")
-
-
-@every_stream
-def test_gradients_of_a_stream_are_those_of_the_whole(name: str) -> None:
-    mechanism, length = STREAMS[name], RECENT + 40
-    cuts = [0, 3, 4, 100, RECENT + 5, length]
-    streamed = tuple(t.requires_grad_() for t in tokens(length))
-    whole = tuple(t.requires_grad_() for t in tokens(length))
-    to = torch.randn(B, H, length, V, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
-    out, _ = stream(mechanism, streamed, cuts, start(mechanism))
-    actual = torch.autograd.grad(out, streamed, to, allow_unused=True, materialize_grads=True)
-    expected = torch.autograd.grad(
-        plain(mechanism, *whole, triangle(length)), whole, to, allow_unused=True, materialize_grads=True
-    )
-    for gradient, wanted in zip(actual, expected, strict=True):
-        assert close(gradient, wanted)
-
-
-@every_stream
-def test_gradients_of_the_queries_alone(name: str) -> None:
-    """Frozen keys and values, trained queries: later steps must not write into what backward needs."""
-    mechanism, length = STREAMS[name], 20
-    if name in ("argmax", "uniform"):
-        pytest.skip("no gradient reaches these queries")
-    q, k, v = tokens(length)
-    q.requires_grad_()
-    out, _ = stream(mechanism, (q, k, v), [0, 5, 6, 7, length], start(mechanism))
-    (actual,) = torch.autograd.grad(out.sum(), q)
-    other = q.detach().clone().requires_grad_()
-    (expected,) = torch.autograd.grad(plain(mechanism, other, k, v, triangle(length)).sum(), other)
-    assert close(actual, expected)
-
-
-@every_stream
-def test_gradients_of_the_first_values_alone(name: str) -> None:
-    """A trained prefix of values (prefix tuning), then frozen tokens: these must not be written into the prefix."""
-    mechanism, length = STREAMS[name], 20
-    q, k, v = tokens(length)
-    prefix = v[:, :, :5].clone().requires_grad_()
-    first, state = mechanism.extend(q[:, :, :5], k[:, :, :5], prefix, start(mechanism), mask=rg.causal)
-    rest, _ = stream(mechanism, (q, k, v), [5, 6, 7, length], state)
-    (actual,) = torch.autograd.grad(torch.cat([first, rest], dim=2).sum(), prefix)
-    other = prefix.detach().clone().requires_grad_()
-    whole = plain(mechanism, q, k, torch.cat([other, v[:, :, 5:]], dim=2), triangle(length))
-    (expected,) = torch.autograd.grad(whole.sum(), other)
-    assert close(actual, expected)
-
-
-@every_stream
-def test_looking_ahead_without_gradients_spoils_no_backward(name: str) -> None:
-    """A no_grad continuation from a state in a graph leaves the graph as it was."""
-    mechanism, length = STREAMS[name], 12
-    tensors = tuple(t.requires_grad_() for t in tokens(length))
-    out, state = stream(mechanism, tensors, [0, 4, 8], start(mechanism))
-    with torch.no_grad():
-        stream(mechanism, tensors, [8, 9, 12], state)
-    actual = torch.autograd.grad(out.sum(), tensors, allow_unused=True, materialize_grads=True)
-    again = tuple(t.detach().clone().requires_grad_() for t in tensors)
-    whole = plain(mechanism, *again, triangle(length))[:, :, :8]
-    expected = torch.autograd.grad(whole.sum(), again, allow_unused=True, materialize_grads=True)
-    for gradient, wanted in zip(actual, expected, strict=True):
-        assert close(gradient, wanted)
-
-
-POISONS = pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf], ids=str)
-WHERE = pytest.mark.parametrize("where", ["k", "v"])
-MASKING = pytest.mark.parametrize("again", [False, True], ids=["padding once", "padding every time"])
-
-
-def poisoned_stream(
-    mechanism: rg.Mechanism, row: int, at: int, poison: float, where: str, again: bool, length: int
-) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:
-    """A left-padded prompt with one bad number, then steps. Row 1 has 20 padding tokens, row 2 has 3."""
-    tensors, starts, prompt = tokens(length), torch.tensor([0, 20, 3]), 30
-    tensors["qkv".index(where)][row, 0, at, 1] = poison
-
-    def mask(total: int) -> rg.Mask:
-        return rg.causal & left(starts, total) if again or total <= prompt else rg.causal
-
-    cuts = [0, prompt, prompt + 1, prompt + 2, *(cut for cut in (100, 250, 251) if cut < length), length]
-    out, _ = stream(mechanism, tensors, cuts, start(mechanism), mask)
-    return out, tensors, triangle(length) & (torch.arange(length) >= starts[:, None, None, None])
-
-
-@every_stream
-@POISONS
-@WHERE
-@MASKING
-def test_a_bad_number_in_padding_reaches_no_step(name: str, poison: float, where: str, again: bool) -> None:
-    mechanism = STREAMS[name]
-    for length in (60, LONG):
-        out, tensors, visible = poisoned_stream(mechanism, 1, 7, poison, where, again, length)
-        clean = tuple(t.nan_to_num(0, 0, 0) for t in tensors)
-        assert close(out, plain(mechanism, *clean, visible))
-
-
-@every_stream
-@POISONS
-@WHERE
-@MASKING
-def test_a_bad_number_in_a_real_token_reaches_exactly_who_sees_it(
-    name: str, poison: float, where: str, again: bool
-) -> None:
-    mechanism, at = STREAMS[name], 25
-    for length in (60, LONG):
-        out, tensors, visible = poisoned_stream(mechanism, 1, at, poison, where, again, length)
-        if where == "v" or math.isnan(poison):  # an infinite key may rightly weigh nothing
-            assert not out[1, : H // G, at:].isfinite().all(-1).any(), "a visible bad number is hidden"
-        clean = plain(mechanism, *(t.nan_to_num(0, 0, 0) for t in tensors), visible)
-        assert close(out[1, :, :at], clean[1, :, :at])
-        assert close(out[1, H // G :], clean[1, H // G :]), "it reached the other head group"
-        assert close(out[[0, 2]], clean[[0, 2]])
 
 
 @every_stream
@@ -593,22 +278,6 @@ def test_a_prompt_met_in_inference_mode_can_be_continued(name: str, recorded: bo
     assert close(torch.cat([first, rest], dim=2), plain(mechanism, *tensors, triangle(LONG)))
 
 
-@every_stream
-def test_a_state_keeps_nothing_of_the_padding_that_a_user_may_write_to(name: str) -> None:
-    mechanism, tensors = STREAMS[name], tokens(9)
-    outs = []
-    for overwritten in (False, True):
-        valid = torch.tensor([True, False, True, False, True, True]).repeat(B, 1)
-        parts = [t[:, :, :6] for t in tensors], [t[:, :, 6:] for t in tensors]
-        mask = rg.causal & rg.padding(valid=valid)
-        _, state = mechanism.extend(*parts[0], start(mechanism), mask=mask)
-        if overwritten:
-            valid.fill_(True)
-        out, _ = mechanism.extend(*parts[1], state, mask=rg.causal)
-        outs.append(out)
-    assert torch.equal(*outs)
-
-
 def test_which_state_a_mechanism_keeps() -> None:
     """A kernel whose sums would be larger than any history keeps keys and values instead."""
     assert isinstance(start(rg.Softmax()), KeyValueState)
@@ -616,19 +285,6 @@ def test_which_state_a_mechanism_keeps() -> None:
     large = rg.Polynomial(degree=8)
     state = large.start(batch=1, num_kv_heads=G, qk_length=12, value_length=V, capacity=8, dtype=torch.float64)
     assert isinstance(state, KeyValueState)
-
-
-def test_a_later_padding_of_equal_count_elsewhere_is_refused() -> None:
-    tensors = tokens(LONG)
-    mechanism = STREAMS["quadratic"]
-    first, second = torch.ones(B, LONG - 1, dtype=torch.bool), torch.ones(B, LONG, dtype=torch.bool)
-    first[:, :10] = False
-    second[:, 50:60] = False
-    _, state = mechanism.extend(
-        *piece(tensors, 0, LONG - 1), start(mechanism), mask=rg.causal & rg.padding(valid=first)
-    )
-    with pytest.raises(ValueError, match=r"^mask: expected padding that leaves .* got one that hides a token of"):
-        mechanism.extend(*piece(tensors, LONG - 1, LONG), state, mask=rg.causal & rg.padding(valid=second))
 
 
 def test_a_kernel_refuses_a_state_of_keys_and_values() -> None:
@@ -657,60 +313,9 @@ def test_a_step_of_a_kernel_calls_few_operators(name: str, most: int) -> None:
     assert 20 < len(called) <= most, called
 
 
-@every_stream
-@pytest.mark.parametrize("cuts", [[0, 150, 199, 200, 201, 202, LONG], [0, 201, LONG], [0, LONG]], ids=str)
-@pytest.mark.parametrize("which", [1, 2], ids=["key", "value"])
-def test_a_bad_token_spoils_no_gradient_of_queries_before_it(name: str, cuts: list[int], which: int) -> None:
-    """Also where later queries, which see it, are part of the graph and get a gradient of 0."""
-    many, place = tokens(LONG), 200
-    many[which][:, :, place, 0] = math.nan
-    leaves = tuple(t.requires_grad_() for t in many)
-    out, _ = stream(STREAMS[name], leaves, cuts, start(STREAMS[name]))
-    assert out[:, :, :place].isfinite().all()
-    assert out[:, :, place:].isnan().any(-1).all()
-    gradients = torch.autograd.grad(out[:, :, :place].sum(), leaves, allow_unused=True)  # a choice has none for queries
-    assert all(gradient.isfinite().all() for gradient in gradients if gradient is not None)
-
-
-@every_stream
-def test_a_bad_history_spoils_no_gradient(name: str) -> None:
-    mechanism, many, past = STREAMS[name], tokens(LONG), RECENT + 20
-    many[2][:, :, 10, 0] = math.nan
-    with torch.no_grad():
-        _, state = mechanism.extend(*piece(many, 0, past), start(mechanism), mask=rg.causal)
-    leaves = tuple(t.clone().requires_grad_() for t in piece(many, past, LONG))
-    out, _ = stream(mechanism, leaves, [0, 1, 2, LONG - past], state)
-    assert out.isnan().any(-1).all()
-    gradients = torch.autograd.grad(out, leaves, torch.zeros_like(out), allow_unused=True)
-    assert all(gradient.isfinite().all() for gradient in gradients if gradient is not None)
-
-
 @pytest.mark.parametrize("index", [None, "01", [0, None], [[0]], [0.5], [True], [-1], [7], 2.5], ids=str)
 @pytest.mark.parametrize("mechanism", [rg.Softmax(), rg.Elu(), rg.Retention()], ids=repr)
 def test_what_is_no_index_of_rows_is_refused_by_every_state(mechanism: rg.Mechanism, index: Any) -> None:
     state = mechanism.start(batch=2, num_kv_heads=1, qk_length=4, value_length=4, capacity=4)
     with pytest.raises(ValueError, match=r"^index: expected"):
         state.reorder(index)
-
-
-def test_a_copy_of_recorded_prefixes_is_not_written_to(monkeypatch):
-    """A fork of what autograd recorded, gone on with gradients: what comes later goes to another buffer."""
-    monkeypatch.setattr("regard.core.states.buffer.FORKED", 8)
-    softmax = rg.Softmax()
-
-    def tokens(count):
-        return [torch.randn(1, 2, count, 16) for _ in range(3)]
-
-    state = softmax.start(batch=1, num_kv_heads=2, qk_length=16, value_length=16, capacity=64)
-    learned = [x.requires_grad_() for x in tokens(20)]
-    _, state = softmax.extend(*learned, state, mask=rg.causal)
-    with torch.no_grad():
-        _, fork = [softmax.extend(*tokens(1), state, mask=rg.causal)[1] for _ in range(2)]
-    assert fork.in_parts
-    out, longer = softmax.extend(*tokens(1), fork, mask=rg.causal)
-    version = longer.buffer.keys._version
-    with torch.no_grad():
-        softmax.extend(*tokens(1), longer, mask=rg.causal)
-    assert longer.buffer.keys._version == version
-    out.sum().backward()
-    assert all(x.grad is not None for x in learned[1:])

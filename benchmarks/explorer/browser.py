@@ -106,16 +106,17 @@ def settle(page: Page) -> None:
 def opened(page: Page, address: str) -> dict[str, float]:
     """Open an address. Seconds until the first thumbnails and until the chosen head's exact weights are on the screen,
     without those between the page's request and the server's first frame, in which the model runs. Layers come one by
-    one; `after_last_layer` is what the page alone takes once all are there."""
+    one; `after_last_layer` is what comes after the last thumbnails, and `whole` is when every head has its entropy."""
     traffic = Traffic(page)
     page.goto(address)
-    page.wait_for_function("() => window.probe?.times.all", polling=100)
+    page.wait_for_function("() => window.probe?.times.whole", polling=100)
     times = page.evaluate("probe.times")
     settle(page)
     computing = times["answered"] - times["asked"]
     return {
         "first": (times["first"] - computing) / 1e3,
         "all": (times["all"] - computing) / 1e3,
+        "whole": (times["whole"] - computing) / 1e3,
         "after_last_layer": (times["all"] - times["last"]) / 1e3,
         "computing": computing / 1e3,
         "bytes_before_first": traffic.bytes_until((times["origin"] + times["first"]) / 1e3),

@@ -18,6 +18,7 @@ window.probe = (() => {
     await mark("first", () => regard.state.run.layers.some((layer) => layer.loaded));
     await mark("last", () => regard.state.run.layers.every((layer) => layer.loaded));
     await mark("all", () => regard.state.opened && regard.valueAt(0, 0) !== null);
+    await mark("whole", () => regard.state.run.layers.every((layer) => layer.entropy));
   }
   watch();
 

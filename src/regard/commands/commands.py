@@ -95,6 +95,7 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...]]] = {
             "regard view",
             'regard view minilm "The animal did not cross the street because it was tired."',
             'regard view smollm2 "The capital of France is" --export page.html',
+            "regard view --lab scaling",
         ),
     ),
     "lab": ("lab", ("regard lab list", "regard lab run noise", "regard lab run scaling --dims 4 4096 --seed 7")),

@@ -19,7 +19,8 @@ def view(
         str | None,
         typer.Argument(
             metavar="[MODEL]",
-            help="A name of `regard models`, a checkpoint folder or a .gguf file. Default: the shipped translator.",
+            help="A name of `regard models`, a checkpoint folder or a .gguf file. Default: the shipped translator. "
+            "With --lab: the ID of an experiment.",
             show_default=False,
         ),
     ] = None,
@@ -46,6 +47,9 @@ def view(
         str | None,
         typer.Option(metavar="NAME", help="Another mechanism for the model, or FILE.py:NAME, if it is your own."),
     ] = None,
+    lab: Annotated[
+        bool, typer.Option("--lab", help="Open the lab's page: experiments of `regard lab`, with sliders.")
+    ] = False,
     host: Annotated[
         str, typer.Option(metavar="NAME", help="Where the page is; others than 127.0.0.1 let other machines in.")
     ] = "127.0.0.1",
@@ -58,6 +62,10 @@ def view(
     The page stays on this machine and loads nothing from elsewhere; --export writes it as one file, without a server.
     """
     _check_inputs(text, image, pair, export, full)
+    if lab:
+        _check_alone({"TEXT": text, "--image": image, "--pair": pair, "--export": export, "--mechanism": mechanism})
+        _serve(None, None, None, host, port, no_open, as_json, anchor=_lab_anchor(model))
+        return
     from regard.core.mechanisms.text import lookup
     from regard.explorer.catalog import TRANSLATOR, check_name
 
@@ -87,6 +95,21 @@ def _check_inputs(
         from regard.explorer.export import check_target
 
         check_target(export)
+
+
+def _check_alone(others: dict[str, object]) -> None:
+    for flag, value in others.items():
+        if value is not None:
+            raise ValueError(f"lab: expected it without {flag}, got both")
+
+
+def _lab_anchor(name: str | None) -> str:
+    """The part of the address that opens the lab's page, at an experiment if one is named."""
+    if name is None:
+        return "#lab"
+    from regard.lab.registry import lookup
+
+    return f"#lab/{lookup(name).name}"
 
 
 def _input(name: str, text: str | None, image: Path | None, pair: tuple[str, str] | None) -> "Input | None":
@@ -141,6 +164,7 @@ def _serve(
     port: int,
     no_open: bool,
     as_json: bool,
+    anchor: str = "",
 ) -> None:
     with needed_for("the explorer"):
         from regard.explorer.catalog import catalog
@@ -155,7 +179,7 @@ def _serve(
         session = Session(mechanism=mechanism, folders=folders, any_path=place.loopback)
         explorer = Explorer(session, place, lambda: catalog(folders))
         explorer.start = _start(name, chosen)
-        url = place.url(explorer.token)
+        url = place.url(explorer.token) + anchor
         if as_json:
             print_json({"url": url, "token": explorer.token})
         else:

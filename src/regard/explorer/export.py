@@ -18,7 +18,7 @@ from regard.core.files import write_text
 from regard.explorer.bundle import one_page
 from regard.explorer.codes import codes
 from regard.explorer.frames import frame, tensor_bytes
-from regard.explorer.snapshot import Snapshot, done_header, layer_frames, run_header
+from regard.explorer.snapshot import Snapshot, done_header, layer_frames, run_header, statistics_frames
 
 CELLS = 1024
 """Weights of a head that are stored as they are, at least one in each row."""
@@ -64,6 +64,7 @@ def exported_frames(snapshot: Snapshot, full: bool = False) -> Iterator[bytes]:
     yield frame({**run_header(snapshot), "version": version("regard"), "full": full})
     yield from layer_frames(snapshot)
     yield frame(done_header(snapshot))
+    yield from statistics_frames(snapshot)
     for place, view in enumerate(snapshot.layers):
         visible = snapshot.visible(view)
         for head in range(view.heads):

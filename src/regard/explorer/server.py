@@ -25,7 +25,7 @@ from regard.core.extras import needed_for
 from regard.explorer import requests as asked
 from regard.explorer.catalog import Entry, mechanisms_json
 from regard.explorer.export import exported_page
-from regard.explorer.frames import json_text
+from regard.explorer.frames import frame, json_text
 from regard.explorer.guard import Guard, Place, refusal
 from regard.explorer.pictures import picture_names
 from regard.explorer.session import Session
@@ -71,8 +71,15 @@ class Explorer:
         self.worker = ThreadPoolExecutor(1, thread_name_prefix="regard-model")
         self.reader = ThreadPoolExecutor(1, thread_name_prefix="regard-reader")
         """For what only reads a snapshot, also while a model runs."""
+        self.measurer = ThreadPoolExecutor(1, thread_name_prefix="regard-lab")
+        """For experiments of the lab, in processes of their own."""
         self.lanes = Lanes()
-        streams = {"run": self.run, "effects": self.effects, "generate": self.generate}
+        streams = {
+            "run": (self.run, self.worker),
+            "effects": (self.effects, self.worker),
+            "generate": (self.generate, self.worker),
+            "experiment": (self.experiment, self.measurer),
+        }
         values = {
             "models": self.models,
             "head": self.head,
@@ -80,12 +87,16 @@ class Explorer:
             "why": self.why,
             "top": self.top,
             "cost": self.cost,
+            "lab": self.lab,
         }
         computed = {"rollout": self.rollout, "export": self.export}
         self.routes = [
             Route("/", self.index),
             Route("/page/{path:path}", self.page),
-            *(Route(f"/api/{name}", self._streamed(name, call), methods=["POST"]) for name, call in streams.items()),
+            *(
+                Route(f"/api/{name}", self._streamed(name, call, executor), methods=["POST"])
+                for name, (call, executor) in streams.items()
+            ),
             *(
                 Route(f"/api/{name}", self._answered(call, self.reader), methods=["POST"])
                 for name, call in values.items()
@@ -99,7 +110,7 @@ class Explorer:
     def close(self) -> None:
         """End its threads; what is computed now stops at its next check."""
         self.lanes.cancel()
-        for executor in (self.worker, self.reader):
+        for executor in (self.worker, self.reader, self.measurer):
             executor.shutdown(wait=False, cancel_futures=True)
 
     def app(self) -> ASGIApp:
@@ -161,7 +172,9 @@ class Explorer:
 
         return answer
 
-    def _streamed(self, name: str, call: Callable[[dict[str, Any]], Any]) -> Callable[[Request], Any]:
+    def _streamed(
+        self, name: str, call: Callable[[dict[str, Any]], Any], executor: ThreadPoolExecutor
+    ) -> Callable[[Request], Any]:
         async def answer(request: Request) -> Any:
             if not self._is_token(request.headers.get("X-Regard-Token", "")):
                 return refusal(403, "token: expected the page's token, got another")
@@ -173,7 +186,7 @@ class Explorer:
             except Exception as error:
                 return refusal(*refused(error))
             lane = f"{name} {body.get('lane')!r}" if name != "run" or body.get("lane") else None
-            return Stream(compute, self.worker, self.lanes, lane, refused)
+            return Stream(compute, executor, self.lanes, lane, refused)
 
         return answer
 
@@ -203,6 +216,20 @@ class Explorer:
         prefix = asked.numbers_of(body, "prefix") if body.get("prefix") else None
         self.session.snapshot(body.get("run"))
         return lambda emit, check: self.session.generate(body.get("run"), steps, prefix or (), emit, check)
+
+    def lab(self, body: dict[str, Any]) -> Any:
+        """The experiments of the lab."""
+        with needed_for("the lab"):
+            from regard.explorer.lab import lab_json, prepare
+        self.measurer.submit(prepare)
+        return lab_json()
+
+    def experiment(self, body: dict[str, Any]) -> Any:
+        """An experiment of the lab with the page's parameters."""
+        with needed_for("the lab"):
+            from regard.explorer.lab import asked_experiment, measured
+        name, arguments = asked_experiment(body)
+        return lambda emit, check: emit(frame(measured(name, arguments, check)))
 
     def cost(self, body: dict[str, Any]) -> Any:
         """What a head costs over the length."""

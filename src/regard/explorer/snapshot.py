@@ -222,11 +222,12 @@ def _kept(subject: Subject, output: Output) -> Output:
 
 
 def run_frames(snapshot: Snapshot, check: Callable[[], None] = no_check) -> Iterator[bytes]:
-    """What a page draws of a pass: what it is, each layer's thumbnails and labels, the output."""
+    """What a page draws of a pass: what it is, its layers' thumbnails, labels and statistics, the output."""
     begun = time.perf_counter()
     yield frame({**run_header(snapshot), "seconds": snapshot.seconds})
     yield from layer_frames(snapshot, check)
     yield frame({**done_header(snapshot), "seconds": time.perf_counter() - begun})
+    yield from statistics_frames(snapshot, check)
 
 
 def run_header(snapshot: Snapshot) -> dict[str, Any]:
@@ -301,26 +302,43 @@ def _side_json(side: Side | None, tokens: str, special: str, words: str, ids: st
 
 
 def layer_frames(snapshot: Snapshot, check: Callable[[], None] = no_check) -> Iterator[bytes]:
-    """Each layer's thumbnails, with the label and the statistics of each head."""
+    """The thumbnails of every layer, then the labels of all heads: of a long text there is something to see first."""
+    for view in snapshot.layers:
+        check()
+        yield _thumbnails_frame(snapshot, view)
     scoring = Scoring(snapshot.trace)
     for view in snapshot.layers:
         check()
-        yield _layer_frame(snapshot, view, scoring)
+        yield _labels_frame(view, scoring)
 
 
-def _layer_frame(snapshot: Snapshot, view: LayerView, scoring: Scoring) -> bytes:
-    weights, visible = view.weights.float(), snapshot.visible(view)
-    coded = thumbnails(weights, visible)
-    header: dict[str, Any] = {"type": "layer", "index": view.traced.index, "size": list(coded.shape[1:])}
-    header["pool"] = [pool_size(side) for side in weights.shape[1:]]
-    unknown = [None] * view.heads
-    header |= {"labels": unknown, "strength": [0.0] * view.heads, "entropy": unknown, "first": unknown}
-    header["distance"] = unknown
+def statistics_frames(snapshot: Snapshot, check: Callable[[], None] = no_check) -> Iterator[bytes]:
+    """The entropy of every head and where it looks: nothing else waits for them."""
+    for view in snapshot.layers:
+        check()
+        yield _statistics_frame(view)
+
+
+def _thumbnails_frame(snapshot: Snapshot, view: LayerView) -> bytes:
+    weights = view.weights.float()
+    coded = thumbnails(weights, snapshot.visible(view))
+    header = {"type": "layer", "index": view.traced.index, "size": list(coded.shape[1:])}
+    return frame({**header, "pool": [pool_size(side) for side in weights.shape[1:]]}, tensor_bytes(coded))
+
+
+def _labels_frame(view: LayerView, scoring: Scoring) -> bytes:
+    labels: list[str | None] = [None] * view.heads
+    strength = [0.0] * view.heads
     if view.traced.by_pairs:
-        patterns, statistics = scoring.heads(view.traced), layer_statistics(view.traced)
-        header["labels"] = [head.label for head in patterns]
-        header["strength"] = [head.strength for head in patterns]
-        header["entropy"] = [head.entropy for head in statistics]
-        header["first"] = [head.first for head in statistics]
-        header["distance"] = [head.distance for head in statistics]
-    return frame(header, tensor_bytes(coded))
+        patterns = scoring.heads(view.traced)
+        labels, strength = [head.label for head in patterns], [head.strength for head in patterns]
+    return frame({"type": "labels", "index": view.traced.index, "labels": labels, "strength": strength})
+
+
+def _statistics_frame(view: LayerView) -> bytes:
+    unknown = [None] * view.heads
+    header: dict[str, Any] = {"entropy": unknown, "first": unknown, "distance": unknown}
+    if view.traced.by_pairs:
+        statistics = layer_statistics(view.traced)
+        header = {name: [getattr(head, name) for head in statistics] for name in header}
+    return frame({"type": "statistics", "index": view.traced.index, **header})

@@ -13,7 +13,6 @@ from regard.core.extras import needed_for
 from regard.inference.generation import generate
 from regard.inference.trace import word_ids
 from regard.models.base import GenerativeModel, ImageModel, Model, TextModel
-from regard.models.vision import VisionTransformer, pair
 
 Kind = Literal["text", "pair", "image"]
 MOST_PIXELS = 16_000_000
@@ -236,9 +235,8 @@ def _of_picture(name: str, model: ImageModel, chosen: Input) -> Subject:
     if not isinstance(chosen, Picture):
         raise ValueError(f"input: expected a picture for {name}, got a text")
     pixels = picture_pixels(chosen.content, model)
-    grid, class_token = None, isinstance(model, VisionTransformer)
-    if isinstance(model, VisionTransformer):
-        grid = model.config.grid
+    grid = model.token_grid
+    class_token = grid is not None and model.num_tokens(*pixels.shape[1:]) > grid[0] * grid[1]
     tokens = [f"{row + 1}, {column + 1}" for row in range(grid[0]) for column in range(grid[1])] if grid else []
     tokens = ["[CLASS]", *tokens] if class_token else tokens
     numbers = pixels.to(model.dtype)[None].to(model.device) / 127.5 - 1
@@ -268,8 +266,8 @@ def picture_pixels(content: bytes, model: ImageModel) -> UInt8[Tensor, "C Y X"]:
             converted = picture.convert(mode)
     except (UnidentifiedImageError, OSError, SyntaxError) as error:
         raise ValueError(f"image: expected a PNG or JPEG file, got {str(error)[:80] or 'another'}") from None
-    if isinstance(model, VisionTransformer):
-        height, width = pair("image_size", model.config.image_size)
+    if model.image_size is not None:
+        height, width = model.image_size
     else:
         share = min(1.0, LARGEST_PICTURE / max(converted.size))
         width, height = (max(32, round(side * share)) for side in converted.size)

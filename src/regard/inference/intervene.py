@@ -18,8 +18,8 @@ from torch import nn
 from regard.core.families.mechanism import Mechanism
 from regard.inference.interventions import ours as our_changes
 from regard.inference.interventions.change import ACTIVE, Change, Place
-from regard.inference.trace import Trace, chosen_numbers
-from regard.inference.tracing import huggingface, ours
+from regard.inference.trace import Trace, attentions_of, chosen_numbers
+from regard.inference.tracing import huggingface
 from regard.inference.tracing.gather import Chosen, Recorder
 from regard.models.layers.attention import Attend, as_mechanism
 
@@ -91,21 +91,11 @@ def intervene(
 @contextmanager
 def applied(model: nn.Module, *changes: Change) -> Iterator[Place]:
     """Changes at every attention of a model."""
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"model: expected a torch module, got {type(model).__name__}")
-    if hasattr(model, "_orig_mod"):
-        raise ValueError("model: expected a model that is not compiled, got a compiled one; use the model inside it")
-    attentions, starts = ours.find(model)
-    theirs, their_starts = huggingface.find(model)
-    if not attentions and not theirs:
-        raise ValueError(
-            f"model: expected attention of regard's layers or of a Hugging Face model, got {type(model).__name__}, "
-            "which has neither"
-        )
+    attentions, theirs, starts = attentions_of(model, "use the model inside it")
     both = {module: name for name, module in model.named_modules() if module in attentions or module in theirs}
     recorder, place = Recorder(Trace(), NOTHING, both), Place(changes)
     with ExitStack() as stack:
-        for handle in recorder.watch(list(dict.fromkeys([model, *starts, *their_starts]))):
+        for handle in recorder.watch(starts):
             stack.callback(handle.remove)
         for module in both:
             handle = module.register_forward_pre_hook(_numbered(recorder, place))

@@ -74,23 +74,13 @@ def trace(
     >>> trace.layers[0].weights.shape, trace.layers[0].keys.shape, torch.equal(y, layer(x, mask=rg.causal))
     (torch.Size([1, 4, 1, 6]), torch.Size([1, 2, 6, 4]), True)
     """
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"model: expected a torch module, got {type(model).__name__}")
-    if hasattr(model, "_orig_mod"):
-        raise ValueError("model: expected a model that is not compiled, got a compiled one; trace the model inside it")
     chosen = _chosen(layers, heads, rows, keep)
-    attentions, starts = ours.find(model)
-    theirs, their_starts = huggingface.find(model)
-    if not attentions and not theirs:
-        raise ValueError(
-            f"model: expected attention of regard's layers or of a Hugging Face model, got {type(model).__name__}, "
-            "which has neither"
-        )
+    attentions, theirs, starts = attentions_of(model, "trace the model inside it")
     both = {module: name for name, module in model.named_modules() if module in attentions or module in theirs}
     traced = Trace(tokens=tokens, source_tokens=source_tokens, model=type(model).__name__)
     recorder = Recorder(traced, chosen, both, _readers(model, bool(theirs)))
     with ExitStack() as stack:
-        for handle in recorder.watch(list(dict.fromkeys([model, *starts, *their_starts]))):
+        for handle in recorder.watch(starts):
             stack.callback(handle.remove)
         if attentions:
             for handle in ours.Adapter(recorder, model).attach(model):
@@ -105,6 +95,30 @@ def trace(
         finally:
             recorder.finish()
     recorder.check()
+
+
+def attentions_of(model: nn.Module, instead: str) -> tuple[dict[nn.Module, str], dict[nn.Module, str], list[nn.Module]]:
+    """The attention modules of our layers in a model and those of Hugging Face's, with their paths, and the modules at
+    which a pass begins. `instead` says what to do with a compiled model, which is refused.
+
+    >>> import regard as rg
+    >>> from regard.inference.trace import attentions_of
+    >>> layer = rg.MultiHeadAttention(embedding_dim=16, num_heads=2)
+    >>> [len(part) for part in attentions_of(layer, "trace the model inside it")]
+    [1, 0, 1]
+    """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model: expected a torch module, got {type(model).__name__}")
+    if hasattr(model, "_orig_mod"):
+        raise ValueError(f"model: expected a model that is not compiled, got a compiled one; {instead}")
+    attentions, starts = ours.find(model)
+    theirs, their_starts = huggingface.find(model)
+    if not attentions and not theirs:
+        raise ValueError(
+            f"model: expected attention of regard's layers or of a Hugging Face model, got {type(model).__name__}, "
+            "which has neither"
+        )
+    return attentions, theirs, list(dict.fromkeys([model, *starts, *their_starts]))
 
 
 def _readers(model: nn.Module, theirs: bool) -> Readers:

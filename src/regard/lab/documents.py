@@ -1,6 +1,6 @@
 """Where the statements come from: five course documents on attention, and how their statements are numbered.
 
-`002.1.1e` is question 1.1 (e) of document 002.
+`002.1.1e` is question 1.1 (e) of document 002. `real` are statements of our own.
 """
 
 import re
@@ -11,6 +11,7 @@ DOCUMENTS = {
     "002": "Attention as a computation: temperature, noise, convolutions, recurrence, vision transformers",
     "003": "Attention in practice: argmax attention, heads, incremental decoding, GPT and BERT, linear attention",
     "004": "Transformers, problems of a textbook chapter: counts, equivariance, saturation, patches, channels",
+    "real": "What trained models and their layers show",
 }
 
 

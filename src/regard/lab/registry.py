@@ -78,7 +78,7 @@ def run(name: str, **parameters: Any) -> Outcome:
     experiment = lookup(name)
     arguments = experiment.arguments(**parameters)
     begin = perf_counter()
-    missing = _missing(experiment.needs)
+    missing = missing_models(experiment.needs)
     measurements = None if missing else experiment.measure(**arguments)
     return Outcome(
         experiment=experiment,
@@ -89,7 +89,7 @@ def run(name: str, **parameters: Any) -> Outcome:
     )
 
 
-def _missing(models: Sequence[str]) -> str:
+def missing_models(models: Sequence[str]) -> str:
     """How to install the models that are not here; empty if all are."""
     from regard.checkpoints.names import NAMES
 

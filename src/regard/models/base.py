@@ -232,6 +232,11 @@ class ImageModel(Model):
         """Rows and columns of the patches that are the last tokens of every layer; None where layers differ."""
         return None
 
+    @property
+    def image_size(self) -> tuple[int, int] | None:
+        """Height and width of its images; None where they may have any."""
+        return None
+
     def resized(self: SomeModel, image_size: int | tuple[int, int]) -> SomeModel:
         """A copy for images of another size."""
         raise NotImplementedError

@@ -211,6 +211,10 @@ class VisionTransformer(ImageModel):
     def token_grid(self) -> tuple[int, int] | None:
         return self.config.grid
 
+    @property
+    def image_size(self) -> tuple[int, int]:
+        return pair("image_size", self.config.image_size)
+
     def num_tokens(self, height: int, width: int) -> int:
         """The class token and the patches."""
         return 1 + self.config.num_patches

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from fractions import Fraction
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from regard.core.cost.counting import count_flops, interpolation
 from regard.core.cost.work import Cost, Work
 from regard.core.masks import causal
-from regard.core.masks.structure import structure_of
+from regard.core.masks.structure import FOREVER, structure_of
 from regard.core.tensors import cast, made_on, probe
 
 if TYPE_CHECKING:
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 STEP = 128
 """States of up to three times as many tokens are measured at their length. For longer ones, states of one, two and
 three times as many tokens show how the state and its steps grow; one that the third of them does not change has stopped
-growing."""
+growing. Where growth slows down, the step is doubled, up to `LONGEST_STEP`, so that its end is not missed."""
+LONGEST_STEP = 1024
 
 
 def own_state_cost(mechanism: "Mechanism", work: Work, formula: Cost) -> Cost:
@@ -33,8 +35,9 @@ def own_state_cost(mechanism: "Mechanism", work: Work, formula: Cost) -> Cost:
     if mechanism.streams(work.qk_length) is not None:
         return formula
     state_bytes, notes = _state_bytes(mechanism, work, work.key_length), [formula.note] if formula.note else []
-    if work.key_length > 3 * STEP:
-        notes.append(f"its state is measured up to {3 * STEP} tokens and extrapolated")
+    longest = max(tokens for tokens, _ in _points(mechanism, work, work.key_length))
+    if work.key_length > longest:
+        notes.append(f"its state is measured up to {longest} tokens and extrapolated")
     counted = replace(formula, state_bytes=state_bytes, note="; ".join(notes))
     if not (work.cached and work.query_length < work.key_length):
         return counted
@@ -46,26 +49,44 @@ def own_state_cost(mechanism: "Mechanism", work: Work, formula: Cost) -> Cost:
         flops=_step_flops(mechanism, work),
         bytes=replace(work, key_length=work.query_length, mask=None).io_bytes + state_bytes,
         activation_bytes=state_bytes,  # the longer state, beside the one that it was made from
-        form="linear" if _grown(mechanism, work) else "score",
+        form="linear" if _stops_growing(mechanism, work) else "score",
     )
 
 
 def _state_bytes(mechanism: "Mechanism", work: Work, length: int) -> int:
     """Bytes of the states of a batch after `length` tokens."""
+    points = _points(mechanism, work, length)
+    return work.batch * round(sum(share * _row_bytes(mechanism, work, tokens) for tokens, share in points))
+
+
+def _row_bytes(mechanism: "Mechanism", work: Work, length: int) -> int:
+    """Bytes of the state of one sequence, measured."""
 
     def measure(tokens: int) -> int:
         return int(_extended(cast(mechanism, work.dtype), work, tokens, tokens).nbytes)
 
-    last = _once(mechanism, work, measure, 3 * STEP) if length > 3 * STEP else 0
-    if last and last == _once(mechanism, work, measure, 2 * STEP):
-        return work.batch * last  # it has stopped growing, or never did
-    points = interpolation(length, STEP)
-    return work.batch * round(sum(share * _once(mechanism, work, measure, tokens) for tokens, share in points))
+    return _once(mechanism, work, measure, length)
 
 
-def _grown(mechanism: "Mechanism", work: Work) -> bool:
-    """Whether the state has stopped growing after `2 * STEP` tokens."""
-    return _state_bytes(mechanism, work, 2 * STEP) == _state_bytes(mechanism, work, 3 * STEP)
+def _points(mechanism: "Mechanism", work: Work, length: int) -> list[tuple[int, Fraction]]:
+    """Lengths to measure at for a history of `length` tokens, each with its factor."""
+    step = STEP
+    while length > 3 * step:
+        first, second, last = (_row_bytes(mechanism, work, times * step) for times in (1, 2, 3))
+        if last <= second:  # it has stopped growing, or never grew
+            return [(3 * step, Fraction(1))]
+        if last - second >= second - first:
+            return interpolation(length, step)
+        if step == LONGEST_STEP:  # a parabola would bend down to less than nothing
+            x = Fraction(length, step)
+            return [(2 * step, 3 - x), (3 * step, x - 2)]
+        step *= 2
+    return [(length, Fraction(1))]
+
+
+def _stops_growing(mechanism: "Mechanism", work: Work) -> bool:
+    """Whether a longer history makes the state no larger, in the end."""
+    return len(_points(mechanism, work, FOREVER)) == 1
 
 
 def _step_flops(mechanism: "Mechanism", work: Work) -> int:
@@ -77,9 +98,7 @@ def _step_flops(mechanism: "Mechanism", work: Work) -> int:
         return count_flops(lambda: _extend(computing, work, state, new))
 
     before = work.key_length - work.query_length
-    if _grown(mechanism, work):
-        before = min(before, 3 * STEP)
-    histories, steps = interpolation(before, STEP), interpolation(work.query_length, STEP)
+    histories, steps = _points(mechanism, work, before), interpolation(work.query_length, STEP)
     flops = sum(
         share * part * _once(mechanism, work, measure, before, new)
         for (before, share), (new, part) in product(histories, steps)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from regard.core.calls.call import Call
 from regard.core.eager import kept, symbolic, untouched
+from regard.core.masks.structure import Structure
 from regard.core.paths import sdpa
 from regard.core.states.state import Sizes
 
@@ -22,10 +23,8 @@ def unfit(call: Call, packed: bool = False) -> str | None:
         return reason
     if call.bias is not None:
         return "a bias needs the score form"
-    if call.structure.rest is not None and (packed is False or parts(call) is None):
-        return "the mask is no band of positions"
-    if call.structure.paddings and call.structure.rows is None:
-        return "padding with holes"
+    if not (packed and parts(call) is not None) and (reason := no_band(call.structure)) is not None:
+        return reason
     if symbolic(call.queries, call.keys):
         return "a trace that holds a length open takes one form for all of them"
     if call.q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -33,6 +32,13 @@ def unfit(call: Call, packed: bool = False) -> str | None:
     if max(call.qk_length, call.value_length) > LONGEST:
         return f"made for heads of at most {LONGEST} numbers"
     return "an exported program holds PyTorch's operators alone" if torch.compiler.is_exporting() else None
+
+
+def no_band(structure: Structure) -> str | None:
+    """What a mask has besides a band of positions and an interval of keys for each batch row; None if nothing."""
+    if structure.rest is not None:
+        return "the mask is no band of positions"
+    return "padding with holes" if structure.paddings and structure.rows is None else None
 
 
 def launches(x: Tensor) -> bool:

@@ -69,7 +69,7 @@ def step(
     mechanism: "Mechanism", q: Tensor, k: Tensor, v: Tensor, state: KeyValueState, mask: Mask | None
 ) -> Step | None:
     """What extends states like this one by one token: in one kernel that stores its key and value too."""
-    if not isinstance(state, KeyValueState) or state.layout is None:
+    if state.layout is None:
         return None
     call = Call(mechanism, q, *state.buffer.stored(state.length)[:2], mask)
     path = choose(call)

@@ -11,7 +11,7 @@ from torch import Tensor
 from regard.core.eager import kept, untouched
 from regard.core.masks import Mask
 from regard.core.masks.structure import structure_of
-from regard.core.paths import gpu, split, torch_softmax
+from regard.core.paths import gpu, split
 from regard.core.states.key_value_runs import Run
 
 
@@ -25,12 +25,9 @@ def cannot(mechanism: Any, q: Tensor, run: Run, length: int, mask: Mask | None) 
     if not untouched():
         return "a mode must see every operator"
     structure = structure_of(mask, q.shape[2], run.count(length))
-    if q.shape[2] > 1 and q.shape[2] * (q.shape[1] // run.buffer.keys.shape[1]) > torch_softmax.MOST_ROWS:
-        return f"more than {torch_softmax.MOST_ROWS} query rows a key/value head"
-    if structure.rest is not None or structure.after not in (None, 0):
-        return "the mask is no band of positions up to each query's own"
-    if structure.paddings and structure.rows is None:
-        return "padding with holes"
+    shared_by = q.shape[1] // run.buffer.keys.shape[1]
+    if (reason := split.beyond(structure, q.shape[2], shared_by) or gpu.no_band(structure)) is not None:
+        return reason
     alike = structure.rows is None or all(_same_for_members(structure.rows, prefix.places) for prefix in run.prefixes)
     return None if alike else "rows that share tokens have different padding"
 

@@ -77,6 +77,12 @@ class Slot:
         """Keep one more token's key and value, and attend from it to all there are."""
         raise NotImplementedError
 
+    def extended(
+        self, mechanism: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any = None, bias: Tensor | None = None
+    ) -> tuple[Tensor, "Slot"]:
+        """The output of one more token, and the slot: what a layer asks of a state. The slot has its own window."""
+        return self.attend(mechanism, q, k, v), self
+
     def make_room(self, mechanism: Any, length: int) -> None:
         """What has to be done before token `length`, outside of the captured step."""
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from regard.core.calls.call import Call
 from regard.core.calls.choice import Again, Path, Stepped, never
 from regard.core.eager import recorded, untouched
+from regard.core.masks.structure import Structure
 from regard.core.paths import gpu, sdpa, torch_softmax
 
 
@@ -22,11 +23,15 @@ def cannot(call: Call) -> str | None:
 
 def unfit(call: Call) -> str | None:
     """Why the kernel cannot compute a call, wherever it is; None if it can."""
-    if call.queries > 1 and call.queries * (call.heads // call.groups) > torch_softmax.MOST_ROWS:
+    return beyond(call.structure, call.queries, call.heads // call.groups) or gpu.unfit(call)
+
+
+def beyond(structure: Structure, queries: int, shared_by: int) -> str | None:
+    """Why the kernel cannot take so many queries under a mask of this structure, with each key/value head `shared_by`
+    query heads; None if it can."""
+    if queries > 1 and queries * shared_by > torch_softmax.MOST_ROWS:
         return f"more than {torch_softmax.MOST_ROWS} query rows a key/value head"
-    if call.structure.after not in (None, 0):
-        return "made for keys up to each query's own"
-    return gpu.unfit(call)
+    return None if structure.after in (None, 0) else "made for keys up to each query's own"
 
 
 def _traced() -> bool:

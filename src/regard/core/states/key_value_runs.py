@@ -126,7 +126,7 @@ class Run:
             return run
         low, high = run.gap
         buffer = run.buffer.spread(low - run.begin, high - low, run.count(length))
-        buffer.recorded = self.derived
+        buffer.recorded = run.buffer.recorded or self.derived
         return replace(run, buffer=buffer, gap=None, real=None)
 
     def joined(self, length: int) -> "Run":
@@ -140,7 +140,7 @@ class Run:
                 tokens = tensor.narrow(2, 0, part.length)
                 whole.narrow(2, buffer.used, part.length).copy_(tokens if part.in_order else tokens[list(part.places)])
             buffer.used += part.length
-        buffer.recorded = self.derived
+        buffer.recorded = self.buffer.recorded or self.derived  # attention to the newest tokens saves views of the copy
         return replace(self, buffer=buffer, prefixes=())
 
     def forked(self, length: int, room: int) -> "Run":

@@ -119,6 +119,13 @@ class State:
         """By what a token's step is kept for states like this one (repeats.py); None if it is not to be."""
         return None
 
+    def extended(
+        self, mechanism: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any = None, bias: Tensor | None = None
+    ) -> tuple[Tensor, Any]:
+        """The output of new tokens and the longer state, as a layer asks for them: its mechanism's `extend`."""
+        extended: tuple[Tensor, Any] = mechanism.extend(q, k, v, self, mask, bias=bias)
+        return extended
+
     def check(self, k: Tensor, v: Tensor) -> None:
         """Raise ValueError unless keys and values fit its batch, heads, head dimensions, dtype and device."""
         raise NotImplementedError

@@ -66,13 +66,17 @@ export function idle() {
   return work === null;
 }
 
+// Thumbnails, labels and the output, then the statistics of the heads, which come to their end whatever follows.
 async function collected(body, signal, arrived = () => {}) {
   let run = null;
+  const stream = new AbortController();
+  signal.throwIfAborted();
+  signal.addEventListener("abort", () => run?.done || stream.abort());
   await source.run(body, (message) => {
     if (message.type === "run") run = newRun(message);
     else addFrame(run, message);
     arrived(run);
-  }, signal);
+  }, stream.signal);
   if (!run?.done) throw new Error("The run ended before its output came.");
   return run;
 }
@@ -88,12 +92,13 @@ export function runModel(keepHead = false) {
       steps: [], step: null, generated: null, length: null, ...(keepHead ? {} : { changes: [], colour: "attention", window: null }),
     });
     if (!keepHead && state.compare.kind === "before") state.compare = { kind: "none", value: "" };
-    const base = await collected({ model: state.model, input: state.input, changes: [], twin: false }, signal, (run) => {
-      Object.assign(state, { base: run, run, opened: false });
-      redraw("model");
+    await collected({ model: state.model, input: state.input, changes: [], twin: false }, signal, (run) => {
+      if (state.base !== run) Object.assign(state, { base: run, run, opened: false });
+      redraw("model", ...(state.opened ? ["head"] : []));
+      if (state.opened || !run.done) return;
+      if (!state.live && run.info.input) state.input = { ...run.info.input };
+      openRun(keepHead, lock);
     });
-    if (!state.live && base.info.input) state.input = { ...base.info.input };
-    openRun(keepHead, lock);
     if (state.changes.length) await runChanged(signal);
     await runOther(signal);
   });

@@ -71,11 +71,17 @@ export function writeAddress() {
   if (state.compare.value) fields.set("with", state.compare.value);
   if (state.changes.length) fields.set("changes", JSON.stringify(state.changes));
   written = `#${fields}`;
+  if (state.lab) return; // the lab's page has the address
   try {
     history.replaceState(null, "", written);
   } catch {
     // A sandboxed frame has no address of its own.
   }
+}
+
+// Where the model was left, for the way back from the lab.
+export function addressOfModel() {
+  return written || "#";
 }
 
 // Whether the address was changed by someone else: a link that was pasted, or Back.

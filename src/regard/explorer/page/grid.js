@@ -192,7 +192,7 @@ function pointed(event) {
   const label = layer.labels?.[head];
   const effect = state.effects?.get(`${layer.index}:${head}`), twin = state.twinEffects?.get(`${layer.index}:${head}`);
   showTip(html`<div><b>${describeHead(layer, head)}</b></div>
-    <div>${label ? `${label} ${shortNumber(layer.strength[head])}: attends to ${LABELS[label]?.words ?? label}` : "no pattern stands out"}</div>
+    <div>${!layer.labels ? "…" : label ? `${label} ${shortNumber(layer.strength[head])}: attends to ${LABELS[label]?.words ?? label}` : "no pattern stands out"}</div>
     <div class="quiet">entropy ${shortNumber(layer.entropy?.[head])} nats · first token ${shortNumber(layer.first?.[head])}${layer.distance?.[head] === null || layer.distance?.[head] === undefined ? "" : ` · distance ${shortNumber(layer.distance[head], 1)}`}</div>
     ${layer.windows ? html`<div class="quiet">drawn: window ${layer.window + 1} of ${layer.windows[0] * layer.windows[1]}; label and numbers: of all windows</div>` : nothing}
     ${effect ? html`<div>silenced: ${effect.divergence === null || effect.divergence === undefined ? "" : `KL ${exactNumber(effect.divergence)}, `}output moves ${exactNumber(effect.distance)}${twin ? `; twin: ${exactNumber(twin.divergence ?? twin.distance)}` : ""}</div>` : nothing}`, event.clientX, event.clientY);
@@ -233,8 +233,8 @@ function drawThumb(context, cell, { side, where }, colours) {
   context.strokeStyle = colours.rule;
   context.lineWidth = 0.5;
   context.strokeRect(x, y, side, side);
-  const known = LABELS[layer.labels[head]];
-  const entropy = layer.entropy[head];
+  const known = LABELS[layer.labels?.[head]];
+  const entropy = layer.entropy?.[head] ?? null;
   const share = entropy === null ? null : Math.min(1, Math.max(0, entropy / Math.log(Math.max(2, layer.columns))));
   const [left, top] = where === "below" ? [x, y + side + 1] : where === "beside" ? [x + side + 1, y] : [x + side - MARK, y + side - MARK];
   const size = Math.min(MARK, where === "beside" ? cell.wide - side - 1 : MARK);

@@ -173,8 +173,8 @@ function capital(text) {
 }
 
 function statistics(place) {
-  if (typeof state.head !== "number" || !place.loaded) return {};
-  return { label: place.labels[state.head], strength: place.strength[state.head], entropy: place.entropy[state.head] };
+  if (typeof state.head !== "number") return {};
+  return { label: place.labels?.[state.head], strength: place.strength?.[state.head], entropy: place.entropy?.[state.head] };
 }
 
 function heads(place) {

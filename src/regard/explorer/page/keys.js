@@ -14,7 +14,7 @@ function isWriting(element) {
 
 export function listenToKeys() {
   addEventListener("keydown", (event) => {
-    if (event.ctrlKey || event.metaKey || event.altKey || helpIsOpen()) return;
+    if (event.ctrlKey || event.metaKey || event.altKey || helpIsOpen() || state.lab) return;
     if (event.key === "Escape") {
       if (isWriting(document.activeElement)) document.activeElement.blur();
       hideTip();

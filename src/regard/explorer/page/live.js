@@ -50,6 +50,8 @@ export class LiveSource {
   }
 
   models(signal) { return this.#json("models", {}, signal); }
+  lab() { return this.#json("lab", {}); }
+  experiment(body, signal) { return this.#frame("experiment", body, signal); }
   run(body, take, signal) { return this.#frames("run", body, take, signal); }
   effects(run, take, signal) { return this.#frames("effects", { run: run.id }, take, signal); }
   generate(body, take, signal) { return this.#frames("generate", body, take, signal); }

@@ -24,16 +24,39 @@ for (const [name, draw] of Object.entries(regionsOfPage)) region(name, draw);
 setTheme(storedTheme());
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => setTheme(state.theme));
 listenToKeys();
+let started = null;
+let labs = null;
+
+// The page that the address names: a model's attention, or the lab, whose modules are fetched when it is first opened.
+async function openPlace() {
+  state.lab = origin.live && /^#lab(\/|\?|$)/.test(location.hash);
+  document.body.classList.toggle("inlab", state.lab);
+  document.getElementById("lab").hidden = !state.lab;
+  redraw();
+  if (state.lab) {
+    labs ??= import("./lab.js");
+    await (await labs).openLab(origin);
+  } else {
+    started ??= start(origin);
+    await started;
+  }
+}
+
+function failed(problem) {
+  say(problem);
+  redraw();
+}
+
 addEventListener("hashchange", () => {
-  if (!state.live || !addressIsForeign()) return;
+  if (!origin.live) return;
+  const first = !started;
+  if (state.lab || location.hash.startsWith("#lab")) openPlace().catch(failed);
+  if (state.lab || first || !addressIsForeign()) return;
   Object.assign(state, { words: false, special: false, contrast: false, sort: "layer", view: "both", scope: "head", changes: [], compare: { kind: "none", value: "" } });
   runModel(readAddress());
 });
 
-const ready = start(origin).catch((problem) => {
-  say(problem);
-  redraw();
-});
+const ready = openPlace().catch(failed);
 
 // Until nothing is computed, asked for or waiting to be drawn.
 async function settled() {

@@ -14,12 +14,13 @@ export function newRun(message) {
 }
 
 export function addFrame(run, message) {
-  if (message.type === "layer") {
-    const layer = run.layers.find((candidate) => candidate.index === message.index);
-    Object.assign(layer, message, { codes: message.data, loaded: true, index: layer.index });
-  } else if (message.type === "done") {
+  if (message.type === "done") {
     run.done = message;
+    return;
   }
+  const layer = run.layers.find((candidate) => candidate.index === message.index);
+  const { type, index, data, ...facts } = message; // thumbnails, then labels, then statistics
+  Object.assign(layer, facts, type === "layer" ? { codes: data, loaded: true } : {});
 }
 
 // A head in words.

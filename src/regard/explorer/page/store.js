@@ -8,7 +8,7 @@ export const state = {
   words: false, special: false, threshold: 0, top: 0, view: "both", alignment: true, contrast: false,
   sort: "layer", colour: "attention", effects: null, twinEffects: null, progress: null,
   steps: [], step: null, generated: null, count: 12,
-  length: null, costUnit: "flops", theme: "auto", busy: "", error: "", opened: false, asksFolder: false,
+  length: null, costUnit: "flops", theme: "auto", busy: "", error: "", opened: false, asksFolder: false, lab: false,
 };
 
 const regions = new Map();

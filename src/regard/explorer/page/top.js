@@ -3,6 +3,7 @@
 import { html, render, nothing } from "./vendor/lit-html.js";
 import { state, redraw } from "./store.js";
 import { runModel, openFolder, compareWith, modelNamed, exampleOf, cancel } from "./actions.js";
+import { addressOfModel } from "./address.js";
 import { isDark } from "./colours.js";
 import { showHelp } from "./help.js";
 
@@ -11,18 +12,26 @@ const MOST_PICTURE = 6e6; // bytes of a picture file
 
 export function drawTop() {
   const model = modelNamed(state.model);
-  document.title = `${model?.title ?? "Regard"} · Regard`;
+  if (!state.lab) document.title = `${model?.title ?? "Regard"} · Regard`;
   document.getElementById("head").setAttribute("aria-busy", String(Boolean(state.busy)));
+  const brand = html`<a class="brand" href="#" aria-label="Regard" @click=${(event) => event.preventDefault()}><svg viewBox="0 0 16 16" width="20" height="20" aria-hidden="true"><path d="M1 8q7-9 14 0q-7 9-14 0z" fill="none" stroke="currentColor" stroke-width="1.4"/><circle cx="8" cy="8" r="2.6" class="pupil"/></svg>Regard</a>${state.live ? pagesOf() : nothing}`;
+  const theme = html`<button id="theme" type="button" class="icon" aria-label=${isDark(state.theme) ? "Light colours" : "Dark colours"} title="Light or dark" @click=${switchTheme}>${isDark(state.theme) ? "☀" : "☾"}</button>`;
+  if (state.lab) return render(html`<div class="bar">${brand}<span class="note">statements about attention, measured by the library</span><span class="push"></span>${theme}</div>${message(null)}`, document.getElementById("top"));
   render(html`
     <form class="bar" @submit=${submitted}>
-      <a class="brand" href="#" aria-label="Regard" @click=${(event) => event.preventDefault()}><svg viewBox="0 0 16 16" width="20" height="20" aria-hidden="true"><path d="M1 8q7-9 14 0q-7 9-14 0z" fill="none" stroke="currentColor" stroke-width="1.4"/><circle cx="8" cy="8" r="2.6" class="pupil"/></svg>Regard</a>
+      ${brand}
       ${state.live ? html`<select id="menu" aria-label="Model" title="Which model reads the text" @change=${chosen}>${state.models.map((each) => html`<option value=${each.name} title=${each.note ?? ""} ?selected=${each.name === state.model}>${each.title}${each.installed ? "" : " (not installed)"}</option>`)}<option value=${FOLDER}>a folder…</option></select>${state.asksFolder ? html`<input id="folder" type="text" spellcheck="false" aria-label="Path of a checkpoint" placeholder="folder or .gguf file, then Enter" @keydown=${folderNamed}>` : nothing}` : html`<span class="saved">${model?.title ?? state.model}</span>`}
       ${inputs(model)}
       ${state.live ? html`<button id="run" class="primary" type="submit" ?disabled=${model && !model.installed} title="Run the model (Enter)">Run</button>${compare()}` : html`<span class="note">A saved page. To run models: <code>regard view</code></span>`}
-      <button id="theme" type="button" class="icon" aria-label=${isDark(state.theme) ? "Light colours" : "Dark colours"} title="Light or dark" @click=${switchTheme}>${isDark(state.theme) ? "☀" : "☾"}</button>
+      ${theme}
       <button id="helpbutton" type="button" class="icon" aria-label="Help" title="Keys and words ( ? )" @click=${showHelp}>?</button>
     </form>
     ${message(model)}`, document.getElementById("top"));
+}
+
+function pagesOf() {
+  const page = (address, words, here) => html`<a href=${address} aria-current=${here ? "page" : nothing}>${words}</a>`;
+  return html`<nav class="pages" aria-label="Pages">${page(addressOfModel(), "Model", !state.lab)}${page("#lab", "Lab", state.lab)}</nav>`;
 }
 
 function message(model) {

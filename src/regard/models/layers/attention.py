@@ -27,7 +27,6 @@ from regard.core.masks.guard import bad_keys, cleaned, poisoned
 from regard.core.masks.structure import structure_of
 from regard.core.mechanisms import Softmax, named
 from regard.core.paths import gpu, split
-from regard.core.paths.slots import Slot
 from regard.core.tensors import constants, named_tensors, replaced
 from regard.models.layers.linear import Linear, projections
 from regard.models.layers.positions import Rotary, Tables
@@ -186,10 +185,8 @@ class Attend(nn.Module):
         `cross` tells a trace that keys and values come from another sequence than the queries.
         """
         mechanism = self.mechanism
-        if isinstance(state, Slot):
-            return state.attend(mechanism, q, k, v), state
         if state is not None:
-            return mechanism.extend(q, k, v, state, mask, bias=bias)
+            return state.extended(mechanism, q, k, v, mask, bias)
         if self.training and self.dropout > 0:
             # Dropout needs the attention weights, so the plain formula computes them. Only a mask keeps a NaN out,
             # since 0 · NaN is NaN.
