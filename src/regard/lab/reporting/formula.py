@@ -13,7 +13,9 @@ varrho ϱ  ell ℓ  hbar ℏ  Gamma Γ  Delta Δ  Theta Θ  Lambda Λ  Xi Ξ  Pi
 times ×  div ÷  pm ±  mp ∓  ast ∗  circ ∘  odot ⊙  otimes ⊗  oplus ⊕  le ≤  leq ≤  ge ≥  geq ≥  ne ≠  neq ≠
 approx ≈  equiv ≡  sim ∼  simeq ≃  propto ∝  ll ≪  gg ≫  in ∈  notin ∉  subset ⊂  subseteq ⊆  supset ⊃  cup ∪
 cap ∩  setminus ∖  emptyset ∅  to →  rightarrow →  leftarrow ←  leftrightarrow ↔  mapsto ↦  gets ←  Rightarrow ⇒
-Leftarrow ⇐  Leftrightarrow ⇔  implies ⟹  iff ⟺  forall ∀  exists ∃  neg ¬  land ∧  lor ∨  perp ⟂  parallel ∥
+Leftarrow ⇐  Leftrightarrow ⇔  implies ⟹  iff ⟺  Longrightarrow ⟹  Longleftarrow ⟸  Longleftrightarrow ⟺
+longrightarrow ⟶  longleftarrow ⟵  uparrow ↑  downarrow ↓  forall ∀  exists ∃  neg ¬  land ∧
+lor ∨  perp ⟂  parallel ∥
 mid ∣  infty ∞  partial ∂  nabla ∇  top ⊤  prime ′  dots …  ldots …  cdots ⋯  vdots ⋮  ddots ⋱  sum ∑  prod ∏
 int ∫  bigcup ⋃  bigcap ⋂  bigoplus ⨁  Vert ‖  vert |  lfloor ⌊  rfloor ⌋  lceil ⌈  rceil ⌉  langle ⟨  rangle ⟩
 """
@@ -51,6 +53,8 @@ ACCENTS = {
     "underbrace": "limits(underbrace({}))",
     "overbrace": "limits(overbrace({}))",
 }
+SIZES = {f"{size}{side}" for size in ("big", "Big", "bigg", "Bigg") for side in ("", "l", "r")}
+"""Before brackets, which Typst keeps at the size of a letter."""
 TEXTS = ("text", "textrm", "mathrm", "operatorname", "texttt")
 ESCAPED = dict.fromkeys("{}%$&#_", "") | {"|": "‖"}
 MATRICES = {"matrix": "#none", "pmatrix": '"("', "bmatrix": '"["', "vmatrix": '"|"', "Vmatrix": '"‖"'}
@@ -207,6 +211,8 @@ class _Reader:
             return f"root({index}, {self.argument()})"
         if name in ACCENTS:
             return ACCENTS[name].format(self.argument())
+        if name in SIZES:
+            return self.argument()
         if name == "left":
             return self._fenced()
         if name == "begin":

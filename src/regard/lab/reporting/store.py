@@ -16,8 +16,8 @@ from regard.lab.registry import run
 from regard.training.machine import environment
 
 PACKAGE = Path(regard.__file__).parent
-OTHERS = ("lab/experiments", "lab/reporting", "explorer", "commands")
-"""Folders of the package that no outcome depends on, besides the experiment's own file."""
+OTHERS = ("lab/experiments/", "lab/reporting/", "lab/question", "lab/answers", "explorer/", "commands/")
+"""What no outcome depends on; the file of its own experiment is hashed by itself."""
 GROUPS = {"the statement": "statement", "under the condition": "within", "in its place": "instead"}
 
 
