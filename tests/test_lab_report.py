@@ -158,7 +158,8 @@ names = ["{first}", "{second}"]
 if (child := os.fork()) == 0:
     report(names, folder="{folder}", begin=begin)
     os._exit(0)
-print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), *sorted(os.listdir("{folder}/outcomes")), os.listdir("{folder}"))
+status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+print(status, *sorted(os.listdir("{folder}/outcomes")), os.listdir("{folder}"))
 before = os.stat("{folder}/outcomes/{first}.json").st_mtime_ns
 report(names, folder="{folder}")
 print(before == os.stat("{folder}/outcomes/{first}.json").st_mtime_ns)

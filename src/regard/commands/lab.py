@@ -80,7 +80,7 @@ def report_(
         bool, typer.Option("--restart", help="Run all again, also what the folder has from before.")
     ] = False,
 ) -> None:
-    """Run all experiments, and write one HTML page, a PDF and a JSON file; called again, it goes on where it stopped."""
+    """Run all experiments, and write one HTML page, a PDF and a JSON file; called again, it goes on where it was."""
     from regard.lab.reporting import report
 
     with progress(len(names or experiments()), "lab") as advance:

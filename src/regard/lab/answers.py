@@ -200,9 +200,7 @@ def entries(
     if fault := unfilled(answer, expected):
         return fault
     values: Mapping[str, object] = answer  # type: ignore[assignment]
-    return together(
-        {name: _entry(values[name], right, (near or {}).get(name, {})) for name, right in expected.items()}
-    )
+    return together({name: _entry(values[name], right, (near or {}).get(name, {})) for name, right in expected.items()})
 
 
 def unfilled(answer: object, names: Iterable[str]) -> str:
@@ -240,7 +238,13 @@ def _entry(value: object, right: object, near: Mapping[str, object]) -> str:
     if isinstance(right, str):
         return word(value, right, {sentence: wrong for sentence, wrong in near.items() if isinstance(wrong, str)})
     if isinstance(right, bool):
-        return "" if value is right else f"not {value}" if isinstance(value, bool) else f"expected True or False, got {kind(value)}"
+        return (
+            ""
+            if value is right
+            else f"not {value}"
+            if isinstance(value, bool)
+            else f"expected True or False, got {kind(value)}"
+        )
     numbers = {sentence: wrong for sentence, wrong in near.items() if isinstance(wrong, int | float)}
     return number(value, float(right), numbers)  # type: ignore[arg-type]
 
@@ -343,7 +347,8 @@ def _differing(values: Tensor, expected: Tensor, size: float) -> str:
     wrong = (values - expected).abs() > size
     place = tuple(wrong.nonzero()[0].tolist())
     where = f"at {place} " if place else ""
-    return f"{int(wrong.sum())} of {wrong.numel()} entries are wrong; {where}{values[place].item():.4g} is {_apart(values[place].item(), expected[place].item())}"
+    value, right = values[place].item(), expected[place].item()
+    return f"{int(wrong.sum())} of {wrong.numel()} entries are wrong; {where}{value:.4g} is {_apart(value, right)}"
 
 
 def _values(answer: object) -> Tensor | None:

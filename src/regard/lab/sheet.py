@@ -39,9 +39,7 @@ def chosen(name: str) -> list[Question]:
     if of_name:
         return of_name
     claims = experiments()[name].claims if name in experiments() else ()
-    tasks = [
-        task for task in TASKS if task.partition(".")[0] == name or any(covers(claim, task) for claim in claims)
-    ]
+    tasks = [task for task in TASKS if task.partition(".")[0] == name or any(covers(claim, task) for claim in claims)]
     of_tasks = [question for task in tasks for question in questions().values() if task in question.tasks]
     if not of_tasks:
         names = [*DOCUMENTS, *dict.fromkeys(question.topic for question in questions().values())]
@@ -129,7 +127,9 @@ def _sections(name: str) -> tuple[str, list[tuple[str, Sequence[Question]]]]:
     for question in members:
         task = next(task for task in TASKS if task in question.tasks and (not document or task.startswith(name)))
         groups.setdefault(f"{TASKS[task]} ({task})" if document else TASKS[task], []).append(question)
-    title = DOCUMENTS[name] if document else experiments()[name].title if name in experiments() else TASKS[_first(members)]
+    title = (
+        DOCUMENTS[name] if document else experiments()[name].title if name in experiments() else TASKS[_first(members)]
+    )
     return title, list(groups.items())
 
 

@@ -19,9 +19,9 @@ from regard.lab.statistics import power
     "noise.1",
     tasks=("002.1.1e",),
     text=(
-        "Noise with mean 0 and standard deviation $\\sigma$ is added to **one** key. The output changes by $\\Delta H$. "
-        "For small $\\sigma$, how large is the change, and how large is its mean over many draws? Both go like a power "
-        "of $\\sigma$: which? (0 would be: it does not depend on $\\sigma$.)"
+        "Noise with mean 0 and standard deviation $\\sigma$ is added to **one** key. The output changes by $\\Delta "
+        "H$. For small $\\sigma$, how large is the change, and how large is its mean over many draws? Both go like a "
+        "power of $\\sigma$: which? (0 would be: it does not depend on $\\sigma$.)"
     ),
     begin='noise_1 = {"mean of the size of the change": ..., "size of the mean change": ...}',
     solution='{"mean of the size of the change": 1, "size of the mean change": 2}',
@@ -74,16 +74,13 @@ def _change(alpha: float, i: int, q: Tensor, K: Tensor, V: Tensor, *, exact: boo
     "key_scale.1",
     tasks=("002.1.1f",),
     text=(
-        "Key $k_i$ becomes $\\alpha k_i$. Write the **first-order** change of the output for one query (around $\\alpha "
-        "= 1$), with $\\beta = 1$: `q` is `(d,)`, `K` is `(n, d)`, `V` is `(n, t)`, the result `(t,)`. A sum of all "
-        "values remains, of which one gets more and the others get less weight."
+        "Key $k_i$ becomes $\\alpha k_i$. Write the **first-order** change of the output for one query (around "
+        "$\\alpha = 1$), with $\\beta = 1$: `q` is `(d,)`, `K` is `(n, d)`, `V` is `(n, t)`, the result `(t,)`. A sum "
+        "of all values remains, of which one gets more and the others get less weight."
     ),
     begin="def change(alpha, i, q, K, V):",
     solution=(
-        "scores = K @ q\n"
-        "a = torch.softmax(scores, 0)\n"
-        "H = a @ V\n"
-        "return (alpha - 1) * scores[i] * a[i] * (V[i] - H)"
+        "scores = K @ q\na = torch.softmax(scores, 0)\nH = a @ V\nreturn (alpha - 1) * scores[i] * a[i] * (V[i] - H)"
     ),
     points=3,
 )
@@ -123,8 +120,8 @@ def _key_scale(answer: object) -> str:
     "orthogonal.1",
     tasks=("002.1.3c",),
     text=(
-        "$K$ has $n$ orthonormal keys and $Q = K$, so $K^\\top Q = I$. Is attention then the identity? Write the weight "
-        "that each token gives **itself**, for the factor $\\beta$ of the scores."
+        "$K$ has $n$ orthonormal keys and $Q = K$, so $K^\\top Q = I$. Is attention then the identity? Write the "
+        "weight that each token gives **itself**, for the factor $\\beta$ of the scores."
     ),
     begin="def own_weight(n, beta):",
     solution="return math.exp(beta) / (math.exp(beta) + n - 1)",
@@ -160,7 +157,11 @@ def _almost(answer: object) -> str:
     keys = torch.eye(8, dtype=torch.float64)[None, None]
     beta = real(answer)
     if beta is None or not math.isfinite(beta):
-        return number(answer, math.nan) if beta is None or math.isnan(beta) else "that gives 100 %: a finite beta is enough"
+        return (
+            number(answer, math.nan)
+            if beta is None or math.isnan(beta)
+            else "that gives 100 %: a finite beta is enough"
+        )
     weight = rg.weights(keys, keys, rg.Softmax(beta=beta))[0, 0, 0, 0].item() if beta >= 0 else 0.0
     return "" if abs(weight - 0.99) < 1e-4 else f"with this beta the weight is {weight:.2%}"
 
@@ -169,8 +170,8 @@ def _almost(answer: object) -> str:
     "pointwise.1",
     tasks=("002.1.3d",),
     text=(
-        "Every token gives all its weight to itself. Attention with the layer's projections `W_v` and `W_o` is then the "
-        "same linear map at every position. Which convolution over tokens is that, by the size of its kernel?"
+        "Every token gives all its weight to itself. Attention with the layer's projections `W_v` and `W_o` is then "
+        "the same linear map at every position. Which convolution over tokens is that, by the size of its kernel?"
     ),
     solution="1",
 )
@@ -191,8 +192,8 @@ def _pointwise(answer: object) -> str:
     tasks=("002.1.3e",),
     text=(
         "Attention as a convolution of width 3 with equal weights: every token attends to itself and its two "
-        "neighbours. Write the weights of **6 tokens**, `(6, 6)`. The first and the last token have one neighbour only, "
-        "and weights are probabilities."
+        "neighbours. Write the weights of **6 tokens**, `(6, 6)`. The first and the last token have one neighbour "
+        "only, and weights are probabilities."
     ),
     solution=(
         "torch.tensor(\n"
@@ -216,7 +217,9 @@ def _band(answer: object) -> str:
         band,
         {
             "the first and the last row sum to 2/3 only: they have two keys, not three": (band > 0) / 3,
-            "a token attends to itself, too": rg.weights(x, x, rg.Uniform(), rg.window(before=1, after=1) & ~rg.window(before=0, after=0))[0, 0],
+            "a token attends to itself, too": rg.weights(
+                x, x, rg.Uniform(), rg.window(before=1, after=1) & ~rg.window(before=0, after=0)
+            )[0, 0],
             "this looks back only": rg.weights(x, x, rg.Uniform(), rg.window(before=2, after=0))[0, 0],
             "these are not divided by the number of neighbours": (band > 0).double(),
             "this is width 5": rg.weights(x, x, rg.Uniform(), rg.window(before=2, after=2))[0, 0],
@@ -229,9 +232,9 @@ def _band(answer: object) -> str:
     "convolution.2",
     tasks=("002.1.2b",),
     text=(
-        "A convolution looks at every place through many kernels, and attention through many heads. How many heads does "
-        "a layer need to be any given one-dimensional convolution of width $w$, if each head can look at one relative "
-        "position only (all its weight is on the token $t + s$)?"
+        "A convolution looks at every place through many kernels, and attention through many heads. How many heads "
+        "does a layer need to be any given one-dimensional convolution of width $w$, if each head can look at one "
+        "relative position only (all its weight is on the token $t + s$)?"
     ),
     begin="def heads_needed(width):",
     solution="return width",
@@ -307,9 +310,10 @@ def _equivariant(answer: object) -> str:
     "equivariance.2",
     tasks=("004.12.3",),
     text=(
-        "With columns as tokens, permuted data are $XP$ with a permutation matrix $P$, and scores are $K^\\top Q$. Write "
-        "the weights `(n, n)` of the permuted data from the weights `A` of the original ones and `P`. (Each column of "
-        "`A` sums to 1.) Multiply them with the permuted values to see that all of the order but one $P$ cancels."
+        "With columns as tokens, permuted data are $XP$ with a permutation matrix $P$, and scores are $K^\\top Q$. "
+        "Write the weights `(n, n)` of the permuted data from the weights `A` of the original ones and `P`. (Each "
+        "column of `A` sums to 1.) Multiply them with the permuted values to see that all of the order but one $P$ "
+        "cancels."
     ),
     begin="def permuted_weights(A, P):",
     solution="return P.T @ A @ P",
@@ -363,8 +367,8 @@ def depth(result: Tensor) -> int:
     "recurrence.1",
     tasks=("002.1.4a", "002.1.4b"),
     text=(
-        "How long is the chain of operations that must come **one after another** to compute all outputs of $n$ tokens: "
-        'with attention, and with a recurrent layer? Is it `"constant"`, or does it `"grow"` with $n$?'
+        "How long is the chain of operations that must come **one after another** to compute all outputs of $n$ "
+        'tokens: with attention, and with a recurrent layer? Is it `"constant"`, or does it `"grow"` with $n$?'
     ),
     begin='recurrence_1 = {"attention": ..., "recurrent": ...}',
     solution='{"attention": "constant", "recurrent": "grow"}',
@@ -398,10 +402,10 @@ def _sequential(answer: object) -> str:
     "recurrence.2",
     tasks=("002.1.4b", "002.1.4c"),
     text=(
-        "The first token shall reach the output at the last of $n$ tokens. Through how many layers or steps must it go, "
-        "(a) in attention without a mask, (b) in a recurrent layer, whose steps include those of the first and the last "
-        "token? And (c): with $h$ heads, how many different averages of all tokens can one token get in one layer? Two "
-        "functions of `n` and one of `h`."
+        "The first token shall reach the output at the last of $n$ tokens. Through how many layers or steps must it "
+        "go, (a) in attention without a mask, (b) in a recurrent layer, whose steps include those of the first and the "
+        "last token? And (c): with $h$ heads, how many different averages of all tokens can one token get in one "
+        "layer? Two functions of `n` and one of `h`."
     ),
     begin='recurrence_2 = {"attention": ..., "recurrent": ..., "averages": ...}',
     solution='{"attention": lambda n: 1, "recurrent": lambda n: n, "averages": lambda h: h}',
@@ -443,11 +447,18 @@ def _paths(answer: object) -> str:
                 values["recurrent"],
                 steps,
                 [(2,), (5,), (9,)],
-                {"the step of the first token counts, too": lambda n: n - 1, "the state goes from step to step": lambda n: 1},
+                {
+                    "the step of the first token counts, too": lambda n: n - 1,
+                    "the state goes from step to step": lambda n: 1,
+                },
                 tolerance=0,
             ),
             "averages": formula(
-                values["averages"], averages, [(1,), (2,), (4,)], {"each head has its own weights": lambda h: 1}, tolerance=0
+                values["averages"],
+                averages,
+                [(1,), (2,), (4,)],
+                {"each head has its own weights": lambda h: 1},
+                tolerance=0,
             ),
         }
     )
@@ -458,8 +469,8 @@ def _paths(answer: object) -> str:
     tasks=("002.1.4e",),
     text=(
         "Write what stands around each part of the original Transformer: the residual connection and the layer "
-        "normalization, in their order. `x` is `(B, T, E)`, `part` is a function of it (attention or network), `norm` a "
-        "module."
+        "normalization, in their order. `x` is `(B, T, E)`, `part` is a function of it (attention or network), `norm` "
+        "a module."
     ),
     begin="def add_and_norm(x, part, norm):",
     solution="return norm(x + part(x))",
@@ -469,13 +480,13 @@ def _add_and_norm(answer: object) -> str:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         block = next(m for m in rg.Transformer(config).eval().modules() if hasattr(m, "attention_norm"))
-    nn.init.normal_(block.attention_norm.weight, generator=torch.Generator().manual_seed(1))
+    nn.init.normal_(block.get_parameter("attention_norm.weight"), generator=torch.Generator().manual_seed(1))
     other = nn.LayerNorm(8)
 
     def ours(x: Tensor, part: nn.Module, norm: nn.Module) -> Tensor:
         """What the library's block computes before its network."""
         seen: list[Tensor] = []
-        hook = block.network.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+        hook = block.get_submodule("network").register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
         block(x)
         hook.remove()
         return seen[0] if norm is block.attention_norm else norm(x + part(x))
@@ -500,9 +511,9 @@ def _add_and_norm(answer: object) -> str:
     "patches.1",
     tasks=("002.1.5a",),
     text=(
-        "A Vision Transformer with patches of 16 × 16 reads pictures of 224 × 224 and three colours. Its patch embedding "
-        "is a convolution: which kernel size and stride? How many tokens does the first layer get, with the class token, "
-        "and how many numbers does one patch have?"
+        "A Vision Transformer with patches of 16 × 16 reads pictures of 224 × 224 and three colours. Its patch "
+        "embedding is a convolution: which kernel size and stride? How many tokens does the first layer get, with the "
+        "class token, and how many numbers does one patch have?"
     ),
     begin='patches_1 = {"kernel": ..., "stride": ..., "tokens": ..., "numbers": ...}',
     solution='{"kernel": 16, "stride": 16, "tokens": (224 // 16) ** 2 + 1, "numbers": 16 * 16 * 3}',
@@ -578,8 +589,8 @@ def _lacks(answer: object) -> str:
         }
         return "".join(letter for letter, there in parts.items() if there)
 
-    theirs = has(original, torch.allclose(*early, atol=1e-6))
-    ours = has(vision, torch.allclose(*(x[:, :2] for x in features), atol=1e-6))
+    theirs = has(original, torch.allclose(early[0], early[1], atol=1e-6))
+    ours = has(vision, torch.allclose(features[0][:, :2], features[1][:, :2], atol=1e-6))
     return letters(
         answer,
         "".join(letter for letter in theirs if letter not in ours),
@@ -625,7 +636,7 @@ def _positions(answer: object) -> str:
     tasks=("002.1.5d",),
     text=(
         "How many linear layers has the classification head of a Vision Transformer in pre-training, and how many in "
-        "fine-tuning? What does the head read: `\"class token\"`, or the `\"mean\"` of all patches?"
+        'fine-tuning? What does the head read: `"class token"`, or the `"mean"` of all patches?'
     ),
     begin='patches_4 = {"pre-training": ..., "fine-tuning": ..., "reads": ...}',
     solution='{"pre-training": 2, "fine-tuning": 1, "reads": "class token"}',

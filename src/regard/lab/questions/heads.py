@@ -10,6 +10,7 @@ import regard as rg
 from regard.lab.answers import blank, called, entries, formula, function, kind, letters, tensor, together, unfilled
 from regard.lab.question import BLANK, question
 from regard.lab.statistics import generator
+from regard.models.layers.linear import Linear
 
 B, T, S, E, H, K, V = 2, 5, 7, 32, 4, 8, 6
 
@@ -40,7 +41,7 @@ def numbers(*size: int, seed: int = 0) -> Tensor:
     tasks=("001.1", "002.1.3a"),
     text=(
         "A French sentence (the *source*) is translated into English (the *target*). Where do queries, keys and values "
-        "come from in the decoder's **cross-attention**? Answer `\"source\"` or `\"target\"`. And which shape have the "
+        'come from in the decoder\'s **cross-attention**? Answer `"source"` or `"target"`. And which shape have the '
         "weights of one head and one pair of sentences, (queries, keys), with 7 source tokens and 5 target tokens?"
     ),
     begin='heads_1 = {"queries": ..., "keys": ..., "values": ..., "weights": ...}',
@@ -52,9 +53,7 @@ def _cross(answer: object) -> str:
     keys, values = attention.remember(source)
     queries = attention.split_heads(attention.W_q(target), K)
     lengths = {target.shape[1]: "target", source.shape[1]: "source"}
-    expected = {
-        name: lengths[x.shape[2]] for name, x in (("queries", queries), ("keys", keys), ("values", values))
-    }
+    expected = {name: lengths[x.shape[2]] for name, x in (("queries", queries), ("keys", keys), ("values", values))}
     shape = tuple(rg.weights(queries, keys, rg.Softmax()).shape[-2:])
     return entries(
         answer,
@@ -169,7 +168,9 @@ def _split(answer: object) -> str:
         {
             "a plain view to this shape mixes tokens: the last axis must be split first, and then swapped with that "
             "of the tokens": lambda x, num_heads: x.reshape(x.shape[0], num_heads, x.shape[1], -1),
-            "the axes of tokens and heads are still to be swapped": lambda x, num_heads: split(x, num_heads).mT.mT.transpose(1, 2),
+            "the axes of tokens and heads are still to be swapped": lambda x, num_heads: split(
+                x, num_heads
+            ).mT.mT.transpose(1, 2),
             "neighbouring numbers belong to one head: split (num_heads, length), not (length, num_heads)": (
                 lambda x, num_heads: x.unflatten(-1, (-1, num_heads)).permute(0, 3, 1, 2)
             ),
@@ -233,8 +234,8 @@ def _cases() -> dict[str, list[object]]:
     tasks=("001.attention", "003.3a"),
     text=(
         "Write scaled dot-product attention for `q`, `k`, `v` of shapes `(B, H, T, K)`, `(B, H, S, K)` and "
-        "`(B, H, S, V)`. In `mask`, a bool tensor `(B, H, T, S)` or `None`, `True` means: may attend. A query that sees "
-        "no key at all gets zeros. It must work in float16, too."
+        "`(B, H, S, V)`. In `mask`, a bool tensor `(B, H, T, S)` or `None`, `True` means: may attend. A query that "
+        "sees no key at all gets zeros. It must work in float16, too."
     ),
     begin="def attention(q, k, v, mask=None):",
     solution=(
@@ -347,7 +348,8 @@ def _built(kind_of: type[nn.Module], heads: int, width: int, qk_length: int, val
             return f"{name}: expected a torch.nn.Linear, got {kind(linear)}"
         got, wanted = (linear.in_features, linear.out_features), (right.in_features, right.out_features)
         if got != wanted:
-            return f"{name} goes from {got[0]} to {got[1]} numbers, which is wrong in its {'in' if got[0] != wanted[0] else 'out'}put"
+            side = "input" if got[0] != wanted[0] else "output"
+            return f"{name} goes from {got[0]} to {got[1]} numbers, which is wrong in its {side}"
         if linear.bias is None:
             return f"{name}: expected a bias"
         with torch.no_grad():
@@ -358,13 +360,11 @@ def _built(kind_of: type[nn.Module], heads: int, width: int, qk_length: int, val
         for label, inputs in {"self-attention": (q, q, q), "cross-attention": (q, k, v)}.items():
             out, error = called(built, *inputs)
             if error or blank(out):
-                return error and f"for {label} it {error}" or BLANK
+                return (error and f"for {label} it {error}") or BLANK
             mistakes = {
                 "the values are not those of V": exact(inputs[0], inputs[1], inputs[1]),
                 "W_o is not applied": exact.combine_heads(_heads(exact, *inputs)),
-                "the scale 1/√qk_length is missing": exact.W_o(
-                    exact.combine_heads(_heads(exact, *inputs, beta=1.0))
-                ),
+                "the scale 1/√qk_length is missing": exact.W_o(exact.combine_heads(_heads(exact, *inputs, beta=1.0))),
             }
             if label == "self-attention":
                 del mistakes["the values are not those of V"]
@@ -431,9 +431,11 @@ def _contributions(answer: object) -> str:
         with torch.no_grad():
             exact.W_o.weight.copy_(weight)
             masks = torch.eye(count)[:, None, :, None, None]
-            return torch.cat([exact.W_o(exact.combine_heads(heads * mask)) - exact.W_o.bias for mask in masks]).view(
-                count, heads.shape[0], heads.shape[2], -1
-            ).transpose(0, 1)
+            return (
+                torch.cat([exact.W_o(exact.combine_heads(heads * mask)) - exact.W_o.bias for mask in masks])
+                .view(count, heads.shape[0], heads.shape[2], -1)
+                .transpose(0, 1)
+            )
 
     return function(
         answer,
@@ -455,8 +457,8 @@ def _contributions(answer: object) -> str:
     "counts.1",
     tasks=("004.12.1",),
     text=(
-        "Self-attention takes $N$ inputs of length $D$ to $N$ outputs of length $D$, with one head. How many parameters, "
-        "**weights and biases**, compute queries, keys and values?"
+        "Self-attention takes $N$ inputs of length $D$ to $N$ outputs of length $D$, with one head. How many "
+        "parameters, **weights and biases**, compute queries, keys and values?"
     ),
     begin="def parameters(D, N):",
     solution="return 3 * D**2 + 3 * D",
@@ -506,7 +508,8 @@ def _weights(answer: object) -> str:
     "counts.3",
     tasks=("004.12.1",),
     text=(
-        "A fully connected layer takes all $DN$ inputs to all $DN$ outputs. How many weights and biases does **it** have?"
+        "A fully connected layer takes all $DN$ inputs to all $DN$ outputs. How many weights and biases does **it** "
+        "have?"
     ),
     begin="def fully_connected(D, N):",
     solution="return (D * N) ** 2 + D * N",
@@ -592,7 +595,7 @@ def _stack(answer: object) -> str:
 
     def stacks(inputs: int, outputs: int, heads: int, length: int) -> bool:
         attention = rg.MultiHeadAttention(embedding_dim=inputs, num_heads=heads, qk_length=length, value_length=length)
-        attention.W_o = nn.Linear(heads * length, outputs)
+        attention.W_o = Linear(heads * length, outputs)
         _, error = called(lambda x: (y := x + attention(x)) + attention(y), numbers(1, 3, inputs))
         return not error
 

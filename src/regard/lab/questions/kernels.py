@@ -18,8 +18,8 @@ from regard.lab.questions.heads import numbers
     tasks=("003.6a",),
     text=(
         "Weights are similarities divided by their sum, so that sum must not be 0. Show that "
-        "$\\mathrm{sim}(q, k) = (q \\cdot k + 1)^2$ is not safe: give a query and a key, two lists of two numbers each, "
-        "with similarity 0. Neither may be a list of zeros."
+        "$\\mathrm{sim}(q, k) = (q \\cdot k + 1)^2$ is not safe: give a query and a key, two lists of two numbers "
+        "each, with similarity 0. Neither may be a list of zeros."
     ),
     begin='kernel_1 = {"query": ..., "key": ...}',
     solution='{"query": [1.0, 0.0], "key": [-1.0, 0.0]}',
@@ -76,8 +76,8 @@ def _features(answer: object) -> str:
     "kernel.3",
     tasks=("003.6b",),
     text=(
-        "Write its feature map: from `x`, `(n, D)`, to `(n, C)`, so that $\\phi(q) \\cdot \\phi(k) = (q \\cdot k + 1)^2$. "
-        "The order of the features does not matter."
+        "Write its feature map: from `x`, `(n, D)`, to `(n, C)`, so that $\\phi(q) \\cdot \\phi(k) = (q \\cdot k + "
+        "1)^2$. The order of the features does not matter."
     ),
     begin="def phi(x):",
     solution=(
@@ -136,9 +136,7 @@ def _phi(answer: object) -> str:
     ),
     begin="def linear_attention(phi_q, phi_k, v):",
     solution=(
-        "sums = phi_k.T @ v  # (C, M)\n"
-        "total = phi_k.sum(0)  # (C,)\n"
-        "return (phi_q @ sums) / (phi_q @ total)[:, None]"
+        "sums = phi_k.T @ v  # (C, M)\ntotal = phi_k.sum(0)  # (C,)\nreturn (phi_q @ sums) / (phi_q @ total)[:, None]"
     ),
     points=3,
 )
@@ -255,8 +253,8 @@ def _tokens(N: int, D: int, M: int) -> rg.Work:
     tasks=("003.6d", "004.12.10"),
     text=(
         "Linear attention without a mask computes two products: sums of $\\phi(k) v^\\top$ over the tokens, and those "
-        "times $\\phi(q)$. The operations go like $N^a C^b M^c$. Which $a$, $b$, $c$? And which power of $D$ is that for "
-        "the quadratic kernel ($C \\approx D^2/2$, $M = D$, large $D$)?"
+        "times $\\phi(q)$. The operations go like $N^a C^b M^c$. Which $a$, $b$, $c$? And which power of $D$ is that "
+        "for the quadratic kernel ($C \\approx D^2/2$, $M = D$, large $D$)?"
     ),
     begin='kernel_6 = {"N": ..., "C": ..., "M": ..., "D": ...}',
     solution='{"N": 1, "C": 1, "M": 1, "D": 3}',

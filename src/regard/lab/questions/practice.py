@@ -8,7 +8,19 @@ import torch
 from torch import Tensor
 
 import regard as rg
-from regard.lab.answers import blank, called, entries, formula, function, kind, letters, number, tensor, together, unfilled
+from regard.lab.answers import (
+    blank,
+    called,
+    entries,
+    formula,
+    function,
+    kind,
+    letters,
+    number,
+    tensor,
+    together,
+    unfilled,
+)
 from regard.lab.question import BLANK, question
 from regard.lab.questions.heads import layer, numbers
 
@@ -50,8 +62,8 @@ def _argmax(answer: object) -> str:
     "argmax.2",
     tasks=("003.2b",),
     text=(
-        "A loss is a function of the output of **argmax** attention, and its gradient is computed. Which of these get a "
-        "gradient other than 0?\n\n"
+        "A loss is a function of the output of **argmax** attention, and its gradient is computed. Which of these get "
+        "a gradient other than 0?\n\n"
         "a) the queries\n"
         "b) the keys\n"
         "c) the value that was chosen\n"
@@ -86,9 +98,9 @@ def _gradients(answer: object) -> str:
     "argmax.3",
     tasks=("003.2b",),
     text=(
-        "So that queries and keys learn, the weights must be soft. For two keys with the scores $s$ and $0$ and softmax "
-        "weights with the factor $\\beta$: what is the derivative of the first weight by $s$? See what becomes of it for "
-        "large $\\beta$."
+        "So that queries and keys learn, the weights must be soft. For two keys with the scores $s$ and $0$ and "
+        "softmax weights with the factor $\\beta$: what is the derivative of the first weight by $s$? See what becomes "
+        "of it for large $\\beta$."
     ),
     begin="def slope(s, beta):",
     solution="a = 1 / (1 + math.exp(-beta * s))\nreturn beta * a * (1 - a)",
@@ -133,8 +145,8 @@ def _decoding(kv_heads: int, heads: int = 4, width: int = 16) -> tuple[rg.MultiH
     tasks=("003.4a", "003.4b"),
     text=(
         "Multi-query attention: all heads share one set of keys and values. With the width $d = 64$, $h = 8$ heads and "
-        "queries and keys of length $k = 8$: which shapes have the weights `W_q` and `W_k`, as `(heads, d, k)`, or `(d, "
-        "k)` where there is no axis of heads? And the cache of the keys of $n = 100$ tokens for a batch of 2?"
+        "queries and keys of length $k = 8$: which shapes have the weights `W_q` and `W_k`, as `(heads, d, k)`, or "
+        "`(d, k)` where there is no axis of heads? And the cache of the keys of $n = 100$ tokens for a batch of 2?"
     ),
     begin='decoding_1 = {"W_q": ..., "W_k": ..., "cached keys": ...}',
     solution='{"W_q": (8, 64, 8), "W_k": (64, 8), "cached keys": (2, 100, 8)}',
@@ -257,7 +269,9 @@ def _step(answer: object) -> str:
         "addition. (a) in multi-head attention, (b) in multi-query attention? Two functions."
     ),
     begin='decoding_4 = {"multi-head": ..., "multi-query": ...}',
-    solution='{"multi-head": lambda b, n, h, k: 4 * b * n * h * k, "multi-query": lambda b, n, h, k: 4 * b * n * h * k}',
+    solution=(
+        '{"multi-head": lambda b, n, h, k: 4 * b * n * h * k, "multi-query": lambda b, n, h, k: 4 * b * n * h * k}'
+    ),
     points=2,
 )
 def _step_flops(answer: object) -> str:
@@ -279,8 +293,12 @@ def _step_flops(answer: object) -> str:
     }
     return together(
         {
-            "multi-head": formula(values["multi-head"], lambda b, n, h, k: flops(h, b, n, h, k), cases, halves, tolerance=0),
-            "multi-query": formula(values["multi-query"], lambda b, n, h, k: flops(1, b, n, h, k), cases, shared, tolerance=0),
+            "multi-head": formula(
+                values["multi-head"], lambda b, n, h, k: flops(h, b, n, h, k), cases, halves, tolerance=0
+            ),
+            "multi-query": formula(
+                values["multi-query"], lambda b, n, h, k: flops(1, b, n, h, k), cases, shared, tolerance=0
+            ),
         }
     )
 
@@ -320,15 +338,13 @@ def _read(answer: object) -> str:
     "decoding.6",
     tasks=("003.4f", "003.4g"),
     text=(
-        "The arithmetic intensity is the number of operations for each byte read. Over a long cache, by which factor is "
-        "it larger with multi-query than with multi-head attention, for 8 query heads? (To 10 %.)"
+        "The arithmetic intensity is the number of operations for each byte read. Over a long cache, by which factor "
+        "is it larger with multi-query than with multi-head attention, for 8 query heads? (To 10 %.)"
     ),
     solution="8",
 )
 def _intensity(answer: object) -> str:
-    many, single = (
-        rg.cost(rg.Softmax(), _one_token(kv_heads, 1, 1_000_000, 8, 64)).intensity for kv_heads in (8, 1)
-    )
+    many, single = (rg.cost(rg.Softmax(), _one_token(kv_heads, 1, 1_000_000, 8, 64)).intensity for kv_heads in (8, 1))
     return number(
         answer,
         single / many,
@@ -344,8 +360,8 @@ def _intensity(answer: object) -> str:
     "new_token.1",
     tasks=("004.12.7",),
     text=(
-        "Causal attention over $N$ tokens is computed, and its keys and values are kept. One token comes. How many **new "
-        "scores** must be computed for a head?"
+        "Causal attention over $N$ tokens is computed, and its keys and values are kept. One token comes. How many "
+        "**new scores** must be computed for a head?"
     ),
     begin="def new_scores(N):",
     solution="return N + 1",
@@ -417,12 +433,19 @@ def _traces() -> tuple[rg.Trace, rg.Trace]:
     tokens = torch.tensor([[3, 17, 5, 22, 9, 11, 2, 28]])
     with torch.no_grad():
         for block in decoder.blocks:
-            block.attention.W_q.weight *= 200  # type: ignore[union-attr]
+            block.get_parameter("attention.W_q.weight").mul_(200)
         with rg.trace(decoder.eval()) as of_decoder:
             decoder(tokens)
         with rg.trace(encoder.eval(), keep=("weights", "keys")) as of_encoder:
             encoder(torch.cat([tokens, tokens.clone()]).index_put((torch.tensor(1), torch.tensor(6)), torch.tensor(4)))
     return of_decoder, of_encoder
+
+
+def _weights(trace: rg.Trace) -> Tensor:
+    """The weights of a trace's first layer, (B, H, T, S)."""
+    weights = trace.layers[0].weights
+    assert weights is not None
+    return weights
 
 
 @question(
@@ -437,7 +460,7 @@ def _traces() -> tuple[rg.Trace, rg.Trace]:
 )
 def _previous(answer: object) -> str:
     trace, _ = _traces()
-    heads = list(trace.layers[0].weights[0])
+    heads = list(_weights(trace)[0])
     mass = [trace.patterns().of(0, head).mass["previous"] or 0.0 for head in range(len(heads))]
     if answer is ... or answer is None:
         return BLANK
@@ -449,7 +472,9 @@ def _previous(answer: object) -> str:
 def _of_heads(results: Sequence[tuple[object, str]], heads: Sequence[Tensor], mass: Sequence[float]) -> str:
     """What is wrong with a score of heads."""
     mistakes = {
-        "the first token has no token before it: it does not count in the mean": [h.diagonal(-1).sum() / len(h) for h in heads],
+        "the first token has no token before it: it does not count in the mean": [
+            h.diagonal(-1).sum() / len(h) for h in heads
+        ],
         "this is the weight on the token itself": [h.diagonal().mean() for h in heads],
         "this is the weight on the next token, above the diagonal": [h.diagonal(1).mean() for h in heads],
         "this is a sum; the mean was asked for": [h.diagonal(-1).sum() for h in heads],
@@ -471,8 +496,8 @@ def _of_heads(results: Sequence[tuple[object, str]], heads: Sequence[Tensor], ma
     "patterns.2",
     tasks=("003.5b", "003.5d"),
     text=(
-        "Compare with chance: what would this score be in a decoder over $n$ tokens if every query gave **equal** weight "
-        "to all tokens that it sees?"
+        "Compare with chance: what would this score be in a decoder over $n$ tokens if every query gave **equal** "
+        "weight to all tokens that it sees?"
     ),
     begin="def chance(n):",
     solution="return sum(1 / seen for seen in range(2, n + 1)) / (n - 1)",
@@ -499,8 +524,8 @@ def _chance(answer: object) -> str:
     "patterns.3",
     tasks=("003.5a", "003.5b", "003.5e"),
     text=(
-        "Which token does each query look at most? From the `weights` of a head, `(T, T)`, and the list of `tokens` return "
-        "a list of strings, one for each query."
+        "Which token does each query look at most? From the `weights` of a head, `(T, T)`, and the list of `tokens` "
+        "return a list of strings, one for each query."
     ),
     begin="def looks_at(weights, tokens):",
     solution="return [tokens[key] for key in weights.argmax(-1).tolist()]",
@@ -512,7 +537,7 @@ def _looks_at(answer: object) -> str:
         return f"expected a function of (weights, tokens), got {kind(answer)}"
     tokens = ["the", "dog", "that", "ran", "saw", "the", "red", "car"]
     trace, _ = _traces()
-    for head, weights in enumerate(trace.layers[0].weights[0]):
+    for head, weights in enumerate(_weights(trace)[0]):
         result, error = called(answer, weights, tokens)
         if error or blank(result):
             return BLANK if error in ("", BLANK) else f"for head {head} it {error}"
@@ -525,7 +550,9 @@ def _looks_at(answer: object) -> str:
             if result == column:
                 return "these are the queries that look at each token most: rows are queries, columns keys"
             query = next(place for place in range(8) if result[place] != right[place])
-            return f"for head {head}: query {query} ({tokens[query]!r}) does not look at {str(result[query])[:20]!r} most"
+            return (
+                f"for head {head}: query {query} ({tokens[query]!r}) does not look at {str(result[query])[:20]!r} most"
+            )
     return ""
 
 
@@ -533,17 +560,20 @@ def _looks_at(answer: object) -> str:
     "patterns.4",
     tasks=("003.5b",),
     text=(
-        "GPT and BERT: can a token look at **later** tokens? And how much weight does the first token of GPT give itself?"
+        "GPT and BERT: can a token look at **later** tokens? And how much weight does the first token of GPT give "
+        "itself?"
     ),
     begin='patterns_4 = {"GPT": ..., "BERT": ..., "first token": ...}',
     solution='{"GPT": False, "BERT": True, "first token": 1.0}',
 )
 def _later(answer: object) -> str:
     decoder, encoder = _traces()
-    later = {name: bool((trace.layers[0].weights[0].triu(1) > 0).any()) for name, trace in (("GPT", decoder), ("BERT", encoder))}
+    later = {
+        name: bool((_weights(trace)[0].triu(1) > 0).any()) for name, trace in (("GPT", decoder), ("BERT", encoder))
+    }
     return entries(
         answer,
-        {**later, "first token": decoder.layers[0].weights[0, 0, 0, 0].item()},
+        {**later, "first token": _weights(decoder)[0, 0, 0, 0].item()},
         {"first token": {"it sees one token, itself, and weights sum to 1": 0.0}},
     )
 
@@ -601,7 +631,7 @@ def _entropy(answer: object) -> str:
             model = rg.Encoder(rg.EncoderConfig(vocabulary_size=99, embedding_dim=32, num_layers=1, num_heads=4)).eval()
         with torch.no_grad(), rg.trace(model) as trace:
             model(torch.arange(int(n))[None])
-        weights = trace.layers[0].weights
+        weights = _weights(trace)
         return -(weights * weights.log()).sum(-1).mean().item()
 
     return formula(
@@ -621,15 +651,15 @@ def _entropy(answer: object) -> str:
     "patterns.7",
     tasks=("003.5b",),
     text=(
-        "The same word at the same position in two sentences that differ in **another** word, in BERT. Are its keys the "
-        "same in the first layer, and in the second? `True` or `False`."
+        "The same word at the same position in two sentences that differ in **another** word, in BERT. Are its keys "
+        "the same in the first layer, and in the second? `True` or `False`."
     ),
     begin='patterns_7 = {"first layer": ..., "second layer": ...}',
     solution='{"first layer": True, "second layer": False}',
 )
 def _contexts(answer: object) -> str:
     _, trace = _traces()
-    keys = [trace.layers[number].keys[:, :, 2] for number in (0, 1)]
+    keys = [layer.keys[:, :, 2] for layer in trace.layers if layer.keys is not None]
     same = [torch.allclose(pair[0], pair[1], rtol=0, atol=1e-7) for pair in keys]
     return entries(
         answer,

@@ -30,8 +30,8 @@ def weights_of(scores: Tensor) -> Tensor:
     "scaling.1",
     tasks=("003.1a",),
     text=(
-        "Queries and keys have `d` independent entries, all with mean $\\mu$ and standard deviation $s$. Which mean has "
-        "their inner product $q \\cdot k$?"
+        "Queries and keys have `d` independent entries, all with mean $\\mu$ and standard deviation $s$. Which mean "
+        "has their inner product $q \\cdot k$?"
     ),
     begin="def mean_of_scores(d, mean, std):",
     solution="return d * mean**2",
@@ -287,7 +287,8 @@ def _insensitive(answer: object) -> str:
 )
 def _columns(answer: object) -> str:
     def attend(Q: Tensor, K: Tensor, V: Tensor, beta: float) -> Tensor:
-        return rg.attend(*(x.T[None, None] for x in (Q, K, V)), rg.Softmax(beta=beta))[0, 0].T
+        q, k, v = (x.T[None, None] for x in (Q, K, V))
+        return rg.attend(q, k, v, rg.Softmax(beta=beta))[0, 0].T
 
     def across(Q: Tensor, K: Tensor, V: Tensor, beta: float) -> Tensor:
         """The softmax over queries."""

@@ -102,8 +102,8 @@ def masks_needed(*, generates: bool, left: bool = False, cross: bool = False) ->
 def _moved(changed: Tensor, rows: Tensor, mask: rg.Mask | None) -> bool:
     """Whether some outputs move when some keys and values change."""
     q, k, v = numbers(1, 1, 6, 4), numbers(1, 1, 6, 4, seed=1), numbers(1, 1, 6, 4, seed=2)
-    others = (torch.where(changed[:, None], x + 1, x) for x in (k, v))
-    difference = rg.attend(q, k, v, mask=mask) - rg.attend(q, *others, mask=mask)
+    other_k, other_v = (torch.where(changed[:, None], x + 1, x) for x in (k, v))
+    difference = rg.attend(q, k, v, mask=mask) - rg.attend(q, other_k, other_v, mask=mask)
     return bool((difference[:, :, rows].abs() > 1e-6).any())
 
 
@@ -111,7 +111,7 @@ def _moved(changed: Tensor, rows: Tensor, mask: rg.Mask | None) -> bool:
     "masks.1",
     tasks=("000.2b",),
     text=(
-        'A batch has sentences of unequal length, padded on the right. Which masks does each attention **need**: '
+        "A batch has sentences of unequal length, padded on the right. Which masks does each attention **need**: "
         '`"none"`, `"padding"`, `"causal"` or `"both"`? Needed is what keeps padding from changing real tokens and, '
         "where text is generated, later tokens from changing earlier ones. What comes out at padding itself does not "
         "matter."
@@ -139,8 +139,14 @@ def _moved(changed: Tensor, rows: Tensor, mask: rg.Mask | None) -> bool:
 def _masks(answer: object) -> str:
     encoder, decoder = masks_needed(generates=False), masks_needed(generates=True)
     cross = masks_needed(generates=False, cross=True)
-    enough = {"causality already hides padding on the right from real tokens": "both", "later tokens are visible": "padding"}
-    both_ways = {"an encoder reads in both directions": "both", "an encoder reads in both directions, and sees its padding": "causal"}
+    enough = {
+        "causality already hides padding on the right from real tokens": "both",
+        "later tokens are visible": "padding",
+    }
+    both_ways = {
+        "an encoder reads in both directions": "both",
+        "an encoder reads in both directions, and sees its padding": "causal",
+    }
     return entries(
         answer,
         {
@@ -167,7 +173,7 @@ def _masks(answer: object) -> str:
 @question(
     "masks.2",
     tasks=("000.2b",),
-    text='GPT again, but padded on the **left**, as for generating from prompts of unequal length. Which masks now?',
+    text="GPT again, but padded on the **left**, as for generating from prompts of unequal length. Which masks now?",
     solution='"both"',
 )
 def _left(answer: object) -> str:
@@ -220,7 +226,9 @@ def _mask(answer: object) -> str:
             "the wrong way round: True means visible": lambda lengths, T: 1 - table(lengths, T),
             "causality is missing": lambda lengths, T: table(lengths, T, causal=False),
             "padding is visible": lambda lengths, T: table(lengths * 0 + T, T),
-            "here the padding is on the left: the last tokens are real": lambda lengths, T: table(lengths, T, left=False),
+            "here the padding is on the left: the last tokens are real": lambda lengths, T: table(
+                lengths, T, left=False
+            ),
         },
     )
 
@@ -291,9 +299,7 @@ def _flops(answer: object) -> str:
     points=2,
 )
 def _bottleneck(answer: object) -> str:
-    wide, long = (
-        rg.layer_cost(work(n, n, d), embedding_dim=d).bottleneck for n, d in ((128, 4096), (8192, 256))
-    )
+    wide, long = (rg.layer_cost(work(n, n, d), embedding_dim=d).bottleneck for n, d in ((128, 4096), (8192, 256)))
     low, high = 1, 1 << 20
     while low < high:  # the first length at which attention takes as much
         middle = (low + high) // 2
@@ -346,8 +352,12 @@ def _dependence(answer: object) -> str:
             "abcd",
             {
                 "a": "it is scaled and moved, but it is still there",
-                "b": "the mean of layer normalization is that of a row" if name == "layer" else "its mean is that of a column",
-                "c": "its mean is that of a row" if name == "layer" else "the mean of batch normalization is that of a column",
+                "b": "the mean of layer normalization is that of a row"
+                if name == "layer"
+                else "its mean is that of a column",
+                "c": "its mean is that of a row"
+                if name == "layer"
+                else "the mean of batch normalization is that of a column",
                 "d": "no mean has rows and columns in it",
             },
         )
@@ -383,7 +393,9 @@ def _distance(answer: object) -> str:
             "this is the square of the length": lambda gamma, beta, d: gamma**2 * d,
             "each of d entries has mean square γ²: add them, then take the root": lambda gamma, beta, d: gamma,
             "this is γ d; the d entries add up under the root": lambda gamma, beta, d: gamma * d,
-            "the length does not depend on the shift, which is subtracted": lambda gamma, beta, d: gamma * d**0.5 + beta,
+            "the length does not depend on the shift, which is subtracted": lambda gamma, beta, d: (
+                gamma * d**0.5 + beta
+            ),
             "γ multiplies every entry": lambda gamma, beta, d: d**0.5,
             "the variance divides by d, not by d − 1": lambda gamma, beta, d: gamma * (d - 1) ** 0.5,
         },
@@ -439,7 +451,10 @@ def _encoder(answer: object) -> str:
         {name: tuple(value.shape) for name, value in shapes.items()},
         {
             "input": {"the model embeds; what goes in are numbers of tokens": (2, 5, 32)},
-            "first layer": {"tokens come before the embedding's axis here": (2, 32, 5), "an embedding is a vector for each token": (2, 5)},
+            "first layer": {
+                "tokens come before the embedding's axis here": (2, 32, 5),
+                "an embedding is a vector for each token": (2, 5),
+            },
             "output": {"one vector for each token comes out, not one for each sentence": (2, 32)},
         },
     )
@@ -507,7 +522,7 @@ def _meeting(answer: object) -> str:
     changed[0, 2] += 1
     moves: dict[str, object] = {
         name: not torch.allclose(part(x)[0, :2], part(changed)[0, :2], atol=1e-6)
-        for name, part in (("attention", block.attention), ("network", block.network))
+        for name, part in ((name, block.get_submodule(name)) for name in ("attention", "network"))
     }
     fault = entries({name: values[name] for name in moves}, moves)
     of_network = formula(
@@ -522,4 +537,3 @@ def _meeting(answer: object) -> str:
         tolerance=0,
     )
     return "; ".join(filter(None, [fault, f"parameters: {of_network}" if of_network else ""]))
-

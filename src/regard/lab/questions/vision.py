@@ -1,5 +1,7 @@
 """Pre-training tasks, and attention that costs less: windows, global tokens and channels."""
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -94,7 +96,7 @@ def _examples(answer: object) -> str:
     made, error = called(answer, list(SENTENCES))
     if error or blank(made):
         return BLANK if error in ("", BLANK) else f"it {error}"
-    triples = [tuple(example) for example in made] if isinstance(made, list | tuple) else []  # type: ignore[arg-type]
+    triples = [tuple(example) for example in made] if isinstance(made, list | tuple) else []
     if not triples or any(len(example) != 3 for example in triples):
         return f"expected a list of (first, second, label), got {kind(made)}"
     if any(not isinstance(text, str) for *texts, _ in triples for text in texts):
@@ -147,8 +149,8 @@ def layers_to_meet(visible: Tensor) -> int:
     "local_patches.1",
     tasks=("004.12.8",),
     text=(
-        "Pictures of `side` × `side` patches. With a window each patch attends to itself and its eight neighbours, and at "
-        "the border to fewer. How many pairs (query, key) have weights? Compare with `side**4` of all pairs."
+        "Pictures of `side` × `side` patches. With a window each patch attends to itself and its eight neighbours, and "
+        "at the border to fewer. How many pairs (query, key) have weights? Compare with `side**4` of all pairs."
     ),
     begin="def pairs(side):",
     solution="return (3 * side - 2) ** 2",
@@ -205,8 +207,8 @@ def _meet(answer: object) -> str:
     "local_patches.3",
     tasks=("004.12.8",),
     text=(
-        "Write the window's mask: for a grid of `height` × `width` patches, numbered row by row, a bool tensor `(T, T)` "
-        "that is `True` where two patches are at most `radius` apart, in rows **and** in columns."
+        "Write the window's mask: for a grid of `height` × `width` patches, numbered row by row, a bool tensor `(T, "
+        "T)` that is `True` where two patches are at most `radius` apart, in rows **and** in columns."
     ),
     begin="def near(height, width, radius):",
     solution=(
@@ -238,8 +240,8 @@ def _near(answer: object) -> str:
         {"3 × 4, radius 1": [3, 4, 1], "5 × 2, radius 2": [5, 2, 2], "4 × 4, radius 0": [4, 4, 0]},
         {
             "this is a window along the sequence: the end of a row is near the begin of the next": along,
-            "rows and columns must both be near": lambda *case: apart(*case, norm="or"),
-            "diagonal neighbours count: compare rows and columns apart": lambda *case: apart(*case, norm="sum"),
+            "rows and columns must both be near": partial(apart, norm="or"),
+            "diagonal neighbours count: compare rows and columns apart": partial(apart, norm="sum"),
             "rows and columns are exchanged: a row has `width` patches": lambda height, width, radius: exact(
                 width, height, radius
             ),
@@ -351,4 +353,3 @@ def _growth(answer: object) -> str:
             "window": {"each patch still has its few neighbours": 4},
         },
     )
-
