@@ -246,7 +246,7 @@ def test_packed_rows_are_the_circle_of_all_tokens_cut_elsewhere_each_epoch(corpu
     task = built(corpus, tmp_path)
     ids = task.tokens.ids.tolist()
     everything = range(len(task.sizes()))
-    assert task.sizes() == [16] * len(everything)
+    assert task.sizes().tolist() == [16] * len(everything)
     shifts = set()
     for epoch in range(4):
         flat = task.batch(everything, epoch)["tokens"].flatten().tolist()
@@ -265,7 +265,7 @@ def test_rows_of_one_document_predict_every_token_once_whatever_the_epoch(corpus
     assert min(sizes) < 16 == max(sizes)
     for epoch in range(4):
         batch = task.batch(range(len(sizes)), epoch)
-        assert batch["lengths"].tolist() == sizes
+        assert batch["lengths"].tolist() == sizes.tolist()
         predicted = batch["targets"] != IGNORED
         pairs = zip(batch["tokens"][predicted].tolist(), batch["targets"][predicted].tolist(), strict=True)
         assert sorted(pairs) == wanted

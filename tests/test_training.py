@@ -1,8 +1,10 @@
 """The training loop: steps that do not depend on how they are cut, runs that go on as if nothing had happened."""
 
+import itertools
 import math
 import os
 import signal
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +18,7 @@ from regard.models.base import Model
 from regard.models.layers.attention import Attend
 from regard.models.registry import MODELS, build
 from regard.training import IGNORED, Settings, Task, train
-from regard.training.batches import plan, waste
+from regard.training.batches import plan
 from regard.training.loop import _recompute
 from regard.training.metrics import read_metrics
 from regard.training.optimizer import adamw, clip, rate
@@ -82,13 +84,33 @@ def same(first, second):
 def test_a_plan_holds_every_example_once_and_little_padding(options):
     first = plan(SIZES, 0, 0, **options)
     assert sorted(index for batch in first for index in batch) == list(range(len(SIZES)))
-    assert first == plan(SIZES, 0, 0, **options)
-    assert first != plan(SIZES, 0, 1, **options)
-    assert first != plan(SIZES, 1, 0, **options)
+    assert list(first) == list(plan(SIZES, 0, 0, **options))
+    assert list(first) != list(plan(SIZES, 0, 1, **options))
+    assert list(first) != list(plan(SIZES, 1, 0, **options))
     if "batch_tokens" in options:
         assert all(len(batch) * max(SIZES[index] for index in batch) <= 300 for batch in first)
-    shuffled = np.random.default_rng(0).permutation(len(SIZES)).reshape(-1, 16).tolist()
-    assert waste(SIZES, first) < 0.06 < 0.3 < waste(SIZES, shuffled)
+    room = sum(len(batch) * max(SIZES[index] for index in batch) for batch in first)
+    assert first.padding == (room - sum(SIZES[index] for batch in first for index in batch)) / room < 0.06
+
+
+def test_a_batch_takes_all_that_fits():
+    batches = plan(SIZES, 0, 0, batch_tokens=300)
+    examples, bounds = batches.examples, batches.bounds.tolist()
+    for begin, end in itertools.pairwise(bounds[:-1]):
+        longest = max(SIZES[index] for index in examples[begin : end + 1])
+        assert longest * (end + 1 - begin) > 300
+
+
+@pytest.mark.once
+def test_a_billion_tokens_are_planned_in_little_memory():
+    """Peak memory while rows of 256 tokens are planned, and how many bytes of them remain."""
+    tracemalloc.start()
+    batches = plan(np.broadcast_to(np.int64(256), 10**9 // 256), 0, 0, batch_tokens=2**14)
+    held, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(batches) == 61_036
+    assert held < 40e6
+    assert peak < 100e6
 
 
 def test_an_example_longer_than_a_step_is_named():

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from regard.core.masks.guard import all_finite, finite
 from regard.models.base import Model
 from regard.training import store
-from regard.training.batches import plan, waste
+from regard.training.batches import plan
 from regard.training.metrics import Metrics
 from regard.training.optimizer import adamw, clip, memory, rate
 from regard.training.parallel import Objective, Place, spread, unsynchronised
@@ -172,8 +172,8 @@ class _Run:
         if self.resumed:
             self.watch(self._report(kind="message", message=self.resumed))
         settings = self.settings
-        share = waste(self.course.sizes, self.course.batches)
-        self.watch(self._report(kind="message", message=f"padding is {share:.1%} of an epoch's tokens"))
+        padding = self.course.batches.padding
+        self.watch(self._report(kind="message", message=f"padding is {padding:.1%} of an epoch's tokens"))
         began, asked = time.perf_counter() - self.seconds, False
         with listening() as signals:
             while self.step < settings.steps and not asked and not self._tired():
@@ -219,7 +219,7 @@ class _Run:
         norm = clip(self.optimizer, self.objective.parameters(), settings.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        size = sum(self.course.sizes[index] for index in indices)
+        size = sum(int(self.course.sizes[index]) for index in indices)
         self.tokens += size
         values = torch.cat([place.added(terms), norm.detach().double()[None]]).to("cpu", non_blocking=True)
         event = torch.cuda.current_stream(place.device).record_event() if place.device.type == "cuda" else None

@@ -15,6 +15,7 @@ from typing import ClassVar, Literal
 from torch import Tensor, nn
 
 from regard.models.base import Model
+from regard.training.batches import Integers
 
 Batch = dict[str, Tensor]
 """Tensors by name, whose first dimension is the batch; the loop moves them to the device."""
@@ -83,8 +84,8 @@ class Task(ABC):
     """Label smoothing of the training loss. Held-out losses have none, and the curves say so."""
 
     @abstractmethod
-    def sizes(self) -> Sequence[int]:
-        """How many tokens each example has. Examples of similar size are batched together."""
+    def sizes(self) -> Sequence[int] | Integers:
+        """How many tokens each example has, as a list or as an array; examples of similar size are batched together."""
 
     @abstractmethod
     def batch(self, indices: Sequence[int], epoch: int) -> Batch:

@@ -162,8 +162,8 @@ class Bert(Task):
         self.judged = [held_out.batch(part, 0, 0, all_covered=True) for part in _judged(held_out)]
         self.baselines = _baselines(train, self.judged, self.judgements)
 
-    def sizes(self) -> Sequence[int]:
-        return self.train.sizes.tolist()
+    def sizes(self) -> Integers:
+        return self.train.sizes
 
     def batch(self, indices: Sequence[int], epoch: int) -> Batch:
         return self._tensors(self.train.batch(indices, self.seed, epoch))

@@ -189,8 +189,8 @@ class Classification(Task):
         counts = np.bincount(train.labels, minlength=len(train.class_names))
         self.baseline = float((held_out.labels[self.judged] == counts.argmax()).mean())
 
-    def sizes(self) -> Sequence[int]:
-        return self.train.sizes.tolist()
+    def sizes(self) -> Integers:
+        return self.train.sizes
 
     def batch(self, indices: Sequence[int], epoch: int) -> Batch:
         return {name: torch.from_numpy(values) for name, values in self.train.batch(indices).items()}

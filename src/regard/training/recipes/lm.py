@@ -30,7 +30,6 @@ from typing import ClassVar, Literal
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from regard.checkpoints.errors import CheckpointError
@@ -43,6 +42,7 @@ from regard.inference.generation import generate
 from regard.models.base import Model, expect
 from regard.models.decoder import Decoder, DecoderConfig
 from regard.models.padded_rows import pad_ranges, pad_rows
+from regard.training.batches import Integers
 from regard.training.data.held_out import chance, split
 from regard.training.data.text import SUFFIXES, Document, Tokens, documents, plain_ids, write_tokens
 from regard.training.data.vocabulary import train_bpe
@@ -59,8 +59,6 @@ EXCERPT, EXCERPTS = 8_000, 80_000
 """Characters of each held-out document, and of all together, that evaluations during training use."""
 TOGETHER = 8192
 """Tokens per batch of an evaluation."""
-
-Integers = NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,10 +210,11 @@ class LanguageModelling(Task):
         self.pieces = None if options.packed else _Pieces(tokens.starts, options.context_length)
         self.excerpts = _excerpts(held_out)
 
-    def sizes(self) -> Sequence[int]:
+    def sizes(self) -> Integers:
         if self.pieces is not None:
-            return self.pieces.lengths.tolist()
-        return [self.options.context_length] * math.ceil(len(self.tokens.ids) / self.options.context_length)
+            return self.pieces.lengths
+        context = self.options.context_length
+        return np.broadcast_to(np.int64(context), math.ceil(len(self.tokens.ids) / context))
 
     def batch(self, indices: Sequence[int], epoch: int) -> Batch:
         chosen = np.asarray(indices)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int64, UInt8
@@ -25,6 +26,7 @@ from regard.models.base import ImageModel, Model, expect
 from regard.models.davit import DaViTConfig
 from regard.models.registry import build as build_model
 from regard.models.vision import VisionConfig
+from regard.training.batches import Integers
 from regard.training.data.draws import draws
 from regard.training.data.glyphs import CHARACTERS, glyphs
 from regard.training.data.images import Images, pixels, read_images
@@ -233,9 +235,9 @@ class Vision(Task):
         self.label_smoothing = options.label_smoothing
         self.flip = images.mirrored if options.flip is None else options.flip
 
-    def sizes(self) -> Sequence[int]:
+    def sizes(self) -> Integers:
         high, wide = _sides(self.images)
-        return [self.model.num_tokens(high, wide)] * len(self.images.train.labels)
+        return np.broadcast_to(np.int64(self.model.num_tokens(high, wide)), len(self.images.train.labels))
 
     def batch(self, indices: Sequence[int], epoch: int) -> Batch:
         picked, (images, labels) = torch.tensor(indices), self.images.train
