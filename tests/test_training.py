@@ -2,9 +2,12 @@
 
 import itertools
 import math
+import multiprocessing
 import os
 import signal
+import socket
 import tracemalloc
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 import regard as rg
-from processes import finished
+from processes import started
 from regard.models.base import Model
 from regard.models.layers.attention import Attend
 from regard.models.registry import MODELS, build
@@ -190,6 +193,36 @@ def test_pieces_of_a_step_weigh_what_they_hold(tmp_path):  # transformers#34191
     assert losses(tmp_path / "whole") == pytest.approx(losses(tmp_path / "cut"), abs=1e-10)
     for name, tensor in weights(whole).items():
         assert (tensor - cut.model.state_dict()[name]).abs().max() <= 1e-10, name
+
+
+@pytest.mark.once
+def test_batches_made_ahead_change_nothing(tmp_path):
+    """Dropout draws from the generator that a loader would draw from. Ctrl-C reaches all processes of a terminal."""
+    changes = {"batch_size": 100, "accumulate": 2}
+
+    def interrupt(report):
+        if report.kind == "step" and report.step == 5:
+            for child in multiprocessing.active_children():
+                os.kill(child.pid, signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    straight, ahead = Counting(dropout=0.1), Counting(dropout=0.1)
+    train(straight, settings(**changes), tmp_path / "straight")
+    assert train(Counting(dropout=0.1), settings(**changes, workers=2), tmp_path / "ahead", watch=interrupt).interrupted
+    train(ahead, settings(**changes, workers=1), tmp_path / "ahead")
+    assert losses(tmp_path / "ahead") == losses(tmp_path / "straight")
+    assert same(weights(ahead), weights(straight))
+
+
+@pytest.mark.once
+def test_an_error_in_a_batch_made_ahead_is_the_error(tmp_path):
+    class Broken(Counting):
+        def batch(self, indices, epoch):
+            raise ValueError(f"data: expected a readable example, got {len(indices)} of none")
+
+    with pytest.raises(ValueError, match=r"^data: expected a readable example, got 16 of none$"):
+        train(Broken(), settings(workers=1), tmp_path)
+    assert not [child for child in multiprocessing.active_children() if child.is_alive()]
 
 
 def test_recomputing_blocks_changes_nothing(tmp_path):
@@ -404,6 +437,23 @@ def check_shards(place):
                 assert (parameter.grad.full_tensor() - expected.grad).abs().max() <= 1e-12, name
 
 
+def check_gathered(place):
+    """With bfloat16, blocks compute with weights of half the size, and keep float32 weights and gradients."""
+    task, seen = Counting(), set()
+    objective = spread(Objective(task), place, "bfloat16")
+    for block in task.model.sharded_blocks:
+        for module in block.modules():
+            module.register_forward_pre_hook(
+                lambda module, _: seen.update(weight.dtype for weight in module.parameters(recurse=False))
+            )
+    with torch.autocast("cpu", torch.bfloat16):
+        totals = objective(task.batch(range(8), 0))
+    sum(totals.values()).backward()
+    assert seen == {torch.bfloat16}
+    for parameter in task.model.parameters():
+        assert parameter.dtype == parameter.grad.dtype == torch.float32
+
+
 RANKS = """
 import sys
 import time
@@ -411,7 +461,7 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 import torch
 torch.set_num_threads(1)
-from test_training import Counting, check_shards, settings
+from test_training import Counting, check_gathered, check_shards, settings
 from regard.training import train
 from regard.training.parallel import placed
 with placed("cpu", sys.argv[3]) as place:
@@ -420,6 +470,7 @@ with placed("cpu", sys.argv[3]) as place:
         train(Counting(), settings(**changes), Path(sys.argv[2]), place=place)
     if sys.argv[3] == "fsdp":
         check_shards(place)
+        check_gathered(place)
     if place.first:
         time.sleep(0.2)
         Path(sys.argv[2], "last").touch()
@@ -427,16 +478,27 @@ assert Path(sys.argv[2], "last").exists(), "a process left before the others"
 """
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_two_processes_are_one(tmp_path, strategy):
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+@pytest.mark.parametrize(("strategy", "machines", "processes"), [("ddp", 2, 1), ("fsdp", 1, 2), ("hsdp", 2, 2)])
+def test_many_processes_are_one(tmp_path, strategy, machines, processes):
+    """Machines are torchruns of their own, which meet at an address of this machine."""
     task = Counting()
     train(task, settings(precision="float64", schedule="constant"), tmp_path / "one")
     (tmp_path / "ranks.py").write_text(RANKS)
-    command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "--standalone"]
-    command += map(str, (tmp_path / "ranks.py", ROOT / "tests", tmp_path / "two", strategy))
-    done = finished(*command, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), abs=1e-10)
-    loaded = rg.load(tmp_path / "two/model").state_dict()
+    command = ["-m", "torch.distributed.run", "--nnodes", machines, "--nproc-per-node", processes]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "test"]
+    command += [tmp_path / "ranks.py", ROOT / "tests", tmp_path / "many", strategy]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with ExitStack() as stack:
+        launchers = [stack.enter_context(started(*map(str, command), env=environment)) for _ in range(machines)]
+        for launcher in launchers:
+            _, err = launcher.communicate()
+            assert launcher.returncode == 0, err[-3000:]
+    assert losses(tmp_path / "many") == pytest.approx(losses(tmp_path / "one"), abs=1e-10)
+    loaded = rg.load(tmp_path / "many/model").state_dict()
     for name, tensor in rg.load(tmp_path / "one/model").state_dict().items():
         assert (tensor - loaded[name]).abs().max() <= 1e-10, name

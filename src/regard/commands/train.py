@@ -30,7 +30,11 @@ FLAGS = {"start": "--from"}
 Out = Annotated[Path | None, typer.Option("--out", metavar="FOLDER", help="Folder of the run; runs/NAME if not given.")]
 Device = Annotated[str | None, typer.Option("--device", help="cpu or cuda; by default the GPU if there is one.")]
 Strategy = Annotated[
-    str, typer.Option("--strategy", help="Under torchrun: ddp (replicated model) or fsdp (sharded model).")
+    str,
+    typer.Option(
+        "--strategy",
+        help="Under torchrun: ddp (replicated model), fsdp (sharded), or hsdp (sharded within each machine).",
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the results as JSON.")]
 

@@ -9,7 +9,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from regard.core.masks.guard import all_finite, finite
 from regard.models.base import Model
 from regard.training import store
-from regard.training.batches import plan
+from regard.training.ahead import Course, Step, Turn, steps
 from regard.training.metrics import Metrics
 from regard.training.optimizer import adamw, clip, memory, rate
 from regard.training.parallel import Objective, Place, spread, unsynchronised
@@ -108,30 +108,6 @@ def train(
         return _Run(task, settings, Path(folder), place, watching).go()
 
 
-class _Course:
-    """The position of a run in the order of examples."""
-
-    def __init__(self, task: Task, settings: Settings) -> None:
-        self.sizes = task.sizes()
-        self.options: dict[str, Any] = {
-            "seed": settings.seed,
-            "batch_tokens": settings.batch_tokens,
-            "batch_size": settings.batch_size,
-        }
-        self.move(0, 0)
-
-    def move(self, epoch: int, batch: int) -> None:
-        self.epoch, self.batch = epoch, batch
-        self.batches = plan(self.sizes, epoch=epoch, **self.options)
-
-    def next(self) -> tuple[list[int], int]:
-        """The examples of the next step, and their epoch."""
-        if self.batch >= len(self.batches):
-            self.move(self.epoch + 1, 0)
-        self.batch += 1
-        return self.batches[self.batch - 1], self.epoch
-
-
 class _Run:
     def __init__(self, task: Task, settings: Settings, folder: Path, place: Place, watch: Watch) -> None:
         self.task, self.settings, self.folder, self.place, self.watch = task, settings, folder, place, watch
@@ -145,9 +121,11 @@ class _Run:
         if settings.compile:
             # On an H200 the loss over 50,000 tokens takes 2.4 ms with inductor's single-pass softmax, 1.8 ms with two.
             self.objective.compile(options={"online_softmax": False} if place.device.type == "cuda" else None)
-        self.runner = spread(self.objective, place)
+        self.runner = spread(self.objective, place, settings.precision)
         self.optimizer = adamw(self.objective, settings)
-        self.course = _Course(task, settings)
+        self.sizes = task.sizes()
+        self.course = Course(self.sizes, settings)
+        self.turn = Turn([], 0, 0)
         self.step, self.tokens, self.seconds = 0, 0, 0.0
         self.best: dict[str, float] | None = None
         self.stale = 0
@@ -175,9 +153,9 @@ class _Run:
         padding = self.course.batches.padding
         self.watch(self._report(kind="message", message=f"padding is {padding:.1%} of an epoch's tokens"))
         began, asked = time.perf_counter() - self.seconds, False
-        with listening() as signals:
+        with listening() as signals, closing(steps(self.task, self.course, self.place, settings)) as ahead:
             while self.step < settings.steps and not asked and not self._tired():
-                asked = self._advance(stop=signals.asked is not None)
+                asked = self._advance(next(ahead), stop=signals.asked is not None)
                 self.seconds = time.perf_counter() - began
                 due = self.step % settings.between_evaluations == 0 or self.step == settings.steps
                 save = asked or self.step == settings.steps or self.step % settings.between_checkpoints == 0
@@ -189,37 +167,29 @@ class _Run:
                 self.watch(self._report())
         return asked and self.step < settings.steps
 
-    def _advance(self, stop: bool) -> bool:
+    def _advance(self, step: Step, stop: bool) -> bool:
         """Run one step. Returns whether any process was asked to stop."""
-        settings, place, task = self.settings, self.place, self.task
-        indices, epoch = self.course.next()
-        parts = place.world * settings.accumulate
-        pieces = [indices[place.rank * settings.accumulate + at :: parts] for at in range(settings.accumulate)]
-        # A micro-batch without examples computes one with weight 0, since every process must take part.
-        batches = [task.batch(piece or indices[:1], epoch) for piece in pieces]
-        counts: dict[str, float] = {}
-        for piece, batch in zip(pieces, batches, strict=True):
-            for name, count in task.counts(batch).items():
-                counts[name] = counts.get(name, 0) + (count if piece else 0)
-        summed = place.added(torch.tensor([*counts.values(), float(stop)], dtype=torch.float64)).tolist()
-        counts = {name: max(1.0, total) for name, total in zip(counts, summed, strict=False)}
+        settings, place = self.settings, self.place
+        summed = place.added(torch.tensor([*step.counts.values(), float(stop)], dtype=torch.float64)).tolist()
+        counts = {name: max(1.0, total) for name, total in zip(step.counts, summed, strict=False)}
         self.step += 1
         terms = torch.zeros(len(counts), dtype=torch.float64, device=place.device)
-        for at, (piece, batch) in enumerate(zip(pieces, batches, strict=True)):
-            with unsynchronised(self.runner, at == len(pieces) - 1):
+        for at, (weight, batch) in enumerate(zip(step.weights, step.batches, strict=True)):
+            with unsynchronised(self.runner, at == len(step.batches) - 1):
                 with self._precision(), all_finite():
                     totals = self.runner(_moved(batch, place.device))
                 # DDP and FSDP average gradients over processes; the loss is multiplied to get their sum.
-                loss = sum(totals[name] / count for name, count in counts.items()) * (place.world if piece else 0)
+                loss = sum(totals[name] / count for name, count in counts.items()) * place.world * weight
                 loss.backward()
-            if piece:
+            if weight:
                 terms += torch.stack([totals[name].detach().double() for name in counts])
         for group in self.optimizer.param_groups:
             group["lr"] = rate(settings, self.step)
         norm = clip(self.optimizer, self.objective.parameters(), settings.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        size = sum(int(self.course.sizes[index]) for index in indices)
+        self.turn = step.turn
+        size = sum(int(self.sizes[index]) for index in step.turn.indices)
         self.tokens += size
         values = torch.cat([place.added(terms), norm.detach().double()[None]]).to("cpu", non_blocking=True)
         event = torch.cuda.current_stream(place.device).record_event() if place.device.type == "cuda" else None
@@ -264,7 +234,7 @@ class _Run:
         self.objective.eval()
         eager = torch.compiler.set_stance("force_eager") if self.settings.compile else nullcontext()
         with torch.no_grad(), self._precision(), eager:
-            results = self.runner(None) if self.place.strategy == "fsdp" else self.objective(None)
+            results = self.runner(None) if self.place.sharded else self.objective(None)
         name, way = self.task.watched
         better = self.best is None or (
             results[name] < self.best[name] if way == "least" else results[name] > self.best[name]
@@ -280,7 +250,7 @@ class _Run:
         self.watch(self._report(kind="evaluated", results=results, samples=lines))
 
     def _speaks(self) -> bool:
-        return self.place.first and self.place.strategy == "ddp"
+        return self.place.first and not self.place.sharded
 
     def _tired(self) -> bool:
         return self.settings.patience is not None and self.stale >= self.settings.patience
@@ -290,8 +260,8 @@ class _Run:
             self.metrics.flush()
         note = {
             "step": self.step,
-            "epoch": self.course.epoch,
-            "batch": self.course.batch,
+            "epoch": self.turn.epoch,
+            "batch": self.turn.batch,
             "tokens": self.tokens,
             "seconds": self.seconds,
             "best": self.best,
@@ -328,6 +298,7 @@ class _Run:
         self.step, self.tokens, self.seconds = note["step"], note["tokens"], note["seconds"]
         self.best, self.stale = note["best"], note["stale"]
         self.course.move(note["epoch"], note["batch"])
+        self.turn = Turn([], note["epoch"], note["batch"])
         return " ".join([*damaged, f"resumed after step {self.step}"])
 
     def _report(self, **changes: Any) -> Report:

@@ -1,14 +1,15 @@
 """One process or many, as torchrun started them.
 
 `ddp` keeps the whole model in every process and averages gradients. `fsdp` (FSDP2) shards weights, gradients and the
-optimizer's state over the processes.
+optimizer's state over the processes. `hsdp` shards them over the processes of each machine, and averages gradients
+between machines: weights are gathered within a machine only.
 """
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,8 @@ from torch import Tensor, nn
 
 from regard.training.task import Batch, Task, Totals
 
-STRATEGIES = ("ddp", "fsdp")
+Strategy = Literal["ddp", "fsdp", "hsdp"]
+STRATEGIES = get_args(Strategy)
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,14 @@ class Place:
     rank: int
     world: int
     device: torch.device
-    strategy: Literal["ddp", "fsdp"] = "ddp"
+    strategy: Strategy = "ddp"
+    machine: int = 1
+    """How many of the processes are on this machine."""
+
+    @property
+    def sharded(self) -> bool:
+        """Whether processes have parts of the model."""
+        return self.strategy != "ddp"
 
     @property
     def first(self) -> bool:
@@ -77,14 +86,20 @@ def placed(device: str | None = None, strategy: str = "ddp") -> Iterator[Place]:
             f"device: expected one that is here, got {kind!r}: {str(error).splitlines()[0]:.100}"
         ) from None
     if "RANK" not in os.environ:
-        if strategy == "fsdp":
-            raise ValueError("strategy: expected fsdp only under torchrun, got a single process")
+        if strategy != "ddp":
+            raise ValueError(f"strategy: expected {strategy} only under torchrun, got a single process")
         yield Place(0, 1, where)
         return
     if where.type == "cuda":
         torch.cuda.set_device(where)
+    world, machine = int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if strategy == "hsdp" and (machine == world or world % machine):
+        raise ValueError(
+            "strategy: expected hsdp only with as many processes on each of several machines, "
+            f"got {machine} of {world} here"
+        )
     dist.init_process_group("cpu:gloo,cuda:nccl" if where.type == "cuda" else "gloo")
-    place = Place(dist.get_rank(), dist.get_world_size(), where, strategy)  # type: ignore[arg-type]
+    place = Place(dist.get_rank(), dist.get_world_size(), where, strategy, machine)  # type: ignore[arg-type]
     try:
         yield place
         # Processes that succeed end together. Gloo's threads outlive the process group, because DDP keeps a reference
@@ -106,8 +121,10 @@ class Objective(nn.Module):
         return self.task.evaluate(self.model) if batch is None else self.task.totals(self.model, batch)
 
 
-def spread(objective: Objective, place: Place) -> nn.Module:
-    """The objective, wrapped for the place's strategy."""
+def spread(objective: Objective, place: Place, precision: str = "float32") -> nn.Module:
+    """The objective, wrapped for the place's strategy. With the precision bfloat16 the weights of sharded blocks are
+    gathered in it, which takes half the traffic; gradients are added up in float32, and the residual stream stays so.
+    """
     if place.world == 1:
         return objective
     if place.strategy == "ddp":
@@ -116,11 +133,17 @@ def spread(objective: Objective, place: Place) -> nn.Module:
         devices: Any = [place.device.index] if place.device.type == "cuda" else None
         return DistributedDataParallel(objective, device_ids=devices, broadcast_buffers=False)
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    mesh = init_device_mesh(place.device.type, (place.world,))
+    sizes = {"machines": place.world // place.machine, "shards": place.machine}
+    sizes = sizes if place.strategy == "hsdp" else {"shards": place.world}
+    mesh = init_device_mesh(place.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    gathered = torch.bfloat16 if precision == "bfloat16" else None
+    policy = MixedPrecisionPolicy(
+        param_dtype=gathered, reduce_dtype=gathered and torch.float32, cast_forward_inputs=False
+    )
     for block in objective.model.sharded_blocks:
-        fully_shard(block, mesh=mesh)
+        fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(objective, mesh=mesh)
     return objective
 

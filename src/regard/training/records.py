@@ -31,7 +31,7 @@ def write_model(objective: Objective, folder: Path, place: Place) -> None:
     model = objective.model
     for left in folder.parent.glob(f".{folder.name}-*") if place.first else ():  # temporary folders of killed saves
         shutil.rmtree(left, ignore_errors=True)
-    if place.strategy == "fsdp" and place.world > 1:
+    if place.sharded:
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
         whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))

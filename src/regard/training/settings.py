@@ -48,6 +48,7 @@ class Settings:
     precision: Literal["float32", "float64", "bfloat16"] = option(
         "float32", "The dtype of matrix products; bfloat16 keeps weights in float32."
     )
+    workers: int = option(0, "Processes that make batches ahead; 0: each batch is made when its step needs it.")
     recompute: bool = option(False, "Recompute activations of blocks in the backward pass: less memory.")
     compile: bool = option(False, "Compile the model with torch.compile.")
     evaluate_every: int | None = option(None, "Steps between evaluations; a tenth of the run if not given.")
@@ -59,7 +60,7 @@ class Settings:
     def __post_init__(self) -> None:
         for name in ("steps", "accumulate", "keep"):
             _at_least(name, getattr(self, name), 1)
-        for name in ("warmup", "seed"):
+        for name in ("warmup", "workers", "seed"):
             _at_least(name, getattr(self, name), 0)
         for name in ("batch_tokens", "batch_size", "evaluate_every", "save_every", "patience"):
             if getattr(self, name) is not None:
