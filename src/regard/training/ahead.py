@@ -82,7 +82,7 @@ class _Steps(Dataset[Any]):
         return Step(turn, batches, [int(bool(piece)) for piece in pieces], counts)
 
 
-def steps(task: Task, course: Course, place: Place, settings: Settings) -> Generator[Step]:
+def steps(task: Task, course: Course, place: Place, settings: Settings) -> Generator[Step, None, None]:
     """The steps of a process from the course's position on; with `settings.workers`, that many processes make them
     ahead. Close the generator to end these processes."""
     # A generator of its own: the loader draws from it, and the numbers that training draws stay what they were.
