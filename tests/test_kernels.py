@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import triton.language as tl
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import regard as rg
@@ -98,6 +99,20 @@ def test_coordinates_beyond_one_block_and_sums_along_the_whole_length(monkeypatc
 def test_parts_of_the_length_summed_side_by_side(monkeypatch):
     monkeypatch.setattr(square_attention, "PARTS", 4)  # two programs of two: three chunks are a part and a rest
     compare(rg.Quadratic(), rg.causal, queries=100, keys=100, heads=1, batch=1)
+
+
+@pytest.mark.parametrize("name", ["quadratic", "taylor"])
+def test_half_precision_counts_by_a_product_with_ones(name, monkeypatch):
+    """With float16 in place of bfloat16, which Triton's interpreter does not know."""
+    tiles = square_attention.tiles
+    monkeypatch.setattr(square_attention, "tiles", lambda *sizes: replace(tiles(*sizes), compute=tl.float16))
+    monkeypatch.setattr(square_attention.Work, "kind", torch.float16)
+    q, k, v = (torch.randn(1, 1, 100, 16).half() / 2 for _ in range(3))
+    outs = [fused.run(Call(MECHANISMS[name], q, k, v, rg.causal))]
+    for kind in (torch.float64, torch.float16):
+        outs.append(rg.attend(q.to(kind), k.to(kind), v.to(kind), MECHANISMS[name], rg.causal, path="reference"))
+    within_budget("output", *outs)
+    assert torch.equal(outs[0][0, 0, 0], v[0, 0, 0])  # one key alone weighs 1
 
 
 @pytest.mark.parametrize("name", ["quadratic", "elu", "given"])

@@ -34,6 +34,9 @@ import triton.language as tl
 
 from regard.core.kernels.common import bad_rows, product, rows_of
 
+EQUAL = tl.constexpr(8)
+"""Columns of a denominator that a product with ones gives: the fewest it may have."""
+
 
 @triton.jit
 def feature(i, j):
@@ -134,7 +137,7 @@ def square_kernel(
     length, turned_row, shift, groups, total, span, room, units,
     D: tl.constexpr, V: tl.constexpr, DB: tl.constexpr, VB: tl.constexpr, L: tl.constexpr, CHUNK: tl.constexpr,
     SHARED: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, BOUNDED: tl.constexpr, REVERSE: tl.constexpr,
-    LAST: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+    LAST: tl.constexpr, WHOLE: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """sum x_i x_j y over the tokens before each chunk but the first; reversed, after each chunk but the last.
 
@@ -182,6 +185,8 @@ def square_kernel(
             for begin in range(0, CHUNK, L):
                 t = chunk * CHUNK - shift + begin + tl.arange(0, L)
                 shown = (t >= 0) & (t < length)
+                if WHOLE:
+                    shown = tl.full([L], True, tl.int1)
                 if BOUNDED:
                     shown = shown & (t >= low) & (t < high)
                 turned = TURNED + (batch.to(tl.int64) * groups * SHARED + head) * DB * turned_row
@@ -224,7 +229,8 @@ def near_rows(
 ):  # fmt: skip
     """Add to num and den what rows see in keys [first, last) of their own chunk, in score form.
 
-    num is multiplied by d in the end: a product that is used at once lets the compiler keep the others in flight.
+    num is multiplied by d in the end: a product that is used at once lets the compiler keep the others in flight. den
+    has EQUAL equal columns, as a product gives it.
     """
     i, v = tl.arange(0, DB), tl.arange(0, VB)
     for begin in range(first, last, N):
@@ -239,17 +245,27 @@ def near_rows(
             other = tl.where(bad[:, None], tl.zeros_like(other), other)
             values = tl.where(bad[:, None], tl.zeros_like(values), values)
         score = tl.dot(x, tl.trans(other), input_precision=PRECISION) + BETA
-        similar = score * score + REST  # as `similarity` has it: no smaller than 0 in any rounding
         if MASKED or BOUNDED:
-            visible = shown[None, :] & (t[None, :] <= place[:, None])
-            similar = tl.where(visible, similar, 0.0)
-            if CLEAN:
-                similar = tl.where(visible & bad[None, :], float("nan"), similar)
+            # Keys from `last` on come after every query that is stored. Places within a tile compare in 32 bits.
+            visible = tl.arange(0, N)[None, :] <= (place - begin)[:, None]
+            if BOUNDED or CLEAN:
+                visible = visible & shown[None, :]
+            score = tl.where(visible, score, 0.0)
+        similar = score * score  # as `similarity` has it: no smaller than 0 in any rounding
+        if REST is not None:
+            if MASKED or BOUNDED:
+                similar = tl.where(visible, similar + REST, 0.0)
+            else:
+                similar += REST
+        if CLEAN:
+            similar = tl.where(visible & bad[None, :], float("nan"), similar)
+        # The denominator has the same digits as num: one key alone weighs 1.
         rounded = similar.to(COMPUTE)
-        if MASKED:  # of the same digits as num, where keys may be few: one key alone weighs 1
-            similar = rounded.to(tl.float32)
-        den += D2 * tl.sum(similar, 1)
         num += D2 * tl.dot(rounded, values, input_precision=PRECISION)
+        if rounded.dtype == tl.float32:
+            den += D2 * tl.sum(rounded, 1)[:, None]
+        else:
+            den += D2 * tl.dot(rounded, tl.full([N, EQUAL], 1.0, COMPUTE))
     return num, den
 
 
@@ -280,7 +296,7 @@ def near_kernel(
     x_base = X + batch.to(tl.int64) * x_batch + head.to(tl.int64) * x_head
     i, v = tl.arange(0, DB), tl.arange(0, VB)
     x = rows_of(x_base, x_row, t, shown_rows, i, D, D == DB).to(COMPUTE)
-    num, den = tl.zeros([M, VB], tl.float32), tl.zeros([M], tl.float32)
+    num, den = tl.zeros([M, VB], tl.float32), tl.zeros([M, EQUAL], tl.float32)
     chunk = 0
     if CAUSAL:
         chunk = tl.maximum(block * M, 0) // CHUNK
@@ -293,7 +309,7 @@ def near_kernel(
         count = tl.load(small + DB * VB + DB * DB + DB + VB)
         num += B2 * tl.dot(x, linear.to(COMPUTE), input_precision=PRECISION) + A2 * constant[None, :]
         reached = D2 * finer_product(x, second, PRECISION) + B2 * first[None, :]
-        den += tl.sum(reached * x.to(tl.float32), 1) + A2 * count
+        den += tl.sum(reached * x.to(tl.float32), 1)[:, None] + A2 * count
     if CAUSAL:
         begin, middle, end = chunk * CHUNK, tl.maximum(block * M, 0), tl.minimum(block * M + M, length)
         xo_base = XO + batch.to(tl.int64) * xo_batch + group_head.to(tl.int64) * xo_head
@@ -315,7 +331,7 @@ def near_kernel(
             )  # fmt: skip
     at = line.to(tl.int64) * rows + t
     tl.store(NUM + at[:, None] * VB + v[None, :], num, mask=shown_rows[:, None])
-    tl.store(DEN + at, den, mask=shown_rows)
+    tl.store(DEN + at, tl.sum(den, 1) / EQUAL, mask=shown_rows)
 
 
 @triton.jit
@@ -343,7 +359,7 @@ def alone_kernel(
     xo_base = XO + batch.to(tl.int64) * xo_batch + group.to(tl.int64) * xo_head
     yo_base = YO + batch.to(tl.int64) * yo_batch + group.to(tl.int64) * yo_head
     x = rows_of(x_base, x_row, t, shown_rows, i, D, D == DB).to(COMPUTE)
-    num, den = tl.zeros([M, VB], tl.float32), tl.zeros([M], tl.float32)
+    num, den = tl.zeros([M, VB], tl.float32), tl.zeros([M, EQUAL], tl.float32)
     middle, end = tl.maximum(block * M, 0), tl.minimum(block * M + M, length)
     num, den = near_rows(
         x, place, num, den, xo_base, yo_base, xo_row, yo_row, 0, middle, length, low, high, BETA, D2, REST,
@@ -353,14 +369,15 @@ def alone_kernel(
         x, place, num, den, xo_base, yo_base, xo_row, yo_row, middle, end, length, low, high, BETA, D2, REST,
         D, V, DB, VB, N, True, BOUNDED, False, COMPUTE, PRECISION,
     )  # fmt: skip
-    bad = tl.sum((den - den != 0).to(tl.int32), 0) + tl.sum(tl.sum((num - num != 0).to(tl.int32), 1), 0)
+    bad = tl.sum(tl.sum((den - den != 0).to(tl.int32), 1), 0) + tl.sum(tl.sum((num - num != 0).to(tl.int32), 1), 0)
     if bad > 0:
-        num, den = tl.zeros([M, VB], tl.float32), tl.zeros([M], tl.float32)
+        num, den = tl.zeros([M, VB], tl.float32), tl.zeros([M, EQUAL], tl.float32)
         num, den = near_rows(
             x, place, num, den, xo_base, yo_base, xo_row, yo_row, 0, end, length, low, high, BETA, D2, REST,
             D, V, DB, VB, N, True, BOUNDED, True, COMPUTE, PRECISION,
         )  # fmt: skip
     at = line.to(tl.int64) * rows + t
+    den = tl.sum(den, 1) / EQUAL
     num = num / tl.where(den == 0, float("inf"), den)[:, None]
     keep = shown_rows[:, None] & (v < V)[None, :]
     tl.store(DEN + at, den, mask=shown_rows)

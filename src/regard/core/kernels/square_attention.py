@@ -78,9 +78,14 @@ def tiles(qk_length: int, value_length: int, dtype: torch.dtype) -> Tiles:
         left, right = 8, 32
         sums, square, near, far, pull = (Launch(64, 0, 8, 1), Launch(64, 0, 8, 3), Launch(128, 64, 8, 2),
                                          Launch(128, 0, 8, 3), Launch(128, max(2, taken), 8, 2))  # fmt: skip
+    elif max(d, v) <= 32:
+        left, right = 8, 16
+        # Without a pipeline: with one, tiles lie in shared memory so that reading them crosswise takes turns.
+        sums, square, near, far, pull = (Launch(32, 0, 2, 1), Launch(64, 0, 4, 3), Launch(128, 64, 4, 3),
+                                         Launch(128, 0, 4, 3), Launch(128, taken, 4, 3))  # fmt: skip
     else:
         left, right = 8, 16
-        sums = Launch(64, 0, 2, 3) if max(d, v) <= 32 else Launch(32, 0, 4, 3)
+        sums = Launch(32, 0, 4, 3)
         square, near, far, pull = (Launch(64, 0, 4, 3), Launch(128, 64, 4, 3), Launch(128, 0, 4, 3),
                                    Launch(128, taken, 4, 3))  # fmt: skip
     return Tiles(
@@ -176,14 +181,10 @@ def _sums(
     y: Tensor,
     bounds: Tensor | None,
     backward: tuple[Tensor, ...] | None = None,
-    initial: Sums | None = None,
-    final: Sums | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The small sums before each chunk (after it, in the backward pass), x with tokens last, and which chunks hold a
-    NaN or infinity."""
+    """The small sums of each chunk, x with tokens last, and which chunks hold a NaN or infinity."""
     t, heads = work.tiles, x.shape[1]
     length, shift = x.shape[2], 0 if backward is None else work.shift
-    shared = heads // work.groups
     slots = work.chunks if work.causal else -(-length // t.chunk)
     sums = x.new_empty(work.batch * heads, slots, t.size, dtype=torch.float32)
     bad = x.new_empty(work.batch * heads, slots, dtype=torch.int32)
@@ -199,12 +200,21 @@ def _sums(
             PRECISION=t.precision, num_warps=t.sums.warps, num_stages=t.sums.stages,
         )),
     )  # fmt: skip
+    return sums, turned, bad
+
+
+def _before(
+    work: Work, sums: Tensor, reverse: bool = False, initial: Sums | None = None, final: Sums | None = None
+) -> Tensor:
+    """The small sums before each chunk; reversed, after it. Without causality, those of all chunks."""
+    lines, slots, size = sums.shape
+    shared = lines // (work.batch * work.groups)
     if not work.causal:
-        return sums.view(work.batch, work.groups, shared * slots, t.size).sum(2), turned, bad
-    before = sums.new_empty(work.batch * work.groups, slots, t.size)
+        return sums.view(work.batch, work.groups, shared * slots, size).sum(2)
+    before = sums.new_empty(work.batch * work.groups, slots, size)
     small = [None if pair is None else pair[1] for pair in (initial, final)]
-    _prefix(work, sums, before, shared, backward is not None, False, *small)
-    return before, turned, bad
+    _prefix(work, sums, before, shared, reverse, False, *small)
+    return before
 
 
 def _prefix(
@@ -310,7 +320,8 @@ def _walk(
                  total, span, room, t.units), dict(
             D=work.qk_length, V=work.value_length, DB=t.d, VB=t.v, L=t.square.rows, CHUNK=chunk,
             SHARED=x.shape[1] // work.groups, LEFT=t.left, RIGHT=t.right, BOUNDED=low is not None,
-            REVERSE=reverse, LAST=last, COMPUTE=t.compute, PRECISION=t.precision,
+            REVERSE=reverse, LAST=last, WHOLE=not (work.shift if reverse else 0) and x.shape[2] % chunk == 0,
+            COMPUTE=t.compute, PRECISION=t.precision,
             num_warps=t.square.warps, num_stages=t.square.stages,
         )),
     )  # fmt: skip
@@ -334,7 +345,7 @@ def _near(
         (q, k, v, before, bad, num, den, low, high),
         lambda: ((*strides(q), *strides(k), *strides(v), work.queries, work.shift, work.keys, work.heads, work.groups,
                  work.chunks if work.causal else 1, t.size, first,
-                 work.a, work.b, work.d, work.b / (2 * work.d), work.rest), dict(
+                 work.a, work.b, work.d, work.b / (2 * work.d), work.rest or None), dict(
             D=work.qk_length, V=work.value_length, DB=t.d, VB=t.v, M=t.near.rows, N=t.near.columns, CHUNK=t.chunk,
             CAUSAL=work.causal, CARRIED=carried, BOUNDED=low is not None, COMPUTE=t.compute, PRECISION=t.precision,
             num_warps=t.near.warps, num_stages=t.near.stages,
@@ -353,7 +364,7 @@ def _alone(
         work.launches, "alone", alone_kernel, (blocks, work.batch * work.heads, 1),
         (q, k, v, out, rest_out, den, low, high),
         lambda: ((*strides(q), *strides(k), *strides(v), work.queries, work.shift, work.keys, work.heads, work.groups,
-                 first, work.b / (2 * work.d), work.d, work.rest), dict(
+                 first, work.b / (2 * work.d), work.d, work.rest or None), dict(
             D=work.qk_length, V=work.value_length, DB=t.d, VB=t.v, M=t.near.rows, N=t.near.columns,
             BOUNDED=low is not None, COMPUTE=t.compute, PRECISION=t.precision,
             num_warps=t.near.warps, num_stages=t.near.stages,
@@ -446,7 +457,7 @@ BESIDE = 1 << 17
 class _Beside:
     """Kernels launched within run beside those launched since it was made: `square` leaves parts of the chip idle.
 
-    What they use is allocated outside, and the stream goes on when they are done, so no memory is freed too soon.
+    What both use is allocated outside, and the stream goes on when they are done, so no memory is freed too soon.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -496,10 +507,11 @@ def forward(
         _alone(work, q, k, v, bounds, out, rest_out, den)
         return out, out.new_empty(0) if rest_out is None else rest_out, den
     num = q.new_empty(work.batch, work.heads, work.queries, t.v, dtype=torch.float32)
-    before, turned, bad = _sums(work, k, v, bounds, None, initial, final)
+    sums, turned, bad = _sums(work, k, v, bounds)
     beside = _Beside(q)
     state = _square(work, k, v, turned, bounds, False, initial, final)
     with beside:
+        before = _before(work, sums, False, initial, final)
         _near(work, q, k, v, bounds, before, bad, num, den, carried)
     _far(work, q, state, num, den, out, rest_out, False, carried)
     return out, out.new_empty(0) if rest_out is None else rest_out, den
@@ -521,22 +533,24 @@ def backward(
     # Queries before the first key are in no chunk's sums, and nothing is written for them.
     new = torch.zeros_like if work.shift < 0 else torch.empty_like
     w, e = new(out, dtype=work.kind), new(den)
-    before, turned, bad = _sums(work, k, v, bounds)
-    after, turned_queries, _ = _sums(work, q, w, bounds, (grad, out, rest_out, den, e))
+    sums, turned, bad = _sums(work, k, v, bounds)
+    query_sums, turned_queries, _ = _sums(work, q, w, bounds, (grad, out, rest_out, den, e))
     q_grad, k_grad, v_grad = (x.new_empty(x.shape) for x in (q, k, v))
     q_acc = q.new_empty(*q.shape[:3], t.d, dtype=torch.float32)
     beside = _Beside(q)
     state = _square(work, k, v, turned, bounds)
     with beside:
+        before = _before(work, sums)
         _near_queries(work, q, w, e, k, v, bounds, before, bad, q_acc)
     _pull(work, q, w, state, q_acc, e, q_grad, reverse=False)
-    del state, q_acc, before, turned
+    del state, q_acc, sums, before, turned
     k_acc = k.new_empty(*k.shape[:3], t.d, dtype=torch.float32)
     v_acc = k.new_empty(*k.shape[:3], t.v, dtype=torch.float32)
     live = k.new_empty(k.shape[:3], dtype=torch.float32)
     beside = _Beside(k)
     state = _square(work, q, w, turned_queries, bounds, reverse=True)
     with beside:
+        after = _before(work, query_sums, reverse=True)
         _near_keys(work, k, v, q, w, e, bounds, after, k_acc, v_acc, live)
     _pull(work, k, v, state, k_acc, live, k_grad, reverse=True)
     _far(work, k, state, v_acc, live, v_grad, None, reverse=True)
@@ -545,5 +559,6 @@ def backward(
 
 def fold(work: Work, k: Tensor, v: Tensor, bounds: Tensor | None, initial: Sums, final: Sums) -> None:
     """Fill `final` with the sums `initial` and those of more keys."""
-    _, turned, _ = _sums(work, k, v, bounds, None, initial, final)
+    sums, turned, _ = _sums(work, k, v, bounds)
+    _before(work, sums, False, initial, final)
     _square(work, k, v, turned, bounds, False, initial, final)
