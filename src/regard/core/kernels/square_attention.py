@@ -81,8 +81,8 @@ def tiles(qk_length: int, value_length: int, dtype: torch.dtype) -> Tiles:
     elif max(d, v) <= 32:
         left, right = 8, 16
         # Without a pipeline: with one, tiles lie in shared memory so that reading them crosswise takes turns.
-        sums, square, near, far, pull = (Launch(32, 0, 2, 1), Launch(64, 0, 4, 3), Launch(128, 64, 4, 3),
-                                         Launch(128, 0, 4, 3), Launch(128, taken, 4, 3))  # fmt: skip
+        sums, square, near, far, pull = (Launch(32, 0, 2, 2), Launch(64, 0, 4, 4), Launch(128, 32, 4, 3),
+                                         Launch(64, 0, 4, 3), Launch(128, taken, 4, 3))  # fmt: skip
     else:
         left, right = 8, 16
         sums = Launch(32, 0, 4, 3)
@@ -213,28 +213,28 @@ def _before(
         return sums.view(work.batch, work.groups, shared * slots, size).sum(2)
     before = sums.new_empty(work.batch * work.groups, slots, size)
     small = [None if pair is None else pair[1] for pair in (initial, final)]
-    _prefix(work, sums, before, shared, reverse, False, *small)
+    _prefix(work, sums, before, shared, reverse, False, *small, steps=32)
     return before
 
 
 def _prefix(
     work: Work, sums: Tensor, totals: Tensor, shared: int, reverse: bool, inclusive: bool,
-    initial: Tensor | None, final: Tensor | None,
+    initial: Tensor | None, final: Tensor | None, steps: int,
 ) -> None:  # fmt: skip
     rows, slots = totals.shape[:2]
     size = totals.stride(1)
     launch(
         work.launches, ("prefix", slots, size, shared, reverse, inclusive),
-        prefix_kernel, (ceil_divide(size, 128), rows, 1),
+        prefix_kernel, (ceil_divide(size, 32), rows, 1),
         (sums, totals, initial, final), lambda: ((slots, size), dict(
-            SHARED=shared, REVERSE=reverse, INCLUSIVE=inclusive, STEPS=32, BLOCK=128, num_warps=4,
+            SHARED=shared, REVERSE=reverse, INCLUSIVE=inclusive, STEPS=steps, BLOCK=32, num_warps=1,
         )),
     )  # fmt: skip
 
 
 PROGRAMS = 200
 """Programs that sum along the whole length, below which more of them sum parts of it side by side."""
-PARTS = 1536
+PARTS = 1056
 """How many they then are."""
 
 
@@ -281,7 +281,7 @@ def _square(
         t.chunk, reverse, ends is not None,
     )  # fmt: skip
     before = torch.empty_like(sums)
-    _prefix(work, sums, before, 1, False, False, begins, ends)
+    _prefix(work, sums, before, 1, False, False, begins, ends, steps=16)
     size = sums.shape[2]
     launch(
         work.launches, ("shift", room, total, reverse), shift_kernel, (ceil_divide(size, 1024), segments, lines),
