@@ -38,6 +38,8 @@ CHUNK = 64
 """The most query rows per task: their queries and sums stay in the CPU core's cache."""
 FEW = (1, 2, 4)
 """Up to this many rows, a vector holds numbers of one key."""
+PAGE = 4096
+"""Bytes of memory after which the hardware prefetcher starts anew: stored numbers are prefetched so far ahead."""
 ROOM = 1 << 15
 """Bytes on the stack for partial results of threads, so that a short call allocates nothing."""
 FIELDS = (
@@ -323,11 +325,18 @@ def _widen(code: Code, tensor: Any, stride: Any, count: Any, length: int, wide: 
     """A block of stored numbers as float32, (count, length), times the scale of each token if there are scales."""
     b = code.b
     with code.loop(I64(0), count) as s:
+        _fetch_ahead(code, tensor, stride, s, length)
         here, there = code.at(tensor, b.mul(s, stride), code.stored), code.at(wide, b.mul(s, I64(length)))
         scale = None if scales is None else code.splat(code.read(scales, s))
         for column in range(0, length, code.lanes):
             numbers = code.vector(here, column, code.stored)
             code.write(numbers if scale is None else b.fmul(numbers, scale), there, column)
+
+
+def _fetch_ahead(code: Code, tensor: Any, stride: Any, token: Any, length: int) -> None:
+    """Prefetch the stored numbers of the token a page after this one."""
+    ahead = max(1, PAGE // (length * code.size))
+    code.prefetch(code.at(tensor, code.b.mul(code.b.add(token, I64(ahead)), stride), code.stored), length)
 
 
 def _groups(code: Code, count: Any, size: int) -> Iterator[tuple[Any, list[Any]]]:
@@ -354,6 +363,7 @@ def _score_few(
     for s, tokens in _groups(code, count, code.lanes if tile == 1 else 4 // tile):
         products = []
         for token in tokens:
+            _fetch_ahead(code, keys, stride, token, length)
             code.prefetch(code.at(values, b.mul(token, value_stride), code.stored), value_length)
             here = code.at(keys, b.mul(token, stride), code.stored)
             sums = [code.constant(0)] * tile
