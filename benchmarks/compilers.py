@@ -28,7 +28,7 @@ from regard.commands.suite.harness import environment
 
 HERE, SOURCES = Path(__file__).parent, Path(__file__).parents[1] / "src/regard/core/paths"
 FILES = {
-    "llvmlite": [SOURCES / name for name in ("decode_code.py", "machine_code.py", "compiler.py")],
+    "llvmlite": [SOURCES / name for name in ("decode_code.py", "decode_block.py", "machine_code.py", "compiler.py")],
     "numba": [HERE / "decode_numba.py"],
     "C++": [HERE / "decode_vec.cpp"],
 }

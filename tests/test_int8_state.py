@@ -9,6 +9,7 @@ from int8_models import decoder
 from regard.core import cpu
 from regard.core.calls.call import Call
 from regard.core.calls.choice import plan
+from regard.core.states.buffer import quantize
 
 SIZES = {"batch": 2, "num_kv_heads": 2, "qk_length": 16, "value_length": 8}
 
@@ -51,6 +52,17 @@ def test_each_key_is_rounded_to_half_a_step_of_its_own_largest(dtype):
         step = exact.double().abs().amax(-1, keepdim=True) / 127
         exact_to = torch.finfo(dtype).eps * exact.double().abs().amax(-1, keepdim=True)
         assert ((rounded.double() - exact.double()).abs() <= step / 2 + exact_to).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_numbers_that_nearly_underflow_are_off_by_less_than_the_least_normal_number(dtype):
+    """float32 has no exact 1/127 of them."""
+    rows = torch.tensor([0.0, 1e-45, 3e-41, 1e-37, 2e-36, 6e-8])[:, None] * torch.randn(6, 64)
+    numbers, scale = quantize(rows.to(dtype))
+    tiny = torch.finfo(torch.float32).tiny
+    least = (rows.to(dtype).double().abs().amax(-1, keepdim=True) / 127).clamp_min(tiny)
+    assert ((numbers * scale.double() - rows.to(dtype).double()).abs() <= least * 0.5001).all()
+    assert not numbers[0].any()
 
 
 @pytest.mark.parametrize("sizes", [[20], [1] * 20, [13, 7], [1, 5, 14]])

@@ -41,12 +41,12 @@ def key_of(q: Any, k: Any, v: Any, mechanism: Any, mask: Any) -> tuple[Any, ...]
     return mechanism, mask, *sizes, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device
 
 
-def step_key(q: Any, k: Any, v: Any, mechanism: Any, mask: Any, state: State) -> tuple[Any, ...] | None:
+def step_key(q: Any, k: Any, v: Any, mechanism: Any, mask: Any, state: Any) -> tuple[Any, ...] | None:
     """By what the step of a state by one token is kept; None if it is not to be."""
     if not (isinstance(q, Tensor) and _launched(q)) or q.ndim != 4 or q.shape[2] != 1:
         return None
     key = key_of(q, k, v, mechanism, mask)
-    layout = None if key is None else state.layout
+    layout = None if key is None else getattr(state, "layout", None)  # what is no state is refused by `extend`
     return None if key is None or layout is None else (*key, layout)
 
 

@@ -334,7 +334,7 @@ class Mechanism:
         >>> torch.allclose(torch.cat([first, last], 2), rg.attend(q, k, v, m, mask=rg.causal), atol=1e-6)
         True
         """
-        key = repeats.step_key(q, k, v, self, mask, state) if bias is None and isinstance(state, State) else None
+        key = repeats.step_key(q, k, v, self, mask, state) if bias is None else None
         step = None if key is None else repeats.find(key)
         if step is not None and (stepped := step(q, k, v, state)) is not None:
             return stepped

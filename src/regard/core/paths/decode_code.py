@@ -22,12 +22,12 @@ which divides the weights, gives 3e38.
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from llvmlite import ir
 
+from regard.core.paths.decode_block import add, look, look_at_scales, multiply, score_few, score_many, weigh, widen
 from regard.core.paths.machine_code import F32, F64, I32, I64, POINTER, STORED, Code
 
 BLOCK = 96
@@ -61,16 +61,57 @@ _LOWEST = -3.4028234663852886e38
 
 
 @dataclass(frozen=True)
-class _Task:
-    """The rows of a task: values in the program, not in Python."""
+class _Sizes:
+    """What a program is generated for."""
+
+    queries: Any
+    """The dtype of queries."""
+    qk_length: int
+    value_length: int
+    tile: int
+    """Query rows computed together."""
+    block: int
+    """Tokens computed together."""
+
+
+@dataclass(frozen=True)
+class _Stack:
+    """A thread's own memory."""
+
+    queries: Any
+    weights: Any
+    """Scores and then weights of a block, (tokens, tile)."""
+    fading: Any
+    """The factors for the older sums of a tile's rows."""
+    widened: dict[str, Any]
+    """A block's keys and values in float32; empty if they are read as they are stored."""
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The query rows of a task, and where their tokens and partial results are: values in the program, not in
+    Python."""
 
     row: Any
     """The first row of the chunk among the rows of the key/value head."""
     height: Any
     """The number of rows in the chunk."""
+    padded: Any
+    """The same, rounded up to whole tiles."""
     first: Any
     last: Any
     """The span of keys of its batch row."""
+    earliest: Any
+    latest: Any
+    """The earliest and latest position among the rows."""
+    q: Any
+    k: Any
+    v: Any
+    scales: dict[str, Any]
+    """The scales of int8 keys and values."""
+    sums: Any
+    tops: Any
+    totals: Any
 
 
 def tiles(rows: int, lanes: int) -> tuple[int, int]:
@@ -105,8 +146,33 @@ def source(qk_length: int, value_length: int, tile: int, dtype: str, stored: str
     """The program in LLVM IR, for `tile` query rows at a time in `dtype`, over keys and values of the dtype `stored`.
     It writes `out` (heads, rows, value_length) in the dtype `result`."""
     code = Code(lanes, stored, "work")
-    b, field, few = code.b, code.fields(FIELDS), tile < lanes
-    size = block(qk_length, value_length, tile, stored, lanes)
+    b, field = code.b, code.fields(FIELDS)
+    sizes = _Sizes(STORED[dtype], qk_length, value_length, tile, block(qk_length, value_length, tile, stored, lanes))
+    address = _addresses(code, field, value_length)
+    scale = b.fptrunc(b.bitcast(field["scale"], F64), F32)
+    stack = _stack(code, sizes, stored)
+    with code.tasks(field["tasks"]) as number:
+        unit, part = b.sdiv(number, field["parts"]), b.srem(number, field["parts"])
+        head, chunk = b.sdiv(unit, field["chunks"]), b.srem(unit, field["chunks"])
+        rows, begin, end = _rows(code, field, address, sizes, number, part, head, chunk)
+        _take(code, rows.q, sizes.queries, stack.queries, scale, rows.height, rows.padded, tile, qk_length)
+        with code.loop(I64(0), b.mul(rows.padded, I64(value_length)), lanes) as i:
+            code.write(code.constant(0), rows.sums, i)
+        with code.loop(I64(0), rows.padded) as i:
+            code.write(F32(_LOWEST), rows.tops, i)
+            code.write(F32(0), rows.totals, i)
+        with code.loop(begin, end, sizes.block) as start:
+            _attend(code, field, sizes, stack, rows, start, code.least(b.sub(end, start), I64(sizes.block)))
+        ended = b.atomic_rmw("add", code.at(address["done"], unit, I64), I64(1), "acq_rel")
+        with b.if_then(b.icmp_signed("==", ended, b.sub(field["parts"], I64(1)))):
+            _merge(code, field, address, rows, unit, head, value_length, STORED[result])
+    _start(code)
+    return str(code.module)
+
+
+def _addresses(code: Code, field: dict[str, Any], value_length: int) -> dict[str, Any]:
+    """The tensors, and the parts of the memory for partial results."""
+    b = code.b
     address = {
         name: b.inttoptr(field[name], POINTER) for name in ("q", "k", "v", "out", "tops", "k_scales", "v_scales")
     }
@@ -115,106 +181,107 @@ def source(qk_length: int, value_length: int, tile: int, dtype: str, stored: str
     address["sums"] = code.at(address["done"], units, I64)
     address["best"] = code.at(address["sums"], b.mul(numbers, I64(value_length)))
     address["totals"] = code.at(address["best"], numbers)
-    scale = b.fptrunc(b.bitcast(field["scale"], F64), F32)
-    queries = b.alloca(F32, I64((tile if few else CHUNK) * qk_length))
-    weights, fading = b.alloca(F32, I64(size * tile)), b.alloca(F32, I64(tile))
+    return address
+
+
+def _stack(code: Code, sizes: _Sizes, stored: str) -> _Stack:
+    b, few = code.b, sizes.tile < code.lanes
+    queries = b.alloca(F32, I64((sizes.tile if few else CHUNK) * sizes.qk_length))
+    weights, fading = b.alloca(F32, I64(sizes.block * sizes.tile)), b.alloca(F32, I64(sizes.tile))
     widened = {}
     if stored != "float32" and not few:
-        widened = {"k": b.alloca(F32, I64(size * qk_length)), "v": b.alloca(F32, I64(size * value_length))}
+        lengths = {"k": sizes.qk_length, "v": sizes.value_length}
+        widened = {name: b.alloca(F32, I64(sizes.block * length)) for name, length in lengths.items()}
+    return _Stack(queries, weights, fading, widened)
 
-    with code.tasks(field["tasks"]) as number:
-        unit, part = b.sdiv(number, field["parts"]), b.srem(number, field["parts"])
-        head, chunk = b.sdiv(unit, field["chunks"]), b.srem(unit, field["chunks"])
-        batch, group = b.sdiv(head, field["groups"]), b.srem(head, field["groups"])
-        row = b.mul(chunk, field["chunk"])
-        span = b.inttoptr(field["span"], POINTER)
-        first, last = (code.read(span, b.add(b.mul(batch, field["spans"]), I64(end)), I64) for end in (0, 1))
-        first, last = code.most(first, I64(0)), code.least(last, b.add(field["offset"], field["queries"]))
-        task = _Task(row, code.least(field["chunk"], b.sub(field["rows"], row)), first, last)
-        earliest, latest = _positions(code, field, task)
-        low = code.most(first, b.sub(earliest, field["before"]))
-        high = code.most(low, code.least(last, b.add(latest, b.add(field["after"], I64(1)))))
-        begin, end = (
-            b.add(low, b.sdiv(b.mul(b.sub(high, low), edge), field["parts"])) for edge in (part, b.add(part, I64(1)))
-        )
-        k, v = (
-            code.at(address[name], b.add(b.mul(batch, field[f"{name}_batch"]), b.mul(group, field[f"{name}_head"])),
-                    code.stored)
-            for name in ("k", "v")
-        )  # fmt: skip
-        scales = {}
-        if stored == "int8":
-            scales = {
-                name: code.at(address[f"{name}_scales"], b.add(
-                    b.mul(batch, field[f"{name}_scales_batch"]), b.mul(group, field[f"{name}_scales_head"])
-                ))
-                for name in ("k", "v")
-            }  # fmt: skip
-        q = code.at(address["q"], b.mul(b.add(b.mul(head, field["rows"]), row), I64(qk_length)), STORED[dtype])
-        sums = code.at(address["sums"], b.mul(b.mul(number, field["chunk"]), I64(value_length)))
-        tops, totals = (code.at(address[name], b.mul(number, field["chunk"])) for name in ("best", "totals"))
-        count = b.sdiv(b.add(task.height, I64(tile - 1)), I64(tile))
-        padded = b.mul(count, I64(tile))
-        _take(code, q, STORED[dtype], queries, scale, task.height, padded, tile, qk_length)
-        with code.loop(I64(0), b.mul(padded, I64(value_length)), lanes) as i:
-            code.write(code.constant(0), sums, i)
-        with code.loop(I64(0), padded) as i:
-            code.write(F32(_LOWEST), tops, i)
-            code.write(F32(0), totals, i)
 
-        with code.loop(begin, end, size) as start:
-            tokens = code.least(b.sub(end, start), I64(size))
-            keys, values = (code.at(t, b.mul(start, field[f"{n}_token"]), code.stored) for n, t in (("k", k), ("v", v)))
-            key_stride, value_stride, kind = field["k_token"], field["v_token"], code.stored
-            scale_of = {name: code.at(place, start) for name, place in scales.items()}
-            if widened:
-                _widen(code, keys, key_stride, tokens, qk_length, widened["k"], scale_of.pop("k", None))
-                _widen(code, values, value_stride, tokens, value_length, widened["v"], scale_of.pop("v", None))
-                keys, values, kind = widened["k"], widened["v"], F32
-                key_stride, value_stride = I64(qk_length), I64(value_length)
-            hidden = b.or_(
-                b.icmp_signed("<", start, b.sub(latest, field["before"])),
-                b.icmp_signed(">", b.add(start, tokens), b.add(earliest, b.add(field["after"], I64(1)))),
-            )
-            spoiled = code.register(code.constant(0))
-            with b.if_then(hidden, likely=False):
-                if scale_of:  # integers are finite
-                    _look_at_scales(code, scale_of["v"], tokens, spoiled)
-                else:
-                    _look(code, values, value_stride, kind, tokens, value_length, spoiled)
-            careful = b.fcmp_unordered("uno", *[b.extract_element(b.load(spoiled), I64(0))] * 2)
-            with code.loop(I64(0), padded, tile) as place:
-                here = code.at(queries, b.mul(place, I64(qk_length)))
-                if few:
-                    _score_few(code, tile, here, keys, key_stride, tokens, qk_length, weights,
-                               values, value_stride, value_length)  # fmt: skip
-                else:
-                    _score_many(code, tile, here, keys, key_stride, tokens, qk_length, weights,
-                                values, value_stride, value_length, not widened)  # fmt: skip
-                if scale_of:
-                    _multiply(code, tile, weights, tokens, scale_of["k"])
-                with b.if_then(hidden, likely=False):
-                    _hide(code, field, task, place, tile, start, tokens, weights)
-                _weigh(code, tile, weights, tokens, code.at(tops, place), code.at(totals, place), fading)
-                if scale_of:
-                    _multiply(code, tile, weights, tokens, scale_of["v"])
+def _rows(
+    code: Code, field: dict[str, Any], address: dict[str, Any], sizes: _Sizes, number: Any, part: Any, head: Any,
+    chunk: Any,
+) -> tuple[_Rows, Any, Any]:  # fmt: skip
+    """The rows of a task, and the tokens [begin, end) that it reads: its part of those that any of the rows sees."""
+    b = code.b
+    batch, group = b.sdiv(head, field["groups"]), b.srem(head, field["groups"])
+    row = b.mul(chunk, field["chunk"])
+    span = b.inttoptr(field["span"], POINTER)
+    first, last = (code.read(span, b.add(b.mul(batch, field["spans"]), I64(end)), I64) for end in (0, 1))
+    first, last = code.most(first, I64(0)), code.least(last, b.add(field["offset"], field["queries"]))
+    height = code.least(field["chunk"], b.sub(field["rows"], row))
+    earliest, latest = _positions(code, field, row, height)
+    low = code.most(first, b.sub(earliest, field["before"]))
+    high = code.most(low, code.least(last, b.add(latest, b.add(field["after"], I64(1)))))
+    begin, end = (
+        b.add(low, b.sdiv(b.mul(b.sub(high, low), edge), field["parts"])) for edge in (part, b.add(part, I64(1)))
+    )
 
-                def add(row: Any, rows: int, low: Any, high: Any, place: Any = place) -> None:
-                    out = code.at(sums, b.mul(b.add(place, row), I64(value_length)))
-                    _add(code, tile, rows, code.at(fading, row), code.at(weights, row), values, value_stride, kind,
-                         low, high, value_length, out)  # fmt: skip
+    def of_head(name: str, kind: Any) -> Any:
+        place = b.add(b.mul(batch, field[f"{name}_batch"]), b.mul(group, field[f"{name}_head"]))
+        return code.at(address[name], place, kind)
 
-                with b.if_else(careful, likely=False) as (rarely, mostly):
-                    with rarely, code.loop(I64(0), I64(tile)) as row:
-                        add(row, 1, *_visible(code, field, task, b.add(place, row), start, tokens))
-                    with mostly, code.loop(I64(0), I64(tile), min(tile, 4)) as row:
-                        add(row, min(tile, 4), I64(0), tokens)
+    k, v = of_head("k", code.stored), of_head("v", code.stored)
+    scales = {name: of_head(f"{name}_scales", F32) for name in ("k", "v")} if code.dtype == "int8" else {}
+    query = b.add(b.mul(head, field["rows"]), row)
+    q = code.at(address["q"], b.mul(query, I64(sizes.qk_length)), sizes.queries)
+    sums = code.at(address["sums"], b.mul(b.mul(number, field["chunk"]), I64(sizes.value_length)))
+    tops, totals = (code.at(address[name], b.mul(number, field["chunk"])) for name in ("best", "totals"))
+    padded = b.mul(b.sdiv(b.add(height, I64(sizes.tile - 1)), I64(sizes.tile)), I64(sizes.tile))
+    rows = _Rows(row, height, padded, first, last, earliest, latest, q, k, v, scales, sums, tops, totals)
+    return rows, begin, end
 
-        ended = b.atomic_rmw("add", code.at(address["done"], unit, I64), I64(1), "acq_rel")
-        with b.if_then(b.icmp_signed("==", ended, b.sub(field["parts"], I64(1)))):
-            _merge(code, field, address, task, unit, head, value_length, STORED[result])
-    _start(code)
-    return str(code.module)
+
+def _attend(
+    code: Code, field: dict[str, Any], sizes: _Sizes, stack: _Stack, rows: _Rows, start: Any, tokens: Any
+) -> None:
+    """Add a block of tokens, from `start` on, to the sums of all rows."""
+    b, tile, few = code.b, sizes.tile, sizes.tile < code.lanes
+    keys, values = (
+        code.at(tensor, b.mul(start, field[f"{name}_token"]), code.stored)
+        for name, tensor in (("k", rows.k), ("v", rows.v))
+    )
+    key_stride, value_stride, kind = field["k_token"], field["v_token"], code.stored
+    scales = {name: code.at(place, start) for name, place in rows.scales.items()}
+    if stack.widened:
+        wide = stack.widened
+        widen(code, keys, key_stride, tokens, sizes.qk_length, wide["k"], scales.pop("k", None))
+        widen(code, values, value_stride, tokens, sizes.value_length, wide["v"], scales.pop("v", None))
+        keys, values, kind = wide["k"], wide["v"], F32
+        key_stride, value_stride = I64(sizes.qk_length), I64(sizes.value_length)
+    hidden = b.or_(
+        b.icmp_signed("<", start, b.sub(rows.latest, field["before"])),
+        b.icmp_signed(">", b.add(start, tokens), b.add(rows.earliest, b.add(field["after"], I64(1)))),
+    )
+    spoiled = code.register(code.constant(0))
+    with b.if_then(hidden, likely=False):
+        if scales:  # integers are finite
+            look_at_scales(code, scales["v"], tokens, spoiled)
+        else:
+            look(code, values, value_stride, kind, tokens, sizes.value_length, spoiled)
+    careful = b.fcmp_unordered("uno", *[b.extract_element(b.load(spoiled), I64(0))] * 2)
+    with code.loop(I64(0), rows.padded, tile) as place:
+        queries = code.at(stack.queries, b.mul(place, I64(sizes.qk_length)))
+        tensors = keys, key_stride, tokens, sizes.qk_length, stack.weights, values, value_stride, sizes.value_length
+        if few:
+            score_few(code, tile, queries, *tensors)
+        else:
+            score_many(code, tile, queries, *tensors, fetch=not stack.widened)
+        if scales:
+            multiply(code, tile, stack.weights, tokens, scales["k"])
+        with b.if_then(hidden, likely=False):
+            _hide(code, field, rows, place, tile, start, tokens, stack.weights)
+        weigh(code, tile, stack.weights, tokens, code.at(rows.tops, place), code.at(rows.totals, place), stack.fading)
+        if scales:
+            multiply(code, tile, stack.weights, tokens, scales["v"])
+
+        def add_rows(row: Any, count: int, low: Any, high: Any, place: Any = place) -> None:
+            out = code.at(rows.sums, b.mul(b.add(place, row), I64(sizes.value_length)))
+            add(code, tile, count, code.at(stack.fading, row), code.at(stack.weights, row), values, value_stride, kind,
+                low, high, sizes.value_length, out)  # fmt: skip
+
+        with b.if_else(careful, likely=False) as (rarely, mostly):
+            with rarely, code.loop(I64(0), I64(tile)) as row:
+                add_rows(row, 1, *_visible(code, field, rows, b.add(place, row), start, tokens))
+            with mostly, code.loop(I64(0), I64(tile), min(tile, 4)) as row:
+                add_rows(row, min(tile, 4), I64(0), tokens)
 
 
 def _start(code: Code) -> None:
@@ -245,59 +312,29 @@ def _start(code: Code) -> None:
     b.ret_void()
 
 
-def _positions(code: Code, field: dict[str, Any], task: _Task) -> tuple[Any, Any]:
-    """The earliest and latest position among a task's rows, which are the queries of each head in turn."""
+def _positions(code: Code, field: dict[str, Any], row: Any, height: Any) -> tuple[Any, Any]:
+    """The earliest and latest position among `height` rows, which are the queries of each head in turn."""
     b, queries = code.b, field["queries"]
-    bottom = b.sub(b.add(task.row, task.height), I64(1))
-    alone = b.icmp_signed("==", b.sdiv(task.row, queries), b.sdiv(bottom, queries))
-    earliest = b.select(alone, b.srem(task.row, queries), I64(0))
+    bottom = b.sub(b.add(row, height), I64(1))
+    alone = b.icmp_signed("==", b.sdiv(row, queries), b.sdiv(bottom, queries))
+    earliest = b.select(alone, b.srem(row, queries), I64(0))
     latest = b.select(alone, b.srem(bottom, queries), b.sub(queries, I64(1)))
     return b.add(field["offset"], earliest), b.add(field["offset"], latest)
 
 
-def _band(code: Code, field: dict[str, Any], task: _Task, row: Any) -> tuple[Any, Any]:
+def _band(code: Code, field: dict[str, Any], rows: _Rows, row: Any) -> tuple[Any, Any]:
     """The keys [low, high) that a row of a task may see by its position, before its span is applied."""
     b = code.b
-    position = b.add(field["offset"], b.srem(b.add(task.row, row), field["queries"]))
+    position = b.add(field["offset"], b.srem(b.add(rows.row, row), field["queries"]))
     return b.sub(position, field["before"]), b.add(position, b.add(field["after"], I64(1)))
 
 
-def _visible(code: Code, field: dict[str, Any], task: _Task, row: Any, start: Any, count: Any) -> tuple[Any, Any]:
+def _visible(code: Code, field: dict[str, Any], rows: _Rows, row: Any, start: Any, count: Any) -> tuple[Any, Any]:
     """The tokens [low, high) of the block from `start` on that a row may see."""
     low, high = (
-        code.least(count, code.most(I64(0), code.b.sub(edge, start))) for edge in _band(code, field, task, row)
+        code.least(count, code.most(I64(0), code.b.sub(edge, start))) for edge in _band(code, field, rows, row)
     )
     return low, code.most(low, high)
-
-
-def _look(code: Code, values: Any, stride: Any, stored: Any, count: Any, length: int, spoiled: Any) -> None:
-    """NaN in every lane of `spoiled` if a value of the block is not finite, else 0."""
-    b = code.b
-    with code.loop(I64(0), count) as s:
-        here = code.at(values, b.mul(s, stride), stored)
-        for column in range(0, length, code.lanes):
-            b.store(code.fma(code.vector(here, column, stored), code.constant(0), b.load(spoiled)), spoiled)
-    b.store(code.joined(b.fadd, b.load(spoiled), 1), spoiled)
-
-
-def _look_at_scales(code: Code, scales: Any, count: Any, spoiled: Any) -> None:
-    """NaN in every lane of `spoiled` if a scale of the block is not finite, else 0."""
-    with code.loop(I64(0), count) as s:
-        scale = code.splat(code.read(scales, s))
-        code.b.store(code.fma(scale, code.constant(0), code.b.load(spoiled)), spoiled)
-
-
-def _multiply(code: Code, tile: int, weights: Any, count: Any, scales: Any) -> None:
-    """weights[s, row] times scales[s], for the tokens s of a block."""
-    b, size = code.b, code.lanes // tile
-    whole = b.and_(count, I64(-size))
-    with code.loop(I64(0), whole, size) as s:
-        factors = code.picked(code.few(scales, s, size), [lane // tile for lane in range(code.lanes)])
-        place = b.mul(s, I64(tile))
-        code.write(b.fmul(code.vector(weights, place), factors), weights, place)
-    with code.loop(whole, count) as s, code.loop(I64(0), I64(tile)) as row:
-        place = b.add(b.mul(s, I64(tile)), row)
-        code.write(b.fmul(code.read(weights, place), code.read(scales, s)), weights, place)
 
 
 def _take(
@@ -319,158 +356,25 @@ def _take(
                 code.write(b.fmul(code.number(here, i, kind), scale), there, b.mul(i, I64(tile)))
 
 
-def _widen(code: Code, tensor: Any, stride: Any, count: Any, length: int, wide: Any, scales: Any | None) -> None:
-    """A block of stored numbers as float32, (count, length), times the scale of each token if there are scales."""
-    b = code.b
-    with code.loop(I64(0), count) as s:
-        here, there = code.at(tensor, b.mul(s, stride), code.stored), code.at(wide, b.mul(s, I64(length)))
-        scale = None if scales is None else code.splat(code.read(scales, s))
-        for column in range(0, length, code.lanes):
-            numbers = code.vector(here, column, code.stored)
-            code.write(numbers if scale is None else b.fmul(numbers, scale), there, column)
-
-
-def _groups(code: Code, count: Any, size: int) -> Iterator[tuple[Any, list[Any]]]:
-    """Loop over tokens below `count`, `size` at a time: yields the first index, and all of them. In the last group the
-    last token repeats."""
-    b = code.b
-    last = b.sub(count, I64(1))
-    with code.loop(I64(0), count, size) as s:
-        yield s, [code.least(b.add(s, I64(i)), last) for i in range(size)]
-
-
-def _score_few(
-    code: Code, tile: int, queries: Any, keys: Any, stride: Any, count: Any, length: int, weights: Any,
-    values: Any, value_stride: Any, value_length: int,
-) -> None:  # fmt: skip
-    """weights[s, row] = queries[row] · keys[s]. Keys are read in memory order, which is fastest. Vectors are summed
-    several together, as many as fit in registers beside the queries.
-
-    Values are read a few columns at a time, which the hardware prefetcher cannot predict, so they are prefetched here.
-    """
-    b = code.b
-    places = [(row, column) for row in range(tile) for column in range(0, length, code.lanes)]
-    query = {(row, column): code.vector(queries, row * length + column) for row, column in places}
-    for s, tokens in _groups(code, count, code.lanes if tile == 1 else 4 // tile):
-        products = []
-        for token in tokens:
-            code.prefetch(code.at(values, b.mul(token, value_stride), code.stored), value_length)
-            here = code.at(keys, b.mul(token, stride), code.stored)
-            sums = [code.constant(0)] * tile
-            for column in range(0, length, code.lanes):
-                key = code.vector(here, column, code.stored)
-                for row in range(tile):
-                    sums[row] = code.fma(query[row, column], key, sums[row])
-            products += sums
-        code.write(code.sums(products), weights, b.mul(s, I64(tile)))
-
-
-def _score_many(
-    code: Code, tile: int, queries: Any, keys: Any, stride: Any, count: Any, length: int, weights: Any,
-    values: Any, value_stride: Any, value_length: int, fetch: bool,
-) -> None:  # fmt: skip
-    """weights[s, row] = queries[:, row] · keys[s], one number of a key times a vector of rows at a time."""
-    b, vectors = code.b, tile // code.lanes
-    for s, tokens in _groups(code, count, 8 if vectors == 1 else 6):
-        here = [code.at(keys, b.mul(token, stride)) for token in tokens]
-        ahead = [
-            code.at(keys, b.mul(b.add(s, I64(len(tokens))), stride)),
-            code.at(values, b.mul(s, value_stride)),
-        ]
-        sums = [[code.register(code.constant(0)) for _ in range(vectors)] for _ in tokens]
-        with code.loop(I64(0), I64(length), 2) as column:
-            if fetch:
-                for place in ahead:
-                    code.prefetch(code.at(place, b.mul(column, I64(len(tokens)))), 2 * len(tokens))
-            for i in range(2):
-                place = b.add(column, I64(i))
-                query = [
-                    code.vector(queries, b.add(b.mul(place, I64(tile)), I64(j * code.lanes))) for j in range(vectors)
-                ]
-                for key, registers in zip(here, sums, strict=True):
-                    number = code.splat(code.read(key, place))
-                    for x, register in zip(query, registers, strict=True):
-                        b.store(code.fma(x, number, b.load(register)), register)
-        for i, registers in enumerate(sums):
-            for j, register in enumerate(registers):
-                there = b.add(b.mul(b.add(s, I64(i)), I64(tile)), I64(j * code.lanes))
-                code.write(b.load(register), weights, there)
-
-
 def _hide(
-    code: Code, field: dict[str, Any], task: _Task, place: Any, tile: int, start: Any, count: Any, weights: Any
+    code: Code, field: dict[str, Any], rows: _Rows, place: Any, tile: int, start: Any, count: Any, weights: Any
 ) -> None:
     """-inf in place of the scores of keys that a row may not see, in the block from `start` on."""
     b = code.b
     with code.loop(I64(0), I64(tile)) as row:
-        low, high = _visible(code, field, task, b.add(place, row), start, count)
+        low, high = _visible(code, field, rows, b.add(place, row), start, count)
         for begin, end in ((I64(0), low), (high, count)):
             with code.loop(begin, end) as s:
                 code.write(F32(-math.inf), weights, b.add(b.mul(s, I64(tile)), row))
 
 
-def _weigh(code: Code, tile: int, scores: Any, count: Any, tops: Any, totals: Any, fading: Any) -> None:
-    """Powers of two in place of the scores (s, row); each row's largest score and sum of weights are updated; `fading`
-    gets the factor for its older sums. Lane i of a vector holds a number of row i % tile."""
-    b, lanes = code.b, code.lanes
-    size, stride = min(tile, lanes), max(tile, lanes)
-    filled = b.mul(count, I64(tile))
-    whole = b.and_(b.add(filled, I64(lanes - 1)), I64(-lanes))
-    with code.loop(filled, whole) as i:
-        code.write(F32(-math.inf), scores, i)
-    for first in range(0, tile, lanes):
-        rows = [code.at(t, first) for t in (tops, totals)]
-        before, summed = (code.repeated(t, size) for t in rows)
-        best, added = code.register(before), code.register(code.constant(0))
-        with code.loop(I64(first), whole, stride) as i:
-            b.store(code.larger(code.vector(scores, i), b.load(best)), best)
-        top = code.joined(code.larger, b.load(best), size)
-        shrink = code.power(b.fsub(before, top))
-        with code.loop(I64(first), whole, stride) as i:
-            weight = code.power(b.fsub(code.vector(scores, i), top))
-            code.write(weight, scores, i)
-            b.store(b.fadd(weight, b.load(added)), added)
-        total = code.fma(summed, shrink, code.joined(b.fadd, b.load(added), size))
-        for pointer, value in ((rows[0], top), (rows[1], total), (code.at(fading, first), shrink)):
-            code.write(code.picked(value, range(size)), pointer, 0)
-
-
-def _add(
-    code: Code, tile: int, rows: int, fading: Any, weights: Any, values: Any, stride: Any, stored: Any, low: Any,
-    high: Any, length: int, out: Any,
-) -> None:  # fmt: skip
-    """out[row] = fading[row] · out[row] + sum over s in [low, high) of weights[s, row] · values[s], for up to 4 rows,
-    some columns at a time."""
-    b = code.b
-    wide = min(length, code.lanes * (8 if code.lanes == 8 else 16) // rows)  # as many sums as registers can hold
-    wide = next(size for size in range(wide, 0, -code.lanes) if length % size == 0)
-    columns = range(0, wide, code.lanes)
-    with code.loop(I64(0), I64(length), wide) as first:
-        out, values = code.at(out, first), code.at(values, first, stored)
-        cells = [(row, column) for row in range(rows) for column in columns]
-        shrink = [code.splat(code.read(fading, row)) for row in range(rows)]
-        totals = {
-            (row, column): code.register(b.fmul(shrink[row], code.vector(out, row * length + column)))
-            for row, column in cells
-        }
-        with code.loop(low, high) as s:
-            here = code.at(values, b.mul(s, stride), stored)
-            value = {column: code.vector(here, column, stored) for column in columns}
-            weight = [code.splat(code.read(weights, b.add(b.mul(s, I64(tile)), I64(row)))) for row in range(rows)]
-            for row, column in cells:
-                cell = totals[row, column]
-                b.store(code.fma(weight[row], value[column], b.load(cell)), cell)
-        for row, column in cells:
-            code.write(b.load(totals[row, column]), out, row * length + column)
-
-
 def _merge(
-    code: Code, field: dict[str, Any], address: dict[str, Any], task: _Task, unit: Any, head: Any, length: int,
+    code: Code, field: dict[str, Any], address: dict[str, Any], rows: _Rows, unit: Any, head: Any, length: int,
     result: Any,
 ) -> None:  # fmt: skip
     """out = the sums of all parts over their sums of weights, both relative to the largest score of all parts."""
     b, columns = code.b, range(0, length, code.lanes)
-    with code.loop(I64(0), task.height) as row:
+    with code.loop(I64(0), rows.height) as row:
         best, total = code.register(code.constant(_LOWEST)), code.register(code.constant(0))
         sums = [code.register(code.constant(0)) for _ in columns]
 
@@ -486,13 +390,13 @@ def _merge(
             added = code.at(address["sums"], b.mul(here, I64(length)))
             for column, register in zip(columns, sums, strict=True):
                 b.store(code.fma(share, code.vector(added, column), b.load(register)), register)
-        query = b.add(b.mul(head, field["rows"]), b.add(task.row, row))
+        query = b.add(b.mul(head, field["rows"]), b.add(rows.row, row))
         with b.if_then(b.icmp_signed("!=", field["tops"], I64(0))):  # this is a part of a larger call
             count = b.mul(b.sdiv(field["tasks"], b.mul(field["parts"], field["chunks"])), field["rows"])
             for offset, register in ((I64(0), best), (count, total)):
                 code.write(b.extract_element(b.load(register), I64(0)), address["tops"], b.add(offset, query))
-        low, high = _band(code, field, task, row)
-        empty = b.icmp_signed(">=", code.most(task.first, low), code.least(task.last, high))
+        low, high = _band(code, field, rows, row)
+        empty = b.icmp_signed(">=", code.most(rows.first, low), code.least(rows.last, high))
         for column, register in zip(columns, sums, strict=True):
             mean = b.select(empty, code.constant(0), b.fdiv(b.load(register), b.load(total)))
             code.write(code.narrow(mean, result), address["out"], b.add(b.mul(query, I64(length)), I64(column)), result)

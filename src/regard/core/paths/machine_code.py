@@ -25,6 +25,7 @@ class Code:
 
     def __init__(self, lanes: int, dtype: str, name: str = "step") -> None:
         self.lanes, self.dtype, self.stored = lanes, dtype, STORED[dtype]
+        self.size = _BYTES[dtype]
         self.kind, self.bits = ir.VectorType(F32, lanes), ir.VectorType(I32, lanes)
         self.module = ir.Module()
         self._fma = ir.Function(self.module, ir.FunctionType(self.kind, [self.kind] * 3), f"llvm.fma.v{lanes}f32")
@@ -157,7 +158,7 @@ class Code:
 
     def prefetch(self, place: Any, count: int) -> None:
         """Prefetch `count` stored numbers into the CPU's nearest cache; reading past the end does no harm."""
-        line = 64 // _BYTES[self.dtype]
+        line = 64 // self.size
         for first in range(0, count, line):
             self.b.call(self._prefetch, [self.at(place, first, self.stored), I32(0), I32(3), I32(1)])
 

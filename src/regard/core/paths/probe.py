@@ -37,7 +37,10 @@ def _off(dtype: torch.dtype, int8: bool, lanes: int) -> str | None:
 
 def _name(dtype: torch.dtype, int8: bool, processor: tuple[str, ...]) -> str:
     """The file that says that the check has passed: named by all that its result depends on."""
-    sources = [Path(__file__).with_name(f"{module}.py").read_bytes() for module in ("decode_code", "machine_code")]
+    sources = [
+        Path(__file__).with_name(f"{module}.py").read_bytes()
+        for module in ("decode_code", "decode_block", "machine_code")
+    ]
     described = "\n".join((*processor, str(dtype), str(int8))).encode()
     return hashlib.sha256(b"\n".join((described, *sources))).hexdigest()
 

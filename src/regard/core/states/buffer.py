@@ -34,10 +34,10 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     >>> numbers.tolist(), round(scale.item() * 127, 6)
     ([[64, -127, 32]], 2.0)
     """
-    scale = x.abs().amax(-1, keepdim=True).to(torch.promote_types(x.dtype, torch.float32)).div_(127)
-    # A row of zeros has scale 0: any divisor will do. A scale that almost underflows is inexact.
-    numbers = (x / scale.masked_fill(scale == 0, 1)).round_().clamp_(-127, 127)
-    return numbers.to(torch.int8), scale
+    fine = torch.promote_types(x.dtype, torch.float32)
+    # Above 0 for a row of zeros, which is divided by it; a scale that underflows would be inexact.
+    scale = x.abs().amax(-1, keepdim=True).to(fine).div_(127).clamp_min_(torch.finfo(fine).tiny)
+    return (x / scale).round_().to(torch.int8), scale
 
 
 def spread(tensor: Tensor, place: int, size: int) -> Tensor:
