@@ -24,6 +24,7 @@ for (const [name, draw] of Object.entries(regionsOfPage)) region(name, draw);
 setTheme(storedTheme());
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => setTheme(state.theme));
 listenToKeys();
+addEventListener("resize", () => redraw("why", "cost")); // the other canvases watch their own size
 let started = null;
 let labs = null;
 
