@@ -22,6 +22,7 @@ from regard.lab.documents import document
 from regard.lab.drawing import svg
 from regard.lab.experiment import MOST_VALUES, Experiment, Outcome, Parameter, number
 from regard.lab.registry import experiments, lookup, missing_models, run
+from regard.lab.reporting.formula import mathml
 
 SECONDS = 30.0
 """How long an experiment may take here."""
@@ -186,13 +187,12 @@ def _inline(text: str) -> str:
 
 
 def formula_html(latex: str, *, block: bool = False) -> str:
-    r"""LaTeX as MathML; as it is written, where latex2mathml is not installed or does not know it.
+    r"""LaTeX as MathML; as it is written, where latex2mathml is not installed.
 
     >>> "<math" in formula_html(r"\sqrt{d}") or "<code>" in formula_html(r"\sqrt{d}")
     True
     """
     try:
-        from latex2mathml.converter import convert
+        return mathml(latex, display=block)
     except ModuleNotFoundError:
         return f"<code>{escape(latex, quote=False)}</code>"
-    return str(convert(latex, display="block" if block else "inline"))
