@@ -76,8 +76,8 @@ def asked_experiment(body: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     typed = body.get("parameters") or {}
     if not isinstance(typed, dict) or not all(_is_typed(words) for words in typed.values()):
         raise ValueError(f"parameters: expected lists of at most {MOST_VALUES} words, got {typed!r:.40}")
-    known = experiment.parameters
-    read = {name: known[name].read(words) if name in known else words for name, words in typed.items()}
+    declared = experiment.parameters
+    read = {name: declared[name].read(words) if name in declared else words for name, words in typed.items()}
     return experiment.name, experiment.arguments(**read)
 
 
