@@ -11,9 +11,10 @@ from explored import done_of, frames_of, png, run, session_of, table
 from image_models import make, make_davit
 from regard.explorer.codes import MASKED, codes, decoded, pool_size, thumbnails
 from regard.explorer.frames import frame, json_text, read_frames
+from regard.explorer.notebook import of_trace
 from regard.explorer.requests import run_request
 from regard.explorer.session import Session
-from regard.explorer.snapshot import run_frames
+from regard.explorer.snapshot import layer_frames, run_frames
 from regard.explorer.subject import Picture, subject_of
 from regard.explorer.why import explain_weight
 
@@ -167,16 +168,41 @@ def test_a_run_streams_thumbnails_then_labels_and_its_output_then_statistics():
     frames = run(session, text="a b c a b c")
     headers = [header for header, _ in frames]
     assert [header["type"] for header in headers] == [
-        "run", "layer", "layer", "labels", "labels", "done", "statistics", "statistics"
+        "run", "layer", "layer", "strongest", "labels", "labels", "done", "statistics", "statistics"
     ]  # fmt: skip
-    assert headers[5]["top"] is None
+    assert headers[6]["top"] is None
     taken = session.snapshot(headers[0]["run"])
     patterns, statistics = taken.trace.patterns(), taken.trace.statistics()
-    assert [label for part in headers[3:5] for label in part["labels"]] == [head.label for head in patterns.heads]
-    assert [value for part in headers[6:] for value in part["entropy"]] == [head.entropy for head in statistics]
+    assert [label for part in headers[4:6] for label in part["labels"]] == [head.label for head in patterns.heads]
+    assert [value for part in headers[7:] for value in part["entropy"]] == [head.entropy for head in statistics]
     for (layer, data), view in zip(frames[1:3], taken.layers, strict=True):
         assert len(data) == 4 * layer["size"][0] * layer["size"][1]
         assert data == codes(view.weights).numpy().tobytes()
+
+
+@pytest.mark.parametrize("tokens", [12, 300])
+def test_a_page_begins_with_the_strongest_head_and_labels_are_those_of_all_rows(tokens):
+    """Head 2 of layer 1 attends to the token before; head 0 does in its first rows, and is uniform after them."""
+    before = torch.eye(tokens).roll(-1, 1)
+    even = torch.full((tokens, tokens), 1 / tokens)
+    partly = torch.where(torch.arange(tokens)[:, None] < 0.6 * tokens, before, even)
+    weights = [torch.stack([even, even, even, even]), torch.stack([partly, even, before, even])]
+    layers = [
+        rg.TracedLayer(
+            index=index, name=f"layers.{index}", kind="self", mechanism="", heads=(0, 1, 2, 3),
+            rows=tuple(range(tokens)), weights=table[None],
+        )
+        for index, table in enumerate(weights)
+    ]  # fmt: skip
+    trace = rg.Trace(layers)
+    headers = [header for content in layer_frames(of_trace(trace)) for header, _ in read_frames(content)]
+    (strongest,) = (header for header in headers if header["type"] == "strongest")
+    assert (strongest["index"], strongest["head"]) == (1, 2)
+    labels = [label for header in headers if header["type"] == "labels" for label in header["labels"]]
+    strength = [share for header in headers if header["type"] == "labels" for share in header["strength"]]
+    assert labels == [head.label for head in trace.patterns().heads]
+    assert strength == [head.strength for head in trace.patterns().heads]
+    assert labels[4] == labels[6] == "previous"
 
 
 def test_tokens_special_tokens_and_words_of_a_shipped_model():

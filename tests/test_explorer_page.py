@@ -41,6 +41,45 @@ def test_the_first_page_is_whole(tab, explorer):
     assert tab.evaluate(FITS)
 
 
+HELD_BACK = """
+const call = window.fetch;
+window.fetch = async (address, ...rest) => {
+  const answer = await call(address, ...rest);
+  if (!String(address).endsWith("api/run") || window.goOn) return answer;
+  const content = new Uint8Array(await answer.arrayBuffer()), view = new DataView(content.buffer);
+  let end = 0;
+  for (let type = ""; type !== "strongest";) {
+    const length = view.getUint32(end, true);
+    ({ type } = JSON.parse(new TextDecoder().decode(content.subarray(end + 4, end + 4 + length))));
+    end += 8 + length + view.getUint32(end + 4 + length, true);
+  }
+  return new Response(new ReadableStream({ async start(stream) {
+    stream.enqueue(content.slice(0, end));
+    await new Promise((resolve) => { window.goOn = resolve; });
+    stream.enqueue(content.slice(end));
+    stream.close();
+  } }));
+};
+"""
+"""An answer to a run is held back after the frame that names the strongest head, until `goOn` is called."""
+
+
+def test_a_page_is_drawn_before_labels_and_output_are_there(tab, explorer):
+    tab.add_init_script(HELD_BACK)
+    tab.goto(f"http://127.0.0.1:{explorer.place.port}/")
+    tab.wait_for_function("() => window.regard?.state.opened && regard.valueAt(0, 0) !== null")
+    assert tab.evaluate("regard.state.run.done === null && regard.state.run.layers.every((layer) => !layer.labels)")
+    assert torch.equal(values(tab).nan_to_num(0), shown(tab, explorer).head(state(tab, "layer"), state(tab, "head"))[0])
+    tab.wait_for_selector("#why [data-step=weight]")
+    # A change that is asked for meanwhile comes after the output, which it is compared with.
+    tab.click("[data-change=silence]")
+    tab.evaluate("goOn()")
+    settle(tab)
+    assert tab.evaluate("regard.state.base.done !== null && regard.state.base.layers.every((layer) => layer.entropy)")
+    assert tab.locator("#topfive thead th").all_inner_texts()[1:] == ["before", "after"]
+    assert tab.locator("#kl").count() == 1
+
+
 def test_values_on_the_page_are_the_tensors(tab, explorer):
     visit(tab, explorer, model="pair")
     run, draws = shown(tab, explorer), random.Random(0)

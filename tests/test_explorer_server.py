@@ -142,7 +142,7 @@ def test_every_call_answers(explorer):
         ("scores", {**place, "head": 1}, {"scores"}),
         ("rollout", {"run": run}, {"rollout"}),
         ("effects", {"run": run}, {"progress", "effects"}),
-        ("generate", {"run": run, "steps": 3}, {"step", "run", "layer", "labels", "done", "statistics"}),
+        ("generate", {"run": run, "steps": 3}, {"step", "run", "layer", "strongest", "labels", "done", "statistics"}),
     ):
         status, headers, content = ask(explorer, f"/api/{name}", body)
         assert (status, headers["content-type"]) == (200, "application/octet-stream"), content
@@ -151,13 +151,41 @@ def test_every_call_answers(explorer):
     assert (status, content[:15]) == (200, b"<!doctype html>")
 
 
-@pytest.mark.parametrize("path", ["/api/models", "/api/run", "/api/head", "/api/effects", "/api/experiment"])
+def calls(explorer):
+    """The paths of all calls, whatever is added to them."""
+    paths = [route.path for route in explorer.routes if route.path.startswith("/api/")]
+    assert len(paths) == len(explorer.routes) - 2 >= 13  # besides the page and its files
+    return paths
+
+
 @pytest.mark.parametrize("token", ["wrong", "", "é", "x" * 9000])
-def test_without_the_token_nothing_is_computed(explorer, path, token):
+def test_without_the_token_nothing_is_computed(explorer, token):
     before = explorer.pace.passes
     headers = {"X-Regard-Token": token.encode("latin-1")}
-    status, reason = error_of(ask(explorer, path, TEXT, headers=headers))
-    assert (status, reason) == (403, "token: expected the page's token, got another")
+    for path in calls(explorer):
+        status, reason = error_of(ask(explorer, path, TEXT, headers=headers))
+        assert (status, reason) == (403, "token: expected the page's token, got another"), path
+    assert explorer.pace.passes == before
+    assert alive(explorer)
+
+
+def test_every_call_is_guarded_and_bounded(explorer):
+    """Those of the lab's page, too."""
+    before = explorer.pace.passes
+    for path in calls(explorer):
+        assert ask(explorer, path, TEXT, method="GET")[0] == 405
+        for headers, host in (
+            ({"Origin": "https://evil.example"}, None),
+            ({"Origin": "null"}, None),
+            ({}, "evil.example"),
+        ):
+            status, answered, _ = ask(explorer, path, TEXT, headers=headers, host=host)
+            assert status == 403, path
+            assert answered["content-security-policy"].startswith("default-src 'none'")
+        most = 8 * 2**20 if path == "/api/run" else 2**20
+        status, reason = error_of(ask(explorer, path, b" " * (most + 1)))
+        assert (status, reason) == (413, f"body: expected at most {most:,} bytes, got more"), path
+        assert error_of(ask(explorer, path, b"{"))[0] == 400
     assert explorer.pace.passes == before
     assert alive(explorer)
 

@@ -1,6 +1,7 @@
 """What follows from a trace: patterns of heads, rollout, value-weighted attention."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -163,6 +164,17 @@ def test_a_single_repeated_word_is_no_induction_head():
     head = patterns(Trace([layer_of(weights[None, None])], tokens=tokens)).of(0, 0)
     assert (head.rows["induction"], head.score["induction"]) == (1, pytest.approx(1))
     assert head.label == "diffuse"
+
+
+@pytest.mark.parametrize("rows", [(2, 3), (4, 7), (7,)])
+def test_chosen_rows_are_scored_as_those_rows_of_all(rows):
+    """The last row need not be among them: tokens are still those of the whole sequence."""
+    weights = looking(HEADS["previous"])[None, None]
+    layer = replace(layer_of(weights[:, :, rows, :]), rows=rows)
+    head = patterns(Trace([layer], tokens=TOKENS)).of(0, 0)
+    assert (head.label, head.score["previous"]) == (("previous", 1.0) if len(rows) > 1 else (None, 1.0))
+    with pytest.raises(ValueError, match=r"tokens: expected 1 sequences of 8 strings, got lengths \[3\]"):
+        patterns(Trace([layer], tokens=TOKENS[:3]))
 
 
 def test_the_baseline_is_of_the_visible_keys_and_padding_is_left_out():

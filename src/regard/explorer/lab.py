@@ -22,6 +22,7 @@ from regard.lab.documents import document
 from regard.lab.drawing import svg
 from regard.lab.experiment import MOST_VALUES, Experiment, Outcome, Parameter, number
 from regard.lab.registry import experiments, lookup, missing_models, run
+from regard.lab.reporting.formula import mathml
 
 SECONDS = 30.0
 """How long an experiment may take here."""
@@ -75,8 +76,8 @@ def asked_experiment(body: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     typed = body.get("parameters") or {}
     if not isinstance(typed, dict) or not all(_is_typed(words) for words in typed.values()):
         raise ValueError(f"parameters: expected lists of at most {MOST_VALUES} words, got {typed!r:.40}")
-    known = experiment.parameters
-    read = {name: known[name].read(words) if name in known else words for name, words in typed.items()}
+    declared = experiment.parameters
+    read = {name: declared[name].read(words) if name in declared else words for name, words in typed.items()}
     return experiment.name, experiment.arguments(**read)
 
 
@@ -186,13 +187,12 @@ def _inline(text: str) -> str:
 
 
 def formula_html(latex: str, *, block: bool = False) -> str:
-    r"""LaTeX as MathML; as it is written, where latex2mathml is not installed or does not know it.
+    r"""LaTeX as MathML; as it is written, where latex2mathml is not installed.
 
     >>> "<math" in formula_html(r"\sqrt{d}") or "<code>" in formula_html(r"\sqrt{d}")
     True
     """
     try:
-        from latex2mathml.converter import convert
+        return mathml(latex, display=block)
     except ModuleNotFoundError:
         return f"<code>{escape(latex, quote=False)}</code>"
-    return str(convert(latex, display="block" if block else "inline"))

@@ -40,7 +40,7 @@ class Session:
     >>> frames = []
     >>> session.run(run_request({"model": "translator", "input": {"source": "Le chat dort."}}), frames.append)
     >>> len(frames), [snapshot.text for snapshot in session.snapshots.values()]
-    (8, ['The cat sleeps.'])
+    (21, ['The cat sleeps.'])
     """
 
     def __init__(

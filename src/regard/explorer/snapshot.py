@@ -3,7 +3,7 @@
 import time
 from base64 import b64encode
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,8 +26,8 @@ from regard.explorer.subject import (
     read_output,
     shown_position,
 )
-from regard.inference.trace import Trace, trace
-from regard.inference.tracing.patterns import Scoring
+from regard.inference.trace import Trace, TracedLayer, trace
+from regard.inference.tracing.patterns import DIFFUSE, HeadPatterns, Scoring
 from regard.inference.tracing.record import KEEP
 from regard.inference.tracing.statistics import layer_statistics
 from regard.models.base import GenerativeModel
@@ -36,6 +36,8 @@ TOP = 5
 """How many of the likeliest tokens are shown."""
 MOST_LOGITS = 32_000_000
 """Logits of a pass that are kept for comparisons, in all; beyond that those of the shown position are."""
+SAMPLE = 128
+"""Rows of a layer by which the head that a page begins with is chosen."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -222,7 +224,7 @@ def _kept(subject: Subject, output: Output) -> Output:
 
 
 def run_frames(snapshot: Snapshot, check: Callable[[], None] = no_check) -> Iterator[bytes]:
-    """What a page draws of a pass: what it is, its layers' thumbnails, labels and statistics, the output."""
+    """What a page draws of a pass: what it is, its layers' thumbnails and labels, the output, the heads' statistics."""
     begun = time.perf_counter()
     yield frame({**run_header(snapshot), "seconds": snapshot.seconds})
     yield from layer_frames(snapshot, check)
@@ -256,7 +258,7 @@ def run_header(snapshot: Snapshot) -> dict[str, Any]:
 
 
 def done_header(snapshot: Snapshot) -> dict[str, Any]:
-    """The last frame of a pass: its output, and how far it is from the unchanged model's."""
+    """The frame of a pass's output, and how far it is from the unchanged model's."""
     return {
         "type": "done",
         "top": snapshot.top(snapshot.position),
@@ -302,14 +304,19 @@ def _side_json(side: Side | None, tokens: str, special: str, words: str, ids: st
 
 
 def layer_frames(snapshot: Snapshot, check: Callable[[], None] = no_check) -> Iterator[bytes]:
-    """The thumbnails of every layer, then the labels of all heads: of a long text there is something to see first."""
+    """The thumbnails of every layer and the head that a page begins with, then the labels of all heads: a page can draw
+    before a long text's labels are there."""
     for view in snapshot.layers:
         check()
         yield _thumbnails_frame(snapshot, view)
+    sampled = [_some_rows(view.traced) for view in snapshot.layers]
     scoring = Scoring(snapshot.trace)
-    for view in snapshot.layers:
+    patterns = [scoring.heads(layer) for layer in sampled]
+    check()
+    yield frame({"type": "strongest", **_strongest_head([head for heads in patterns for head in heads])})
+    for view, layer, heads in zip(snapshot.layers, sampled, patterns, strict=True):
         check()
-        yield _labels_frame(view, scoring)
+        yield _labels_frame(view, heads if layer is view.traced else scoring.heads(view.traced))
 
 
 def statistics_frames(snapshot: Snapshot, check: Callable[[], None] = no_check) -> Iterator[bytes]:
@@ -326,11 +333,33 @@ def _thumbnails_frame(snapshot: Snapshot, view: LayerView) -> bytes:
     return frame({**header, "pool": [pool_size(side) for side in weights.shape[1:]]}, tensor_bytes(coded))
 
 
-def _labels_frame(view: LayerView, scoring: Scoring) -> bytes:
+def _some_rows(layer: TracedLayer) -> TracedLayer:
+    """The layer with at most `SAMPLE` of its rows, evenly spread; itself if it has no more."""
+    step = -(-len(layer.rows) // SAMPLE)
+    if step <= 1 or not layer.by_pairs:
+        return layer
+    visible = layer.visible
+    return replace(
+        layer,
+        rows=layer.rows[::step],
+        weights=layer.need("weights")[..., ::step, :],
+        visible=visible if visible is None or visible.shape[-2] == 1 else visible[..., ::step, :],
+    )
+
+
+def _strongest_head(heads: Sequence[HeadPatterns]) -> dict[str, int]:
+    """The head with the strongest label that says something; the first head if none has one."""
+    labelled = [head for head in heads if head.label is not None]
+    if not labelled:
+        return {"index": 0, "head": 0}
+    strongest = max(labelled, key=lambda head: (head.label != DIFFUSE, head.strength))
+    return {"index": strongest.layer, "head": strongest.head}
+
+
+def _labels_frame(view: LayerView, patterns: Sequence[HeadPatterns]) -> bytes:
     labels: list[str | None] = [None] * view.heads
     strength = [0.0] * view.heads
-    if view.traced.by_pairs:
-        patterns = scoring.heads(view.traced)
+    if patterns:  # none between channels
         labels, strength = [head.label for head in patterns], [head.strength for head in patterns]
     return frame({"type": "labels", "index": view.traced.index, "labels": labels, "strength": strength})
 

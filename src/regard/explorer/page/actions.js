@@ -1,7 +1,7 @@
 // What the page does when it is asked to: run a model, choose a head, lock tokens, change attention, find effects.
 
 import { state, redraw, awaited } from "./store.js";
-import { newRun, addFrame, strongestHead, readFrom, windowOf } from "./runs.js";
+import { newRun, addFrame, readFrom, windowOf } from "./runs.js";
 import { readAddress, writeAddress } from "./address.js";
 
 let source = null;
@@ -66,12 +66,12 @@ export function idle() {
   return work === null;
 }
 
-// Thumbnails, labels and the output, then the statistics of the heads, which come to their end whatever follows.
+// Thumbnails and the strongest head, with which a page opens; the rest comes to its end whatever follows.
 async function collected(body, signal, arrived = () => {}) {
   let run = null;
   const stream = new AbortController();
   signal.throwIfAborted();
-  signal.addEventListener("abort", () => run?.done || stream.abort());
+  signal.addEventListener("abort", () => run?.strongest || stream.abort());
   await source.run(body, (message) => {
     if (message.type === "run") run = newRun(message);
     else addFrame(run, message);
@@ -93,9 +93,12 @@ export function runModel(keepHead = false) {
     });
     if (!keepHead && state.compare.kind === "before") state.compare = { kind: "none", value: "" };
     await collected({ model: state.model, input: state.input, changes: [], twin: false }, signal, (run) => {
-      if (state.base !== run) Object.assign(state, { base: run, run, opened: false });
-      redraw("model", ...(state.opened ? ["head"] : []));
-      if (state.opened || !run.done) return;
+      if (state.base !== run) {
+        if (signal.aborted) return;
+        Object.assign(state, { base: run, run, opened: false });
+      }
+      redraw("model", ...(state.opened ? ["head", "whatif"] : []));
+      if (state.opened || !run.strongest) return;
       if (!state.live && run.info.input) state.input = { ...run.info.input };
       openRun(keepHead, lock);
     });
@@ -122,8 +125,7 @@ function openRun(keepHead, lock) {
   state.opened = true;
   const layers = state.base.layers;
   const fits = keepHead && layers[state.layer] && (typeof state.head !== "number" || state.head < layers[state.layer].heads);
-  if (!fits) Object.assign(state, strongestHead(state.base));
-  delete state.strength;
+  if (!fits) Object.assign(state, state.base.strongest);
   state.locked = lock;
   const picture = state.base.info.kind === "image";
   if (picture && state.view === "both") state.view = "picture";

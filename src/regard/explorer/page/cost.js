@@ -1,6 +1,6 @@
 // The Cost card: FLOPs and bytes of this head over the length, beside other mechanisms; where they cross is marked.
 
-import { html, render } from "./vendor/lit-html.js";
+import { html, render, nothing } from "./vendor/lit-html.js";
 import { uPlot } from "./vendor/uplot.js";
 import { state, redraw, awaited, mechanismTitle } from "./store.js";
 import { cost, setOption } from "./actions.js";
@@ -77,7 +77,7 @@ function costCard(element, answer, place) {
     <div class="row"><input id="length" type="range" min=${first} max=${last} step="0.05" .value=${String(Math.log2(length))} aria-label="Length of the text in tokens" aria-valuetext=${`${count(length)} tokens`}
       @input=${(event) => { state.length = Math.round(2 ** Number(event.target.value)); redraw("cost"); }}><output id="lengthvalue">${count(length)} tokens</output></div>
     <ul class="prices">${curves.map((curve, index) => html`<li data-mechanism=${curve.mechanism}><svg width="18" height="6" aria-hidden="true"><line x1="0" x2="18" y1="3" y2="3" class=${`curve${index}`} stroke-dasharray=${DASHES[index].join(" ")}></line></svg><span class="name" title=${mechanismTitle(curve.mechanism)}>${index ? shortTitle(curve.mechanism) : html`<b>${shortTitle(curve.mechanism)}</b>`}</span><span class="figure">${withPrefix(at(lengths, curve[state.costUnit], length), unit)}</span></li>`)}</ul>
-    <p class="quiet tight" id="crossover" title="From these lengths on the other mechanism is cheaper">${crossing.length ? html`○ cheaper from: ${crossing.map((each, index) => `${index ? ", " : ""}${shortTitle(each.mechanism)}: ${count(each.length)}`)}` : "No crossing within these lengths."}</p>`, element);
+    <p class="quiet tight" id="crossover" title="From these lengths on the other mechanism is cheaper">${crossing.length ? html`○ cheaper from: ${crossing.map((each, index) => `${index ? ", " : ""}${shortTitle(each.mechanism)}: ${count(each.length)}`)}` : answer.peers.length ? "No crossing within these lengths." : nothing}</p>`, element);
   drawPlot(answer, curves, crossing, length, place);
 }
 

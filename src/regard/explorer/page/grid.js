@@ -317,7 +317,8 @@ function rulers(context, layout, colours, twin, byEffect) {
   if (twin) partNames(context, layout, colours, first);
   if (layout.groups > 1) return brackets(context, layout, colours, first);
   const skip = Math.max(1, Math.ceil(13 / layout.wide));
-  for (const cell of layout.lines > 1 ? [] : first) if (cell.head % skip === 0) context.fillText(String(cell.head), cell.x + layout.wide / 2 - 1, cell.y - 8);
+  const above = (cell) => (cell.part ? layout.below : 0) + layout.top - 8;
+  for (const cell of layout.lines > 1 ? [] : first) if (cell.head % skip === 0) context.fillText(String(cell.head), cell.x + layout.wide / 2 - 1, above(cell));
 }
 
 function partNames(context, layout, colours, first) {

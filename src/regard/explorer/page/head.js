@@ -139,7 +139,7 @@ export function drawHead() {
   const kinds = kindsShown(state.run);
   render(html`
     <div class="heading">${title(place, shown.length > 1)}<span class="push"></span>${saves()}</div>
-    <div class="tools" role="toolbar" aria-label="What is shown">${heads(place)}${windowsOf(place)}${tools(place, picture)}</div>
+    <div class="tools" role="toolbar" aria-label="What is shown">${heads(place)}${windowsOf(place)}${tools(place, picture, kinds)}</div>
     <div class=${`panes ${shown.length > 1 ? "two" : "one"} ${kinds.length > 1 ? "both" : "single"} ${kinds[0] === "picture" ? "pictured" : place.rows > 80 ? "lengthy" : ""}`}>
       ${shown.map((pane, index) => html`${pane.title ? html`<div class="panetitle" data-pane=${index}>${pane.title}<span class="panefacts">${factsOf(pane.run)}</span></div>` : nothing}`)}
       ${(shown.length > 1 ? [...kinds].reverse() : kinds).map((kind) => shown.map((_, index) => html`<div class=${`pane ${kind}`}>${surfaceFor(kind, index).element}</div>`))}
@@ -223,8 +223,9 @@ function saves() {
   </span>`;
 }
 
-function tools(place, picture) {
-  const view = (name, words) => html`<button data-view=${name} aria-pressed=${state.view === name} @click=${() => setOption("view", name)}>${words}</button>`;
+function tools(place, picture, kinds) {
+  const chosen = state.view === "picture" && !kinds.includes("picture") ? "matrix" : state.view; // channels have no places in a picture
+  const view = (name, words) => html`<button data-view=${name} aria-pressed=${chosen === name} @click=${() => setOption("view", name)}>${words}</button>`;
   const check = (name, words, hint, shown = true) => shown ? html`<label title=${hint}><input type="checkbox" data-option=${name} .checked=${state[name]} @change=${(event) => setOption(name, event.target.checked)}>${words}</label>` : nothing;
   const { info } = state.run;
   const pieces = !picture && new Set((info.words ?? []).filter((word) => word !== null)).size < (info.words ?? []).filter((word) => word !== null).length;

@@ -24,6 +24,7 @@ for (const [name, draw] of Object.entries(regionsOfPage)) region(name, draw);
 setTheme(storedTheme());
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => setTheme(state.theme));
 listenToKeys();
+addEventListener("resize", () => redraw("why", "cost")); // the other canvases watch their own size
 let started = null;
 let labs = null;
 
@@ -50,27 +51,29 @@ function failed(problem) {
 addEventListener("hashchange", () => {
   if (!origin.live) return;
   const first = !started;
-  if (state.lab || location.hash.startsWith("#lab")) openPlace().catch(failed);
+  if (state.lab || location.hash.startsWith("#lab")) ready = openPlace().catch(failed);
   if (state.lab || first || !addressIsForeign()) return;
   Object.assign(state, { words: false, special: false, contrast: false, sort: "layer", view: "both", scope: "head", changes: [], compare: { kind: "none", value: "" } });
   runModel(readAddress());
 });
 
-const ready = openPlace().catch(failed);
+let ready = openPlace().catch(failed);
 
 // Until nothing is computed, asked for or waiting to be drawn.
 async function settled() {
-  await ready;
+  let opened = null;
   do {
+    opened = ready;
+    await opened;
     await quiet();
-    await new Promise((resolve) => setTimeout(resolve, 10));
-  } while (!idle());
+    await new Promise((resolve) => setTimeout(resolve, 10)); // a click on a link is heard after it
+  } while (opened !== ready || !idle());
   await quiet();
 }
 
 // For tests and scripts: what is shown, and the number behind a cell (positions of tokens, not of merged words).
 window.regard = {
-  state, ready, settled, headOnScreen, cellOnScreen,
+  state, settled, headOnScreen, cellOnScreen,
   valueAt(row, column) {
     const view = viewOf(state.run);
     if (!view || view.preview) return null;

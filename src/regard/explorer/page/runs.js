@@ -10,7 +10,7 @@ export function newRun(message) {
     numbers[stack] = (numbers[stack] ?? -1) + 1;
     return { ...layer, position, stack, number: numbers[stack], loaded: false };
   });
-  return { id: message.run, info: message, layers, done: null };
+  return { id: message.run, info: message, layers, strongest: null, done: null };
 }
 
 export function addFrame(run, message) {
@@ -19,6 +19,10 @@ export function addFrame(run, message) {
     return;
   }
   const layer = run.layers.find((candidate) => candidate.index === message.index);
+  if (message.type === "strongest") {
+    run.strongest = { layer: layer.position, head: message.head };
+    return;
+  }
   const { type, index, data, ...facts } = message; // thumbnails, then labels, then statistics
   Object.assign(layer, facts, type === "layer" ? { codes: data, loaded: true } : {});
 }
@@ -34,18 +38,6 @@ export function describeHead(place, head) {
 export function windowOf(place) {
   if (!place.windows) return null;
   return Math.min(state.window ?? place.window, place.windows[0] * place.windows[1] - 1);
-}
-
-// The head with the strongest label that says something; the first head if none has one.
-export function strongestHead(run) {
-  let best = { layer: 0, head: 0, strength: -1 };
-  for (const layer of run.layers) {
-    (layer.labels ?? []).forEach((label, head) => {
-      const strength = label ? layer.strength[head] - (label === "diffuse" ? 1 : 0) : -1;
-      if (strength > best.strength) best = { layer: layer.position, head, strength };
-    });
-  }
-  return best;
 }
 
 const ROOM = 48e6; // bytes of tables that stay in memory
@@ -107,10 +99,17 @@ export function headScores(run, layer, head) {
   return fetched(place, () => tableSource.scores(run, layer, head, window), ["head", "whatif"]);
 }
 
+let preview = null; // the latest
+
 // What the thumbnail tells about a head, shown until its exact weights have come.
 export function previewTable(run, layer, head) {
-  const { rows, columns, size, codes, loaded, pool, window } = run.layers[layer];
-  if (!loaded || typeof head !== "number" || windowOf(run.layers[layer]) !== (window ?? null)) return null;
+  const place = run.layers[layer];
+  if (!place.loaded || typeof head !== "number" || windowOf(place) !== (place.window ?? null)) return null;
+  if (preview?.place !== place || preview.head !== head) preview = { place, head, table: enlarged(place, head) };
+  return preview.table;
+}
+
+function enlarged({ rows, columns, size, codes, pool }, head) {
   const [high, wide] = size;
   const weights = new Float32Array(rows * columns);
   const visible = new Uint8Array(rows * columns);

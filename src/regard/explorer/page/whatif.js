@@ -75,13 +75,13 @@ function fitting(mechanism) {
 }
 
 function dial(single) {
-  const softmax = state.run.layers[state.layer].mechanism?.family ?? "softmax";
+  const channel = state.run.layers[state.layer].mechanism?.family === "channel";
   const scale = scaleHere();
   const beta = state.beta ?? changed("beta") ?? ownBeta() ?? scale;
   const place = placeOf(beta, scale);
   const value = beta === "inf" ? Infinity : beta;
-  return html`<div class="dial"><label for="beta">β <output id="betavalue">${exactNumber(value === Infinity ? Infinity : Number(value.toPrecision(4)))}</output></label>
-    <input id="beta" type="range" min="0" max=${END} step="1" list="marks" .value=${String(place)} ?disabled=${softmax === "channel"} title="Drag: the matrix follows at once. Let go: the model runs again."
+  return html`<div class="dial"><label for="beta">β <output id="betavalue">${channel ? "–" : exactNumber(value === Infinity ? Infinity : Number(value.toPrecision(4)))}</output></label>
+    <input id="beta" type="range" min="0" max=${END} step="1" list="marks" .value=${String(place)} ?disabled=${channel} title="Drag: the matrix follows at once. Let go: the model runs again."
       aria-label="Beta, from uniform over the model's own scale to argmax" aria-valuetext=${value === 0 ? "uniform" : value === Infinity ? "argmax" : exactNumber(value)}
       @pointerdown=${() => single && headScores(state.run, state.layer, state.head)} @focus=${() => single && headScores(state.run, state.layer, state.head)}
       @input=${dragged} @change=${released} @dblclick=${() => change("beta", null)}>
@@ -146,7 +146,7 @@ function output() {
   const moved = html`<p class="moved">${!isChanged ? nothing : html`
     ${done.divergence === null || done.divergence === undefined ? nothing : html`<span>KL <b id="kl">${exactNumber(done.divergence)}</b> nats</span>`}
     ${done.distance === null || done.distance === undefined ? nothing : html`<span>output moved <b id="moved">${percent(done.distance)}</b></span>`}`}</p>`;
-  const written = done.text ? html`<p class="written" id="written">${isChanged && state.base.done.text !== done.text ? html`<s><bdi>${state.base.done.text}</bdi></s> ` : nothing}<bdi>${done.text}</bdi></p>` : nothing;
+  const written = done.text ? html`<p class="written" id="written">${isChanged && state.base.done?.text !== done.text ? html`<s><bdi>${state.base.done?.text}</bdi></s> ` : nothing}<bdi>${done.text}</bdi></p>` : nothing;
   if (!before?.length || !after?.length) return html`${moved}${written}${isChanged || done.text || !state.live ? nothing : html`<p class="quiet tight">This model has no word predictions: the card will say how far its output moves.</p>`}`;
   const rows = after.map((entry) => ({ ...entry, before: before.find((other) => other.id === entry.id)?.probability ?? null }));
   const gone = before.filter((entry) => !after.some((other) => other.id === entry.id));

@@ -1,5 +1,6 @@
 """The keys that each pattern of a head is about, which follow from positions, mask and tokens alone."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -86,12 +87,14 @@ def targets_of(
 def spoken(trace: Trace, layer: TracedLayer, batch: int, keys: int) -> tuple[Spoken, Spoken]:
     """The token strings of queries (by position) and of keys, if the trace has tokens."""
     asked, answered = trace.labels(layer)
-    for name, tokens, least in (
-        ("tokens" if layer.kind == "self" else "source_tokens", answered, keys),
-        ("tokens", asked, max(layer.rows, default=-1) + 1),
+    queries = max(layer.rows, default=-1) + 1
+    for name, tokens, least, whole in (
+        ("tokens" if layer.kind == "self" else "source_tokens", answered, keys, True),
+        ("tokens", asked, queries, len(layer.rows) == queries),  # of chosen rows the last need not be there
     ):
         # The last generated token has not run yet, so there may be one string more.
-        if tokens is not None and (len(tokens) != batch or any(len(t) not in (least, least + 1) for t in tokens)):
+        most = least + 1 if whole else math.inf
+        if tokens is not None and (len(tokens) != batch or any(not least <= len(t) <= most for t in tokens)):
             lengths = [len(sequence) for sequence in tokens]
             raise ValueError(f"{name}: expected {batch} sequences of {least} strings, got lengths {lengths}")
     return asked, None if answered is None else [sequence[:keys] for sequence in answered]
