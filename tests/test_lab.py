@@ -36,7 +36,10 @@ CLAIMS = {
     "003.4": "holds",
     "003.4.einsum": "does not hold",
     "003.6a": "holds under a condition",
+    "003.5": "holds",
     "real.reach": "holds",
+    "real.atoms": "holds",
+    "real.sinks": "holds",
     "000.2c": "holds",
     "000.2d": "holds",
     "002.1.4a": "measured here",
@@ -138,7 +141,7 @@ def test_a_slow_machine_decides_nothing():
         ({"dims": (4, 9000)}, "dims: expected 1 to 16 whole numbers from 1 to 8,192, got (4, 9000)"),
         ({"dims": 4.5}, "dims: expected 1 to 16 whole numbers from 1 to 8,192, got 4.5"),
         ({"samples": True}, "samples: expected a whole number from 1,000 to 1,000,000, got True"),
-        ({"size": 3}, "size: expected a parameter of scaling (dims, centres, std, samples, seed)"),
+        ({"size": 3}, "size: expected a parameter of scaling (dims, centres, stds, samples, seed)"),
     ],
 )
 def test_a_wrong_parameter_is_named_before_any_work(parameters, message):

@@ -13,7 +13,7 @@ from regard.core.cost import count_flops, heads_label
 from regard.core.style import Figure, dress, line_styles, new_figure
 from regard.lab.experiment import Between, Check, Measurements
 from regard.lab.registry import experiment
-from regard.lab.statistics import generator
+from regard.lab.statistics import generator, slope
 
 SHORT = 24
 """Tokens of the sequence that is streamed and computed whole."""
@@ -100,7 +100,7 @@ def intensity(
                     "ms": 1e3 * seconds,
                 }
             )
-        checks.append(_limit_check(name, layer, batch))
+        checks += [*_fit_checks(name, rows[-len(lengths) :], layer), _limit_check(name, layer, batch)]
     return Measurements(
         statement=(*checks, *_time_checks(rows, max(lengths))),
         table=tuple(rows),
@@ -166,6 +166,23 @@ def _seconds(layer: rg.MultiHeadAttention, x: Tensor, past: object) -> float:
     begin = perf_counter()
     layer.extend(x, past, rg.causal)
     return perf_counter() - begin
+
+
+def _fit_checks(name: str, rows: Sequence[Mapping[str, Any]], layer: rg.MultiHeadAttention) -> list[Check]:
+    """FLOPs per number of one more cached token, by straight lines through what was counted over n."""
+    lengths = [row["n"] for row in rows]
+    if len(set(lengths)) < 2:
+        return []
+    fitted = slope(lengths, [row["FLOPs"] for row in rows]) / slope(lengths, [row["numbers moved"] for row in rows])
+    limit = 2 * layer.num_heads / layer.num_kv_heads
+    return [
+        Check(
+            name=f"FLOPs per number of one more token, fitted, {name}",
+            predicted=limit,
+            measured=fitted,
+            tolerance=1e-9 * limit,
+        )
+    ]
 
 
 def _limit_check(name: str, layer: rg.MultiHeadAttention, batch: int) -> Check:
