@@ -201,19 +201,18 @@ def _timed(rows: Sequence[dict[str, Any]], dim: int) -> list[Check]:
             timed=True,
         )
     ]
-    last = rows[-2:]
-    for name, exponent in (("softmax", 2), ("quadratic", 1)) if len(last) > 1 else ():
-        measured = power([row["N"] for row in last], [row[f"{name} ms"] for row in last])
-        checks.append(
-            Check(
-                name=f"power of N in time, {name}, the two longest",
-                predicted=exponent,
-                measured=measured,
-                tolerance=0.3,
-                timed=True,
-            )
+    last, exponents = rows[-2:], {"softmax": 2, "quadratic": 1}
+    return checks + [
+        Check(
+            name=f"power of N in time, {name}, the two longest",
+            predicted=exponent,
+            measured=power([row["N"] for row in last], [row[f"{name} ms"] for row in last]),
+            tolerance=0.3,
+            timed=True,
         )
-    return checks
+        for name, exponent in exponents.items()
+        if len(last) > 1
+    ]
 
 
 def _figure(rows: Sequence[dict[str, Any]], dim: int) -> Figure:

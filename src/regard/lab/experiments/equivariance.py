@@ -8,7 +8,7 @@ from torch import Tensor
 
 import regard as rg
 from regard.core.mechanisms import REGISTRY
-from regard.core.style import COLOURS, Figure, Line2D, dress, new_figure
+from regard.core.style import COLOURS, Figure, Line2D, dress, line_styles, new_figure
 from regard.lab.experiment import Between, Check, Measurements
 from regard.lab.registry import experiment
 from regard.lab.statistics import generator
@@ -107,18 +107,20 @@ def _figure(rows: Sequence[tuple[str, str, float]], length: int) -> Figure:
         note=f"{length} inputs, float64, random layers. The largest difference relative to the largest output.",
     )
     axes = figure.subplots()
-    colours = {"": COLOURS[0], "by definition": COLOURS[1], "mask": COLOURS[2], "positions": COLOURS[3]}
+    words = {"": "no order", "by definition": "causal by definition", "mask": "mask", "positions": "positions"}
+    styles = dict(zip(words, line_styles(len(words)), strict=True))
     for place, (_, order, apart) in enumerate(rows):
-        shown, colour = max(apart, 1e-17), colours[order]
+        shown, (colour, marker) = max(apart, 1e-17), styles[order]
         axes.plot([1e-17, shown], [place, place], color=colour, linewidth=1)
-        axes.plot(shown, place, "o", color=colour)
+        axes.plot(shown, place, marker, color=colour)
     axes.set_xscale("log")
     axes.axvline(ROUNDING, color=COLOURS[6], linewidth=1, linestyle="--")
     axes.text(ROUNDING, -0.9, " rounding", fontsize=8, color=COLOURS[6])
     axes.set_yticks(range(len(rows)), [name for name, _, _ in rows])
     axes.invert_yaxis()
     dress(axes, x="distance between Sa(XP) and Sa(X)P")
-    words = {"": "no order", "by definition": "causal by definition", "mask": "mask", "positions": "positions"}
-    handles = [Line2D([], [], color=colours[kind], marker="o", label=words[kind]) for kind in colours]
+    handles = [
+        Line2D([], [], color=colour, marker=marker, label=words[kind]) for kind, (colour, marker) in styles.items()
+    ]
     axes.legend(handles=handles, fontsize=8, frameon=False, loc="upper right")
     return figure

@@ -232,15 +232,13 @@ def _figure(rows: Sequence[Mapping[str, Any]], heads: int, k: int, batch: int) -
         lengths = [row["n"] for row in mine]
         groups = mine[0]["key/value heads"]
         left.plot(lengths, [row["by the formula"] for row in mine], color=colour)
-        left.plot(
-            lengths, [row["FLOPs per number"] for row in mine], marker, color=colour, label=f"{name}, {groups} kv heads"
-        )
+        left.plot(lengths, [row["FLOPs per number"] for row in mine], marker, color=colour)
         left.axhline(2 * heads / groups, color=colour, linestyle=":")
-        right.plot(lengths, [row["ms"] for row in mine], marker + "-", color=colour, label=name)
+        right.plot(lengths, [row["ms"] for row in mine], marker + "-", color=colour, label=f"{name}, {groups} kv heads")
     for axes in (left, right):
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
     dress(left, title="Arithmetic intensity", x="cached tokens n", y="FLOPs per number moved")
     dress(right, title="Measured here", x="cached tokens n", y="ms a step")
-    left.legend(fontsize=8, frameon=False)
+    right.legend(fontsize=8, frameon=False, loc="upper left")
     return figure
