@@ -35,7 +35,15 @@ def _wider_window(patch):
     patch.setattr(rg.Window, "__post_init__", lambda self: object.__setattr__(self, "before", self.before + 1))
 
 
+def _uniform(patch):
+    patch.setattr(rg.Softmax, "_beta", lambda self, qk_length: 0.0)
+
+
 CASES: dict[str, LabCase] = {
+    # Random, but the twins take seconds: not repeated for ten seeds.
+    "head_patterns": LabCase(verdict="holds", flip=_uniform, quick={"layers": 1, "words": 12}),
+    "sinks": LabCase(verdict="holds", flip=_uniform, quick={"tokens": 8, "texts": 1}),
+    "atom_map": LabCase(verdict="holds", flip=_uniform, quick={"reactions": 2, "twins": 1}, statistical=True),
     "argmax": LabCase(verdict="holds", flip=_soft_argmax, quick={"betas": (0.1, 1.0), "queries": 8}),
     "printed_heads": LabCase(
         verdict="does not hold", flip=_average_for_the_blind, quick={"heads": 2, "tokens": 5, "padding": 2}

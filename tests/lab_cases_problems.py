@@ -118,7 +118,7 @@ CASES: dict[str, LabCase] = {
     "pretraining": LabCase(
         verdict="holds",
         flip=_inverted_or_not,
-        quick={"steps": 100, "documents": 2000, "embedding_dim": 32, "num_layers": 1, "evaluations": 1},
+        quick={"steps": 300, "evaluations": 1},
     ),
     "patches": LabCase(verdict="holds", flip=_no_hidden_layer, quick={"grid": 2, "patch_size": 2, "num_layers": 1}),
 }

@@ -9,6 +9,7 @@ import lab_cases_practice
 import lab_cases_problems
 import lab_cases_theory
 from regard import lab
+from regard.commands.lab import run_
 from regard.lab.experiment import Check, Measurements
 
 CASES = {**lab_cases_theory.CASES, **lab_cases_practice.CASES, **lab_cases_problems.CASES}
@@ -36,7 +37,10 @@ CLAIMS = {
     "003.4": "holds",
     "003.4.einsum": "does not hold",
     "003.6a": "holds under a condition",
+    "003.5": "holds",
     "real.reach": "holds",
+    "real.atoms": "holds",
+    "real.sinks": "holds",
     "000.2c": "holds",
     "000.2d": "holds",
     "002.1.4a": "measured here",
@@ -138,7 +142,7 @@ def test_a_slow_machine_decides_nothing():
         ({"dims": (4, 9000)}, "dims: expected 1 to 16 whole numbers from 1 to 8,192, got (4, 9000)"),
         ({"dims": 4.5}, "dims: expected 1 to 16 whole numbers from 1 to 8,192, got 4.5"),
         ({"samples": True}, "samples: expected a whole number from 1,000 to 1,000,000, got True"),
-        ({"size": 3}, "size: expected a parameter of scaling (dims, centres, std, samples, seed)"),
+        ({"size": 3}, "size: expected a parameter of scaling (dims, centres, stds, samples, seed)"),
     ],
 )
 def test_a_wrong_parameter_is_named_before_any_work(parameters, message):
@@ -149,3 +153,22 @@ def test_a_wrong_parameter_is_named_before_any_work(parameters, message):
 def test_an_unknown_experiment_suggests_the_nearest():
     with pytest.raises(ValueError, match=r"got 'scalign'; did you mean scaling\?"):
         lab.run("scalign")
+
+
+def test_the_command_takes_parameters_and_prints_json(capsys):
+    run_(["scaling", "--dims", "4", "4096", "--samples=5000", "--seed", "7"], as_json=True)
+    (outcome,) = json.loads(capsys.readouterr().out)["outcomes"]
+    assert outcome["verdict"] == "holds"
+    assert outcome["parameters"]["dims"] == [4, 4096]
+    assert outcome["parameters"]["seed"] == 7
+    with pytest.raises(ValueError, match=r"^--size: expected a parameter of scaling \(--dims, --centres, --stds, "):
+        run_(["scaling", "--size", "3"])
+    with pytest.raises(ValueError, match=r"^experiment: expected at least one ID"):
+        run_(["--dims", "4"])
+
+
+def test_in_a_notebook_an_outcome_is_a_table_and_a_figure():
+    assert outcome_of("orthogonal").table[0]["weight of itself"] == pytest.approx(0.2797, abs=5e-5)
+    page = outcome_of("norm_length")._repr_html_()
+    assert "<table" in page
+    assert "<svg" in page

@@ -22,10 +22,11 @@ def trained(name: str) -> TextModel:
     return expect(TextModel, rg.load(name))
 
 
-def untrained(model: SomeText, ids: Tensor) -> tuple[SomeText, Tensor]:
+def untrained(model: SomeText, ids: Tensor, layers: int | None = None) -> tuple[SomeText, Tensor]:
     """A model of the same config for a text of these tokens alone, and their ids in it; `initialise` it by a seed.
 
-    Rows of the embedding that no token uses would take time and change nothing.
+    Rows of the embedding that no token uses would take time and change nothing; so would the layers after the first
+    `layers`, if nobody looks at them.
 
     >>> model = rg.Decoder(rg.DecoderConfig(vocabulary_size=99, embedding_dim=8, num_layers=1, num_heads=2))
     >>> twin, ids = untrained(model, torch.tensor([[98, 7, 98]]))
@@ -33,7 +34,11 @@ def untrained(model: SomeText, ids: Tensor) -> tuple[SomeText, Tensor]:
     ([[1, 0, 1]], 4)
     """
     used, places = ids.unique(return_inverse=True)
-    config = replace(model.config, vocabulary_size=max(LEAST, len(used)))
+    config = replace(
+        model.config,
+        vocabulary_size=max(LEAST, len(used)),
+        num_layers=model.config.num_layers if layers is None else layers,
+    )
     return type(model)(config).eval(), places
 
 

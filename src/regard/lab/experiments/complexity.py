@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 from time import perf_counter
 from typing import Annotated, Any
@@ -68,7 +69,7 @@ def complexity(
     for name, mechanism in MECHANISMS.items():
         for row, x in zip(rows, inputs, strict=True):
             n = row["N"]
-            row[f"{name} FLOPs"] = _run_flops(mechanism, x)
+            row[f"{name} FLOPs"] = count_flops(partial(rg.attend, x, x, x, mechanism))
             row[f"{name} bytes kept"] = kept = _kept(mechanism, x, PATHS[name])
             formula = softmax_flops(n, dim) if name == "softmax" else rg.cost(mechanism, _work(n, dim)).flops
             checks += [
@@ -82,22 +83,18 @@ def complexity(
             ]
         costs = [rg.cost(mechanism, _work(n, dim)) for n in LONG]
         # Keys of the last chunk are compared with all queries instead of being added to the sums.
-        checks.append(
+        checks += [
             Check(
-                name=f"power of N in FLOPs, {name}",
-                predicted=2 if name == "softmax" else 1,
-                measured=power(LONG, [cost.flops for cost in costs]),
+                name=f"power of N in {what}, {name}",
+                predicted=2 if name == "softmax" else linear,
+                measured=power(LONG, numbers),
                 tolerance=CHUNK / LONG[0],
             )
-        )
-        checks.append(
-            Check(
-                name=f"power of N in memory besides inputs and output, {name}",
-                predicted=2 if name == "softmax" else 0,
-                measured=power(LONG, [cost.activation_bytes for cost in costs]),
-                tolerance=CHUNK / LONG[0],
+            for what, numbers, linear in (
+                ("FLOPs", [cost.flops for cost in costs], 1),
+                ("memory besides inputs and output", [cost.activation_bytes for cost in costs], 0),
             )
-        )
+        ]
     checks += _over_dims(dims)
     for name, times in _times(inputs, rounds).items():
         for row, seconds in zip(rows, times, strict=True):
@@ -108,18 +105,8 @@ def complexity(
 
 def _work(n: int, d: int) -> rg.Work:
     return rg.Work(
-        query_length=n,
-        key_length=n,
-        num_heads=1,
-        num_kv_heads=1,
-        qk_length=d,
-        value_length=d,
-        dtype=torch.float32,
+        query_length=n, key_length=n, num_heads=1, num_kv_heads=1, qk_length=d, value_length=d, dtype=torch.float32
     )
-
-
-def _run_flops(mechanism: Mechanism, x: Tensor) -> int:
-    return count_flops(lambda: rg.attend(x, x, x, mechanism))
 
 
 def _kept(mechanism: Mechanism, x: Tensor, path: str | None) -> int:
@@ -214,19 +201,18 @@ def _timed(rows: Sequence[dict[str, Any]], dim: int) -> list[Check]:
             timed=True,
         )
     ]
-    last = rows[-2:]
-    for name, exponent in (("softmax", 2), ("quadratic", 1)) if len(last) > 1 else ():
-        measured = power([row["N"] for row in last], [row[f"{name} ms"] for row in last])
-        checks.append(
-            Check(
-                name=f"power of N in time, {name}, the two longest",
-                predicted=exponent,
-                measured=measured,
-                tolerance=0.3,
-                timed=True,
-            )
+    last, exponents = rows[-2:], {"softmax": 2, "quadratic": 1}
+    return checks + [
+        Check(
+            name=f"power of N in time, {name}, the two longest",
+            predicted=exponent,
+            measured=power([row["N"] for row in last], [row[f"{name} ms"] for row in last]),
+            tolerance=0.3,
+            timed=True,
         )
-    return checks
+        for name, exponent in exponents.items()
+        if len(last) > 1
+    ]
 
 
 def _figure(rows: Sequence[dict[str, Any]], dim: int) -> Figure:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import regard as rg
 from regard.core.mechanisms import REGISTRY
-from regard.core.style import COLOURS, Figure, Line2D, dress, new_figure
+from regard.core.style import COLOURS, Figure, Line2D, dress, line_styles, new_figure
 from regard.lab.experiment import Between, Check, Measurements
 from regard.lab.registry import experiment
 from regard.lab.statistics import generator
@@ -29,7 +29,8 @@ def permuted(x: Tensor, order: Tensor) -> Tensor:
     statement=(
         "Self-attention is equivariant to permutations: $\\operatorname{Sa}(XP) = \\operatorname{Sa}(X)P$, since the "
         "rows and the columns of its weights are permuted, $\\operatorname{softmax}(P^T K^T Q P) = "
-        "P^T \\operatorname{softmax}(K^T Q) P$. Positions and a causal mask break that."
+        "P^T \\operatorname{softmax}(K^T Q) P$. (Without $P^T$ and $P$ around the softmax, as a derivation prints it, "
+        "it is another output.) Positions and a causal mask break the equivariance."
     ),
     formula=r"\operatorname{Sa}(XP) = VP \cdot P^T \operatorname{softmax}(K^T Q)\, P = \operatorname{Sa}(X)\,P",
 )
@@ -67,8 +68,9 @@ def equivariance(
             ("softmax, sinusoids", "positions", _moved(layer, x, order, places=places)),
             ("softmax, rotary", "positions", _moved(turned, x, order)),
         ]
-        q, k, _ = layer.project(x)
-        weights = rg.weights(q, k)
+        q, k, v = layer.project(x)
+        weights, expected = rg.weights(q, k), permuted(rg.attend(q, k, v), order)
+        printed = ((weights @ permuted(v, order) - expected).abs().max() / expected.abs().max()).item()
         again = rg.weights(permuted(q, order), permuted(k, order))
         both = (again - weights[..., order, :][..., order]).abs().max().item()
     checks = [
@@ -77,7 +79,10 @@ def equivariance(
         else Check(name=f"{name}: outputs apart", predicted=0, measured=apart, tolerance=ROUNDING)
         for name, order_used, apart in rows
     ]
-    checks.append(Check(name="weights, rows and columns permuted", predicted=0, measured=both, tolerance=ROUNDING))
+    checks += [
+        Check(name="weights, rows and columns permuted", predicted=0, measured=both, tolerance=ROUNDING),
+        Check(name="as printed, the values alone permuted: apart", predicted=1e-3, measured=printed, rule="at least"),
+    ]
     table = [{"self-attention": name, "order used by": used, "apart": apart} for name, used, apart in rows]
     return Measurements(statement=tuple(checks), table=tuple(table), draw=lambda: _figure(rows, length))
 
@@ -102,18 +107,20 @@ def _figure(rows: Sequence[tuple[str, str, float]], length: int) -> Figure:
         note=f"{length} inputs, float64, random layers. The largest difference relative to the largest output.",
     )
     axes = figure.subplots()
-    colours = {"": COLOURS[0], "by definition": COLOURS[1], "mask": COLOURS[2], "positions": COLOURS[3]}
+    words = {"": "no order", "by definition": "causal by definition", "mask": "mask", "positions": "positions"}
+    styles = dict(zip(words, line_styles(len(words)), strict=True))
     for place, (_, order, apart) in enumerate(rows):
-        shown, colour = max(apart, 1e-17), colours[order]
+        shown, (colour, marker) = max(apart, 1e-17), styles[order]
         axes.plot([1e-17, shown], [place, place], color=colour, linewidth=1)
-        axes.plot(shown, place, "o", color=colour)
+        axes.plot(shown, place, marker, color=colour)
     axes.set_xscale("log")
     axes.axvline(ROUNDING, color=COLOURS[6], linewidth=1, linestyle="--")
     axes.text(ROUNDING, -0.9, " rounding", fontsize=8, color=COLOURS[6])
     axes.set_yticks(range(len(rows)), [name for name, _, _ in rows])
     axes.invert_yaxis()
     dress(axes, x="distance between Sa(XP) and Sa(X)P")
-    words = {"": "no order", "by definition": "causal by definition", "mask": "mask", "positions": "positions"}
-    handles = [Line2D([], [], color=colours[kind], marker="o", label=words[kind]) for kind in colours]
+    handles = [
+        Line2D([], [], color=colour, marker=marker, label=words[kind]) for kind, (colour, marker) in styles.items()
+    ]
     axes.legend(handles=handles, fontsize=8, frameon=False, loc="upper right")
     return figure

@@ -13,7 +13,7 @@ from regard.core.cost import count_flops, heads_label
 from regard.core.style import Figure, dress, line_styles, new_figure
 from regard.lab.experiment import Between, Check, Measurements
 from regard.lab.registry import experiment
-from regard.lab.statistics import generator
+from regard.lab.statistics import generator, slope
 
 SHORT = 24
 """Tokens of the sequence that is streamed and computed whole."""
@@ -100,7 +100,7 @@ def intensity(
                     "ms": 1e3 * seconds,
                 }
             )
-        checks.append(_limit_check(name, layer, batch))
+        checks += [*_fit_checks(name, rows[-len(lengths) :], layer), _limit_check(name, layer, batch)]
     return Measurements(
         statement=(*checks, *_time_checks(rows, max(lengths))),
         table=tuple(rows),
@@ -168,6 +168,23 @@ def _seconds(layer: rg.MultiHeadAttention, x: Tensor, past: object) -> float:
     return perf_counter() - begin
 
 
+def _fit_checks(name: str, rows: Sequence[Mapping[str, Any]], layer: rg.MultiHeadAttention) -> list[Check]:
+    """FLOPs per number of one more cached token, by straight lines through what was counted over n."""
+    lengths = [row["n"] for row in rows]
+    if len(set(lengths)) < 2:
+        return []
+    fitted = slope(lengths, [row["FLOPs"] for row in rows]) / slope(lengths, [row["numbers moved"] for row in rows])
+    limit = 2 * layer.num_heads / layer.num_kv_heads
+    return [
+        Check(
+            name=f"FLOPs per number of one more token, fitted, {name}",
+            predicted=limit,
+            measured=fitted,
+            tolerance=1e-9 * limit,
+        )
+    ]
+
+
 def _limit_check(name: str, layer: rg.MultiHeadAttention, batch: int) -> Check:
     """FLOPs per number over an endless cache; what is not the cache adds its share of the bytes."""
     work = _work(layer, batch, FAR)
@@ -215,15 +232,13 @@ def _figure(rows: Sequence[Mapping[str, Any]], heads: int, k: int, batch: int) -
         lengths = [row["n"] for row in mine]
         groups = mine[0]["key/value heads"]
         left.plot(lengths, [row["by the formula"] for row in mine], color=colour)
-        left.plot(
-            lengths, [row["FLOPs per number"] for row in mine], marker, color=colour, label=f"{name}, {groups} kv heads"
-        )
+        left.plot(lengths, [row["FLOPs per number"] for row in mine], marker, color=colour)
         left.axhline(2 * heads / groups, color=colour, linestyle=":")
-        right.plot(lengths, [row["ms"] for row in mine], marker + "-", color=colour, label=name)
+        right.plot(lengths, [row["ms"] for row in mine], marker + "-", color=colour, label=f"{name}, {groups} kv heads")
     for axes in (left, right):
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
     dress(left, title="Arithmetic intensity", x="cached tokens n", y="FLOPs per number moved")
     dress(right, title="Measured here", x="cached tokens n", y="ms a step")
-    left.legend(fontsize=8, frameon=False)
+    right.legend(fontsize=8, frameon=False, loc="upper left")
     return figure

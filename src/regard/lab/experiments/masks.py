@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import regard as rg
-from regard.core.style import COLOURS, QUIET, Figure, Patch, dress, new_figure
+from regard.core.style import COLOURS, QUIET, Figure, Line2D, dress, new_figure
 from regard.lab.experiment import Between, Check, Measurements
 from regard.lab.registry import experiment
 from regard.lab.statistics import generator, randomised
@@ -208,15 +208,15 @@ def _figure(cases: Sequence[Case]) -> Figure:
     )
     axes = figure.subplots()
     meaning = {
-        "right": ("the masks that it needs", COLOURS[0]),
-        "condition": ("asked for, and not enough", COLOURS[4]),
-        "dropped": ("one mask dropped", COLOURS[1]),
+        "right": ("the masks that it needs", COLOURS[0], "o"),
+        "condition": ("asked for, and not enough", COLOURS[4], "^"),
+        "dropped": ("one mask dropped", COLOURS[1], "s"),
     }
     lowest = 1e-17
     for place, case in enumerate(cases):
-        colour = meaning[case.kind][1]
+        _, colour, marker = meaning[case.kind]
         axes.plot([lowest, max(case.moved, lowest)], [place, place], color=colour, linewidth=2)
-        axes.plot(max(case.moved, lowest), place, "o", color=colour)
+        axes.plot(max(case.moved, lowest), place, marker, color=colour)
         if case.moved == 0:
             axes.text(lowest * 2, place, "exactly 0", fontsize=7.5, color=QUIET, va="center")
     axes.axvline(ROUNDING, color=QUIET, linestyle=":", linewidth=1)
@@ -224,6 +224,6 @@ def _figure(cases: Sequence[Case]) -> Figure:
     axes.invert_yaxis()
     axes.set_xscale("log")
     dress(axes, x="largest change of an output")
-    patches = [Patch(color=colour, label=name) for name, colour in meaning.values()]
-    axes.legend(handles=patches, fontsize=8, frameon=False, loc="upper center", bbox_to_anchor=(0.4, 1.1), ncols=3)
+    handles = [Line2D([], [], color=colour, marker=marker, label=name) for name, colour, marker in meaning.values()]
+    axes.legend(handles=handles, fontsize=8, frameon=False, loc="upper center", bbox_to_anchor=(0.4, 1.1), ncols=3)
     return figure

@@ -33,7 +33,8 @@ def token_flops(n: int, d: int) -> int:
     formula=r"y_{N+1} = \sum_{m=1}^{N+1} \operatorname{softmax}_m\left[k_m^T q_{N+1}\right] v_m",
     instead=(
         "Under the mask no old query sees the new key. Only the new query meets N + 1 keys: N + 1 new weights and one "
-        "new output, for 8·D² + 4·(N + 1)·D FLOPs with the projections, if keys and values are kept. Old outputs stay."
+        "new output, for 8·D² + 4·(N + 1)·D FLOPs with the projections, if keys and values are kept. Old outputs stay, "
+        "to the last bit."
     ),
 )
 def new_token(
@@ -63,6 +64,11 @@ def new_token(
         instead += [
             Check(name=f"new weights of a head, N = {n}", predicted=n + 1, measured=row["new weights"]),
             Check(name=f"outputs that are new or change, N = {n}", predicted=1, measured=row["changed outputs"]),
+            Check(
+                name=f"old outputs that another new token changes by a bit, N = {n}",
+                predicted=0,
+                measured=row["outputs that another token changes"],
+            ),
             Check(name=f"FLOPs of extend, N = {n}", predicted=token_flops(n, dim), measured=row["FLOPs"]),
             Check(
                 name=f"extend's output and the whole sequence's, N = {n}",
@@ -95,9 +101,11 @@ def _measured(layer: rg.MultiHeadAttention, x: Tensor) -> dict[str, float]:
     last, _ = layer.extend(x[:, n:], state, mask=rg.causal)
     largest = after.abs().max()
     moved = (after[:, :n] - before).abs().amax(-1) > ROUNDING * largest
+    other = layer(torch.cat([x[:, :n], -x[:, n:]], 1), mask=rg.causal)
     return {
         "new weights": _visible(layer, x) - _visible(layer, x[:, :n]),
         "changed outputs": 1 + int(moved.sum()),
+        "outputs that another token changes": int((other != after)[:, :n].any(-1).sum()),
         "apart": ((torch.cat([first, last], 1) - after).abs().max() / largest).item(),
         "FLOPs": count_flops(lambda: layer.extend(x[:, n:], state, mask=rg.causal)),
     }

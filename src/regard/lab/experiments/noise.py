@@ -13,6 +13,9 @@ from regard.lab.experiment import Between, Check, Measurements
 from regard.lab.registry import experiment
 from regard.lab.statistics import Estimate, generator, mean, power
 
+SLOPES = 0.05
+"""How far a slope may be from its order at most."""
+
 
 def expected(q: Tensor, weight: float, step: float) -> tuple[float, float]:
     """Mean of ‖ΔH‖ over sigma, and length of the mean of ΔH over sigma², for small sigma.
@@ -77,7 +80,7 @@ def noise(
         )
     ]
     # What the orders left out can change: the square of the largest standard deviation of a score.
-    next_order = 1e-3 + 2 * (q.norm().item() * dim**-0.5 * sizes[-1]) ** 2
+    next_order = min(SLOPES, 1e-3 + 2 * (q.norm().item() * dim**-0.5 * sizes[-1]) ** 2)
     powers = [power(sizes, [abs(estimate.value) for estimate in estimates]) for estimates in (lengths, shifts)]
     instead = [
         Check(name="exponent of σ in the mean of ‖ΔH‖", predicted=1, measured=powers[0], tolerance=next_order),

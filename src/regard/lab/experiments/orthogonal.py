@@ -105,7 +105,7 @@ def _figure(rows: Sequence[dict[str, float]], seed: int) -> Figure:
     axes.axhline(1, color="black", linewidth=0.8, linestyle=":")
     axes.set_xscale("log")
     dress(axes, x="β", y="weight of a token for itself")
-    axes.legend(fontsize=8, frameon=False, title="n", title_fontsize=8)
+    axes.legend(fontsize=8, frameon=False, title="n", title_fontsize=8, loc="upper left", bbox_to_anchor=(0, 0.95))
     keys = _orthonormal(SHOWN, generator(seed))
     for axes, beta in zip(maps, (1.0, 8.0), strict=True):
         weights = rg.weights(keys, keys, rg.Softmax(beta=beta))[0, 0]

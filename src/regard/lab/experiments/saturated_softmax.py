@@ -49,7 +49,8 @@ def sensitivity(table: Tensor) -> float:
     formula=r"\frac{\partial y_i}{\partial z_j} = y_i(\delta_{ij} - y_j)",
     instead=(
         "Derivatives near 0 mean that the output hardly moves: a saturated softmax is insensitive, and passes no "
-        "gradient back. y₃(1 − y₃) computed directly is 0, since y₃ rounds to 1; in logarithms it is 5.64e-42."
+        "gradient back. y₃(1 − y₃) computed directly is 0, since y₃ rounds to 1; in logarithms it is 5.64e-42. Plain "
+        "exponentials overflow in float32."
     ),
 )
 def saturated_softmax(
@@ -101,6 +102,11 @@ def saturated_softmax(
                 measured=_moved(scores, kind),
                 tolerance=4 * rounding,
                 rule="at most",
+            ),
+            Check(
+                name=f"exp of the largest score overflows (1) or not (0), {name}",
+                predicted=float(max(scores) > math.log(torch.finfo(kind).max)),
+                measured=float(math.isnan(_plain(scores, kind))),
             ),
         ]
         rows.append(

@@ -11,6 +11,7 @@ from regard.core.style import COLOURS, INK, RULE, Axes, Figure, dress, new_figur
 from regard.lab.experiment import Between, Check, Measurements
 from regard.lab.registry import experiment
 from regard.lab.statistics import generator, randomised
+from regard.models.layers.block import Block, BlockConfig
 from regard.models.layers.network import PositionWise
 
 ROUNDING = 1e-12
@@ -29,7 +30,8 @@ def parameters(embedding_dim: int, heads: int, qk_length: int, value_length: int
         "and $V$ are free. The columns are split to $(B, H, T, K)$, so that all heads are computed in parallel, each "
         "as if it were alone. Weights are $(B, H, T, S)$; the outputs $(B, H, T, V)$ are combined to $(B, T, H V)$, "
         "the inverse of splitting, and $W_o$ brings them back to $E$ columns. In cross-attention keys and values come "
-        "from another sequence. The network after it treats each position by itself."
+        "from another sequence. An encoder layer is this attention and a network that treats each position by itself, "
+        "each with a residual connection and a norm."
     ),
     formula=r"(B, T, E) \to (B, T, H K) \to (B, H, T, K) \to (B, H, T, V) \to (B, T, H V) \to (B, T, E)",
 )
@@ -84,7 +86,7 @@ def shapes(
                 measured=count,
             )
         )
-    checks.append(_alone(embedding_dim, x))
+    checks += [_alone(embedding_dim, x), _encoder_layer(embedding_dim, heads, qk_length, x)]
     last = rows[-len(to_source) :]
     fixed = embedding_dim, heads, qk_length
     return Measurements(statement=tuple(checks), table=tuple(rows), draw=lambda: _figure(last, counts, fixed))
@@ -157,6 +159,25 @@ def _alone(embedding_dim: int, x: Tensor) -> Check:
         alone = torch.cat([network(x[:, [place]]) for place in range(x.shape[1])], 1)
         gap = (network(x) - alone).abs().max().item()
     return Check(name="network: all positions − each alone", predicted=0, measured=gap, tolerance=ROUNDING)
+
+
+def _encoder_layer(embedding_dim: int, heads: int, qk_length: int, x: Tensor) -> Check:
+    """Check that a layer of an encoder is attention and the position-wise network, added to what they read."""
+    config = BlockConfig(
+        embedding_dim=embedding_dim,
+        num_heads=heads,
+        qk_length=qk_length,
+        value_length=qk_length,
+        hidden_dim=4 * embedding_dim,
+        mechanism=rg.Softmax(),
+        pre_norm=False,
+    )
+    block = Block(config).double().eval()
+    with torch.no_grad():
+        attended = block.attention_norm(x + block.attention(x))
+        by_hand = block.network_norm(attended + block.network(attended))
+        gap = (block(x)[0] - by_hand).abs().max().item()
+    return Check(name="encoder layer − attention and network", predicted=0, measured=gap, tolerance=ROUNDING)
 
 
 def _figure(
