@@ -112,25 +112,11 @@ def formula(
     >>> formula(lambda d: d, lambda d: d**0.5, [(4,), (9,)], {"this is the variance": lambda d: d})
     'this is the variance'
     """
-    if blank(answer):
-        return BLANK
     names = arguments(expected)
-    signature = f"lambda {', '.join(names)}: …"
-    if not callable(answer) or isinstance(answer, type):
-        return f"expected a function, `{signature}`, got {kind(answer)}"
     cases = [tuple(case) for case in cases]
-    values = []
-    for case in cases:
-        result, error = called(answer, *case)
-        at = ", ".join(f"{name} = {value:g}" for name, value in zip(names, case, strict=True))
-        if error:
-            return BLANK if error == BLANK else f"expected `{signature}`; at {at} it {error}"
-        if blank(result):
-            return BLANK
-        value = real(result)
-        if value is None:
-            return f"expected a number at {at}, got {kind(result)}"
-        values.append(value)
+    values, fault = evaluated(answer, names, cases)
+    if fault:
+        return fault
     right = [expected(*case) for case in cases]
     if all(close(value, truth, tolerance) for value, truth in zip(values, right, strict=True)):
         return ""
@@ -139,9 +125,37 @@ def formula(
             return sentence
     places = [place for place in range(len(cases)) if not close(values[place], right[place], tolerance)]
     case, apart = cases[places[0]], _apart(values[places[0]], right[places[0]])
-    at = ", ".join(f"{name} = {value:g}" for name, value in zip(names, case, strict=True))
     share = f" ({len(cases) - len(places)} of {len(cases)} cases are right)" if len(places) < len(cases) else ""
-    return f"at {at} it gives {values[places[0]]:.6g}, which is {apart}{share}"
+    return f"at {_at(names, case)} it gives {values[places[0]]:.6g}, which is {apart}{share}"
+
+
+def evaluated(answer: object, names: Sequence[str], cases: Sequence[Sequence[float]]) -> tuple[list[float], str]:
+    """What a function of numbers gives in some cases, or why it does not give numbers.
+
+    >>> evaluated(lambda d: d + 1, ["d"], [(4,), (9,)]), evaluated(8, ["d"], [(4,)])[1]
+    (([5.0, 10.0], ''), 'expected a function, `lambda d: …`, got 8')
+    """
+    signature = f"lambda {', '.join(names)}: …"
+    if blank(answer):
+        return [], BLANK
+    if not callable(answer) or isinstance(answer, type):
+        return [], f"expected a function, `{signature}`, got {kind(answer)}"
+    values = []
+    for case in cases:
+        result, error = called(answer, *case)
+        if error == BLANK or (not error and blank(result)):
+            return [], BLANK
+        if error:
+            return [], f"expected `{signature}`; at {_at(names, case)} it {error}"
+        value = real(result)
+        if value is None:
+            return [], f"expected a number at {_at(names, case)}, got {kind(result)}"
+        values.append(value)
+    return values, ""
+
+
+def _at(names: Sequence[str], case: Sequence[float]) -> str:
+    return ", ".join(f"{name} = {value:g}" for name, value in zip(names, case, strict=True))
 
 
 def arguments(function: Callable[..., object]) -> list[str]:
