@@ -7,7 +7,8 @@ which shape is wrong, never the expected number.
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -29,22 +30,21 @@ def kind(value: object) -> str:
         return f"the class {value.__name__}"
     if isinstance(value, str):
         return f"the text {value[:40]!r}"
-    if isinstance(value, bool | int | float):
+    if isinstance(value, bool | float):
         return f"{value!r}"
+    if isinstance(value, int):
+        return f"{value!r}" if abs(value) < 10**15 else "a whole number of more than 15 digits"
     return "a function" if callable(value) else f"a value of type {type(value).__name__}"
 
 
-def blank(value: object) -> bool:
-    """Whether nothing was answered: dots or None, also in parts of the answer.
+def blank(value: object, depth: int = 3) -> bool:
+    """Whether nothing was answered: dots or None, also in parts of the answer, and in their parts.
 
     >>> blank(...), blank({"a": 1, "b": ...}), blank(0)
     (True, True, False)
     """
-    if isinstance(value, dict):
-        return any(map(blank, value.values()))
-    if isinstance(value, list | tuple):
-        return any(map(blank, value))
-    return value is ... or value is None
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return value is ... or value is None or (depth > 0 and any(blank(part, depth - 1) for part in parts))
 
 
 def real(value: object) -> float | None:
@@ -188,11 +188,9 @@ def letters(answer: object, expected: str, options: str, near: Mapping[str, str]
     """
     if blank(answer):
         return BLANK
-    try:
-        chosen = {str(letter).strip().lower() for letter in answer}  # type: ignore[attr-defined]
-    except Exception:
-        chosen = set()
-    chosen -= {"", ",", " "}
+    # A text, a list or a set of letters: other things that can be gone through may have no end.
+    chosen = {letter.strip().lower() for letter in answer if isinstance(letter, str)} if _has_letters(answer) else set()
+    chosen -= {"", ","}
     if not chosen or not chosen <= set(options):
         return f'expected letters of {", ".join(options)}, such as "{options[:2]}", got {kind(answer)}'
     for letter in options:
@@ -201,6 +199,10 @@ def letters(answer: object, expected: str, options: str, near: Mapping[str, str]
             what = "should not be chosen" if letter in chosen else "is missing"
             return f"{letter} {what}{': ' + why if why else ''}"
     return ""
+
+
+def _has_letters(answer: object) -> TypeGuard[Collection[object]]:
+    return isinstance(answer, str | list | tuple | set)
 
 
 def entries(
@@ -367,7 +369,7 @@ def _differing(values: Tensor, expected: Tensor, size: float) -> str:
 
 def _values(answer: object) -> Tensor | None:
     try:
-        return torch.as_tensor(answer).detach().double()
+        return torch.as_tensor(answer).detach().cpu().double()
     except Exception:  # whatever a student's type raises, it is no tensor
         return None
 

@@ -37,11 +37,9 @@ def _channels(answer: object) -> str:
         {"patches": patches, "channels": channels},
         {
             "patches": {
-                "these are operations, two for a multiplication and its addition": 2 * patches,
+                "twice as many: these are operations (a multiplication and its addition), or those of (b)": channels,
                 "these are scores and weighted sums": 4 * patches,
                 "this is one patch": patches // 256,
-                "a grid of 16 × 16 has 256 patches": 16 * 16 * 512,
-                "(a) and (b) are exchanged": channels,
             },
             "channels": {
                 "these are operations, two for a multiplication and its addition": 2 * channels,
@@ -93,8 +91,8 @@ def _ratio(answer: object) -> str:
 )
 def _growth(answer: object) -> str:
     def window(rows: int) -> int:
-        size = rows * 60
-        return int(rg.window2d((rows, 60), 1).visible(1, 1, size, size).sum())
+        size = rows * 4
+        return int(rg.window2d((rows, 4), 1).visible(1, 1, size, size).sum())
 
     return entries(
         answer,

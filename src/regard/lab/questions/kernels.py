@@ -41,9 +41,10 @@ def _zero(answer: object) -> str:
     values: Mapping[str, object] = answer  # type: ignore[assignment]
     vectors = {}
     for name in ("query", "key"):
-        entries_of, error = called(lambda value: [real(x) for x in value], values[name])
-        if error or not isinstance(entries_of, list) or len(entries_of) != 2 or None in entries_of:
-            return f"{name}: expected a list of two numbers, got {kind(values[name])}"
+        vector = values[name]
+        entries_of = [real(entry) for entry in vector] if isinstance(vector, list | tuple | Tensor) else []
+        if len(entries_of) != 2 or None in entries_of:
+            return f"{name}: expected a list of two numbers, got {kind(vector)}"
         vectors[name] = torch.tensor(entries_of, dtype=torch.float64)
         if not vectors[name].any():
             return f"{name}: expected one that is not all zeros"

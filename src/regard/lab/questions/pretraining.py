@@ -3,7 +3,7 @@
 import torch
 
 import regard as rg
-from regard.lab.answers import blank, called, entries, kind
+from regard.lab.answers import blank, called, entries, kind, real
 from regard.lab.question import BLANK, question
 
 SENTENCES = (
@@ -93,14 +93,14 @@ def _examples(answer: object) -> str:
     made, error = called(answer, list(SENTENCES))
     if error or blank(made):
         return BLANK if error in ("", BLANK) else f"it {error}"
-    triples = [tuple(example) for example in made] if isinstance(made, list | tuple) else []
-    if not triples or any(len(example) != 3 for example in triples):
+    triples = made if isinstance(made, list | tuple) else ()
+    if not triples or any(not isinstance(example, list | tuple) or len(example) != 3 for example in triples):
         return f"expected a list of (first, second, label), got {kind(made)}"
     if any(not isinstance(text, str) for *texts, _ in triples for text in texts):
         return "expected strings as first and second"
     labels = [label for *_, label in triples]
-    if not set(labels) <= {0, 1}:
-        return f"expected the labels 0 and 1, got {sorted(set(map(str, labels)))}"
+    if other := [label for label in labels if real(label) not in (0, 1)]:
+        return f"expected the labels 0 and 1, got {kind(other[0])}"
     if labels.count(0) != labels.count(1):
         return f"{labels.count(1)} examples have label 1, {labels.count(0)} have label 0: guessing would pay"
     true, false = ({(first, second) for first, second, label in triples if label == which} for which in (1, 0))

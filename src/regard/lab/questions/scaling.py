@@ -1,5 +1,7 @@
 """Scores: their mean and variance, why they are scaled, and what a saturated softmax does."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -188,7 +190,7 @@ def _bound(answer: object) -> str:
         return fault
     for value, (n, epsilon) in zip(values, cases, strict=True):
         largest = _largest_norm(n, epsilon)
-        if not value >= largest * (1 - 1e-9):
+        if not largest * (1 - 1e-9) <= value < math.inf:
             return f"at n = {n}, epsilon = {epsilon:g} it is {value:.4g}: no bound, there are rows with {largest:.4g}"
     if not values[3] <= 1e-4 * values[2] * (1 + 1e-9):
         return f"from epsilon = 0.01 to 0.000001, at n = 16, it goes from {values[2]:.4g} to {values[3]:.4g} only"

@@ -236,14 +236,16 @@ def _computation(answer: object) -> str:
     values: Mapping[str, object] = answer  # type: ignore[assignment]
 
     def attention(n: int, d: int) -> float:
-        x = torch.empty(1, 1, int(n), int(d), device="meta")
-        return count_flops(lambda: rg.attend(x, x, x)) / 2
+        work = rg.Work(
+            query_length=n, key_length=n, num_heads=1, num_kv_heads=1, qk_length=d, value_length=d, cached=False
+        )
+        return rg.cost(rg.Softmax(), work).flops / 2
 
     def recurrent(n: int, d: int) -> float:
         weight, state = torch.empty(int(d), int(d), device="meta"), torch.empty(1, int(d), device="meta")
         return sum(count_flops(lambda: state @ weight) for _ in range(int(n))) / 2
 
-    cases = [(4, 8), (10, 3)]
+    cases, step = [(4, 8), (10, 3)], recurrent(1, 512)
     twice = "these are operations, two for a multiplication and its addition"
     return together(
         {
@@ -271,7 +273,7 @@ def _computation(answer: object) -> str:
             ),
             "length": number(
                 values["length"],
-                max(n for n in range(64, 1024, 64) if attention(n, 512) <= n * recurrent(1, 512)),
+                max(n for n in range(64, 1024, 64) if attention(n, 512) <= n * step),
                 {"attention has two products": 512, "solve 2 n² d = n d² for n": 1024},
                 tolerance=0,
             ),
