@@ -146,8 +146,9 @@ class Content:
     @property
     def lead(self) -> str:
         """What the report is, in three sentences."""
-        documents = len(self.documents)
-        source = f"{documents} course documents say" if documents > 1 else "a course document says"
+        documents = sum(document["number"] != "real" for document in self.documents)
+        sources = {0: "trained models show", 1: "a course document says"}
+        source = sources.get(documents, f"{documents} course documents say")
         experiments = f"{len(self.entries)} experiments" if len(self.entries) > 1 else "An experiment"
         return (
             f"{experiments} on what {source} about attention. Each measures its statement with the "

@@ -16,7 +16,8 @@ from regard.lab.registry import run
 from regard.training.machine import environment
 
 PACKAGE = Path(regard.__file__).parent
-OTHERS = ("lab/experiments/", "lab/reporting/", "lab/question", "lab/answers", "explorer/", "commands/")
+SHEETS = ("lab/question", "lab/answers", "lab/sheet", "lab/tasks")
+OTHERS = ("lab/experiments/", "lab/reporting/", *SHEETS, "explorer/", "commands/")
 """What no outcome depends on; the file of its own experiment is hashed by itself."""
 GROUPS = {"the statement": "statement", "under the condition": "within", "in its place": "instead"}
 
