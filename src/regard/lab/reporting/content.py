@@ -20,13 +20,13 @@ MEANING: dict[Verdict, tuple[str, str]] = {
     ),
     "undecided": ("undecided", "The measurements are too few or too coarse to say."),
     "measured here": ("measured", "Times on this machine, which decide nothing about another."),
-    "not run": ("missing", "Needs weights that are not installed."),
+    "not run": ("missing", "Needs weights that are not installed, or raised an error."),
 }
 """The verdicts, each with its name in style sheets and what it means."""
 FIRST_WORDS = {
     "holds under a condition": "The condition",
     "does not hold": "What holds instead",
-    "not run": "To run it",
+    "not run": "Why",
 }
 
 LISTS = {
