@@ -176,6 +176,7 @@ def test_a_report_that_was_killed_goes_on(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"index.html", "outcomes", "report.json", "report.pdf"}
 
 
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # matplotlib, of a tensor
 def test_an_experiment_that_raises_does_not_lose_the_rest(tmp_path, monkeypatch):
     def broken(**_):
         raise RuntimeError("no $x$ <b>")
