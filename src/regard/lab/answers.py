@@ -183,7 +183,7 @@ def called(function: Callable[..., object], *inputs: object) -> tuple[object, st
 def letters(answer: object, expected: str, options: str, near: Mapping[str, str] | None = None) -> str:
     """What is wrong with a choice of letters; `near` says of a letter why it is, or is not, among the right ones.
 
-    >>> letters("ac", "ab", "abc", {"c": "batches do not mix"})
+    >>> letters("abc", "ab", "abc", {"c": "batches do not mix"})
     'c should not be chosen: batches do not mix'
     """
     if blank(answer):
@@ -269,7 +269,7 @@ def word(answer: object, expected: str, near: Mapping[str, str] | None = None) -
     """What is wrong with a word.
 
     >>> word("Causal", "causal"), word("both", "causal"), word(1, "causal")
-    ('', 'not both', "expected a word in quotes, got 1")
+    ('', 'not both', 'expected a word in quotes, got 1')
     """
     if blank(answer):
         return BLANK
@@ -393,7 +393,7 @@ def function(
     `parts` names the tensors that it returns.
 
     >>> function(lambda x: x.T, lambda x: x, {"a square": [torch.eye(2)], "a row": [torch.ones(1, 2)]})
-    'for a row: transposed: the last two axes are swapped'
+    'for a row: transposed: the last two axes are swapped (1 of 2 inputs are right)'
     """
     if blank(answer):
         return BLANK
