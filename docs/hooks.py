@@ -25,7 +25,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     """Let links between the repository's files lead to their pages; those to files without a page become words."""
     home = PAGES.get(page.file.src_uri, f"docs/{page.file.src_uri}")
     shown = {source: name for name, source in PAGES.items()}
-    shown |= {f"docs/{file.src_uri}": file.src_uri for file in files.documentation_pages()}
+    shown |= {f"docs/{file.src_uri}": file.src_uri for file in files if file.inclusion.is_included()}
 
     def turned(link: re.Match[str]) -> str:
         words, target, anchor = link[1], link[2], link[3] or ""

@@ -10,6 +10,7 @@ from processes import finished
 from regard import lab
 from regard.lab.drawing import svg
 from regard.lab.experiment import Check, Experiment, Measurements, Outcome
+from regard.lab.reporting import report
 from regard.lab.reporting.content import Content, headline
 from regard.lab.reporting.formula import mathml, typst
 from regard.lab.reporting.markup import html, nodes
@@ -173,6 +174,20 @@ def test_a_report_that_was_killed_goes_on(tmp_path):
     report = json.loads((tmp_path / "report.json").read_text())
     assert [outcome["experiment"] for outcome in report["outcomes"]] == [first, second]
     assert {path.name for path in tmp_path.iterdir()} == {"index.html", "outcomes", "report.json", "report.pdf"}
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # matplotlib, of a tensor
+def test_an_experiment_that_raises_does_not_lose_the_rest(tmp_path, monkeypatch):
+    def broken(**_):
+        raise RuntimeError("no $x$ <b>")
+
+    monkeypatch.setitem(lab.experiments()["norm_length"].measure.__globals__, "Check", broken)
+    written = report(["norm_length", "pointwise"], folder=tmp_path)
+    reasons = [entry.outcome.missing for entry in written.entries]
+    assert dict(written.counts) == {"holds": 1, "not run": 1}, reasons
+    assert "it raised RuntimeError: no" in (tmp_path / "index.html").read_text()
+    assert [path.name for path in (tmp_path / "outcomes").iterdir()] == ["pointwise.json"]
+    assert (tmp_path / "report.pdf").read_bytes()[:5] == b"%PDF-"
 
 
 def test_an_outcome_is_used_again_as_long_as_nothing_has_changed(tmp_path, monkeypatch):

@@ -86,6 +86,9 @@ def report_(
     with progress(len(names or experiments()), "lab") as advance:
         content = report(names or (), folder=out, pdf=pdf, restart=restart, begin=advance)
     print_table([{"verdict": verdict, "statements": str(count)} for verdict, count in content.counts.items()])
+    for entry in content.entries:
+        if entry.outcome.measurements is None:
+            print(f"{entry.outcome.experiment.name}: {entry.outcome.missing}")
     print(f"-> {out / 'index.html'}")
 
 

@@ -7,7 +7,8 @@ which shape is wrong, never the expected number.
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -29,22 +30,21 @@ def kind(value: object) -> str:
         return f"the class {value.__name__}"
     if isinstance(value, str):
         return f"the text {value[:40]!r}"
-    if isinstance(value, bool | int | float):
+    if isinstance(value, bool | float):
         return f"{value!r}"
+    if isinstance(value, int):
+        return f"{value!r}" if abs(value) < 10**15 else "a whole number of more than 15 digits"
     return "a function" if callable(value) else f"a value of type {type(value).__name__}"
 
 
-def blank(value: object) -> bool:
-    """Whether nothing was answered: dots or None, also in parts of the answer.
+def blank(value: object, depth: int = 3) -> bool:
+    """Whether nothing was answered: dots or None, also in parts of the answer, and in their parts.
 
     >>> blank(...), blank({"a": 1, "b": ...}), blank(0)
     (True, True, False)
     """
-    if isinstance(value, dict):
-        return any(map(blank, value.values()))
-    if isinstance(value, list | tuple):
-        return any(map(blank, value))
-    return value is ... or value is None
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return value is ... or value is None or (depth > 0 and any(blank(part, depth - 1) for part in parts))
 
 
 def real(value: object) -> float | None:
@@ -112,25 +112,11 @@ def formula(
     >>> formula(lambda d: d, lambda d: d**0.5, [(4,), (9,)], {"this is the variance": lambda d: d})
     'this is the variance'
     """
-    if blank(answer):
-        return BLANK
     names = arguments(expected)
-    signature = f"lambda {', '.join(names)}: …"
-    if not callable(answer) or isinstance(answer, type):
-        return f"expected a function, `{signature}`, got {kind(answer)}"
     cases = [tuple(case) for case in cases]
-    values = []
-    for case in cases:
-        result, error = called(answer, *case)
-        at = ", ".join(f"{name} = {value:g}" for name, value in zip(names, case, strict=True))
-        if error:
-            return BLANK if error == BLANK else f"expected `{signature}`; at {at} it {error}"
-        if blank(result):
-            return BLANK
-        value = real(result)
-        if value is None:
-            return f"expected a number at {at}, got {kind(result)}"
-        values.append(value)
+    values, fault = evaluated(answer, names, cases)
+    if fault:
+        return fault
     right = [expected(*case) for case in cases]
     if all(close(value, truth, tolerance) for value, truth in zip(values, right, strict=True)):
         return ""
@@ -139,9 +125,37 @@ def formula(
             return sentence
     places = [place for place in range(len(cases)) if not close(values[place], right[place], tolerance)]
     case, apart = cases[places[0]], _apart(values[places[0]], right[places[0]])
-    at = ", ".join(f"{name} = {value:g}" for name, value in zip(names, case, strict=True))
     share = f" ({len(cases) - len(places)} of {len(cases)} cases are right)" if len(places) < len(cases) else ""
-    return f"at {at} it gives {values[places[0]]:.6g}, which is {apart}{share}"
+    return f"at {_at(names, case)} it gives {values[places[0]]:.6g}, which is {apart}{share}"
+
+
+def evaluated(answer: object, names: Sequence[str], cases: Sequence[Sequence[float]]) -> tuple[list[float], str]:
+    """What a function of numbers gives in some cases, or why it does not give numbers.
+
+    >>> evaluated(lambda d: d + 1, ["d"], [(4,), (9,)]), evaluated(8, ["d"], [(4,)])[1]
+    (([5.0, 10.0], ''), 'expected a function, `lambda d: …`, got 8')
+    """
+    signature = f"lambda {', '.join(names)}: …"
+    if blank(answer):
+        return [], BLANK
+    if not callable(answer) or isinstance(answer, type):
+        return [], f"expected a function, `{signature}`, got {kind(answer)}"
+    values = []
+    for case in cases:
+        result, error = called(answer, *case)
+        if error == BLANK or (not error and blank(result)):
+            return [], BLANK
+        if error:
+            return [], f"expected `{signature}`; at {_at(names, case)} it {error}"
+        value = real(result)
+        if value is None:
+            return [], f"expected a number at {_at(names, case)}, got {kind(result)}"
+        values.append(value)
+    return values, ""
+
+
+def _at(names: Sequence[str], case: Sequence[float]) -> str:
+    return ", ".join(f"{name} = {value:g}" for name, value in zip(names, case, strict=True))
 
 
 def arguments(function: Callable[..., object]) -> list[str]:
@@ -169,16 +183,14 @@ def called(function: Callable[..., object], *inputs: object) -> tuple[object, st
 def letters(answer: object, expected: str, options: str, near: Mapping[str, str] | None = None) -> str:
     """What is wrong with a choice of letters; `near` says of a letter why it is, or is not, among the right ones.
 
-    >>> letters("ac", "ab", "abc", {"c": "batches do not mix"})
+    >>> letters("abc", "ab", "abc", {"c": "batches do not mix"})
     'c should not be chosen: batches do not mix'
     """
     if blank(answer):
         return BLANK
-    try:
-        chosen = {str(letter).strip().lower() for letter in answer}  # type: ignore[attr-defined]
-    except Exception:
-        chosen = set()
-    chosen -= {"", ",", " "}
+    # A text, a list or a set of letters: other things that can be gone through may have no end.
+    chosen = {letter.strip().lower() for letter in answer if isinstance(letter, str)} if _has_letters(answer) else set()
+    chosen -= {"", ","}
     if not chosen or not chosen <= set(options):
         return f'expected letters of {", ".join(options)}, such as "{options[:2]}", got {kind(answer)}'
     for letter in options:
@@ -187,6 +199,10 @@ def letters(answer: object, expected: str, options: str, near: Mapping[str, str]
             what = "should not be chosen" if letter in chosen else "is missing"
             return f"{letter} {what}{': ' + why if why else ''}"
     return ""
+
+
+def _has_letters(answer: object) -> TypeGuard[Collection[object]]:
+    return isinstance(answer, str | list | tuple | set)
 
 
 def entries(
@@ -253,7 +269,7 @@ def word(answer: object, expected: str, near: Mapping[str, str] | None = None) -
     """What is wrong with a word.
 
     >>> word("Causal", "causal"), word("both", "causal"), word(1, "causal")
-    ('', 'not both', "expected a word in quotes, got 1")
+    ('', 'not both', 'expected a word in quotes, got 1')
     """
     if blank(answer):
         return BLANK
@@ -353,7 +369,7 @@ def _differing(values: Tensor, expected: Tensor, size: float) -> str:
 
 def _values(answer: object) -> Tensor | None:
     try:
-        return torch.as_tensor(answer).detach().double()
+        return torch.as_tensor(answer).detach().cpu().double()
     except Exception:  # whatever a student's type raises, it is no tensor
         return None
 
@@ -377,7 +393,7 @@ def function(
     `parts` names the tensors that it returns.
 
     >>> function(lambda x: x.T, lambda x: x, {"a square": [torch.eye(2)], "a row": [torch.ones(1, 2)]})
-    'for a row: transposed: the last two axes are swapped'
+    'for a row: transposed: the last two axes are swapped (1 of 2 inputs are right)'
     """
     if blank(answer):
         return BLANK

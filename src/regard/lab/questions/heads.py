@@ -1,48 +1,24 @@
-"""Heads: shapes, splitting and combining them, their parameters, and the layer around them."""
+"""Heads: shapes, splitting and combining them, and the layer around them."""
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 import regard as rg
-from regard.lab.answers import blank, called, entries, formula, function, kind, letters, tensor, together, unfilled
+from regard.lab.answers import blank, called, entries, function, kind, tensor
 from regard.lab.question import BLANK, question
-from regard.lab.statistics import generator
-from regard.models.layers.linear import Linear
-
-B, T, S, E, H, K, V = 2, 5, 7, 32, 4, 8, 6
-
-
-def layer(**changes: Any) -> rg.MultiHeadAttention:
-    """The layer of the questions: E = 32, four heads, keys of length 8 and values of length 6.
-
-    >>> layer().W_v.out_features
-    24
-    """
-    sizes: dict[str, Any] = {"embedding_dim": E, "num_heads": H, "qk_length": K, "value_length": V, **changes}
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return rg.MultiHeadAttention(**sizes)
-
-
-def numbers(*size: int, seed: int = 0) -> Tensor:
-    """Random numbers of a shape, always the same.
-
-    >>> numbers(2, 3).shape
-    torch.Size([2, 3])
-    """
-    return torch.randn(*size, generator=generator(seed))
+from regard.lab.questions.inputs import B, E, H, K, S, T, V, layer, numbers
 
 
 @question(
     "heads.1",
     tasks=("001.1", "002.1.3a"),
     text=(
-        "A French sentence (the *source*) is translated into English (the *target*). Where do queries, keys and values "
-        'come from in the decoder\'s **cross-attention**? Answer `"source"` or `"target"`. And which shape have the '
-        "weights of one head and one pair of sentences, (queries, keys), with 7 source tokens and 5 target tokens?"
+        "A French sentence (the *source*) is translated into English (the *target*). Where do queries, keys "
+        'and values come from in the decoder\'s **cross-attention**? Answer `"source"` or `"target"`. And what'
+        " is the shape of the weights of one head and one pair of sentences, (queries, keys), with 7 source "
+        "tokens and 5 target tokens?"
     ),
     begin='heads_1 = {"queries": ..., "keys": ..., "values": ..., "weights": ...}',
     solution='{"queries": "target", "keys": "source", "values": "source", "weights": (5, 7)}',
@@ -72,7 +48,7 @@ def _cross(answer: object) -> str:
     tasks=("001.2", "001.3", "001.5", "002.1.2a", "002.1.3a"),
     text=(
         "Self-attention with batch 2, 5 tokens, `embedding_dim = 32`, `num_heads = 4`, `qk_length = 8` and "
-        "`value_length = 6`. Which shapes come one after another: the input, queries and values after their linear "
+        "`value_length = 6`. Which shapes follow one another: the input, queries and values after their linear "
         "projections, both after `split_heads`, the weights, the output of the heads, that after `combine_heads`, and "
         "the layer's output?"
     ),
@@ -382,9 +358,9 @@ def _heads(exact: rg.MultiHeadAttention, q: Tensor, k: Tensor, v: Tensor, beta: 
     "heads.7",
     tasks=("003.3a", "003.3b"),
     text=(
-        "`d_model = 64`, 8 heads, and keys of length 8. Values get twice that length, 16 numbers a head. Which sizes "
-        "have the four projections, as `(in_features, out_features)`? By which number must `split_heads` divide the "
-        "output of `W_v` into heads, the length of a head's values?"
+        "`d_model = 64`, 8 heads, and keys of length 8. Values get twice that length, 16 numbers a head. What are "
+        "the sizes of the four projections, as `(in_features, out_features)`? And of what length are the pieces into "
+        "which `split_heads` must cut the output of `W_v`?"
     ),
     begin='heads_7 = {"W_q": ..., "W_k": ..., "W_v": ..., "W_o": ..., "length of values": ...}',
     solution='{"W_q": (64, 64), "W_k": (64, 64), "W_v": (64, 128), "W_o": (128, 64), "length of values": 16}',
@@ -449,164 +425,5 @@ def _contributions(answer: object) -> str:
                 torch.einsum("bhtv,evh->bhte", heads, weight.unflatten(1, (-1, heads.shape[1])))
             ),
             "this is already the sum over heads": lambda heads, weight: parts(heads, weight).sum(1),
-        },
-    )
-
-
-@question(
-    "counts.1",
-    tasks=("004.12.1",),
-    text=(
-        "Self-attention takes $N$ inputs of length $D$ to $N$ outputs of length $D$, with one head. How many "
-        "parameters, **weights and biases**, compute queries, keys and values?"
-    ),
-    begin="def parameters(D, N):",
-    solution="return 3 * D**2 + 3 * D",
-)
-def _parameters(answer: object) -> str:
-    def count(D: int, N: int) -> int:
-        attention = rg.MultiHeadAttention(embedding_dim=D, num_heads=1)
-        return sum(p.numel() for part in (attention.W_q, attention.W_k, attention.W_v) for p in part.parameters())
-
-    return formula(
-        answer,
-        count,
-        [(4, 3), (16, 5), (32, 64)],
-        {
-            "a bias is a vector of D numbers, one for each output": lambda D, N: 3 * D**2 + 3,
-            "these are the weights; biases count, too": lambda D, N: 3 * D**2,
-            "these are the parameters of one of the three": lambda D, N: D**2 + D,
-            "all inputs go through the same weights: N does not matter": lambda D, N: N * (3 * D**2 + 3 * D),
-            "this counts W_o, too; the question is about three projections": lambda D, N: 4 * D**2 + 4 * D,
-        },
-        tolerance=0,
-    )
-
-
-@question(
-    "counts.2",
-    tasks=("004.12.1",),
-    text="How many attention weights does it have, and does that depend on $D$?",
-    begin="def attention_weights(D, N):",
-    solution="return N**2",
-)
-def _weights(answer: object) -> str:
-    return formula(
-        answer,
-        lambda D, N: rg.weights(torch.ones(1, 1, N, D), torch.ones(1, 1, N, D)).numel(),
-        [(4, 3), (16, 5), (3, 8)],
-        {
-            "every pair of inputs has one weight, however long they are": lambda D, N: D * N**2,
-            "each input attends to itself, too": lambda D, N: N * (N - 1),
-            "each query has N weights": lambda D, N: N,
-        },
-        tolerance=0,
-    )
-
-
-@question(
-    "counts.3",
-    tasks=("004.12.1",),
-    text=(
-        "A fully connected layer takes all $DN$ inputs to all $DN$ outputs. How many weights and biases does **it** "
-        "have?"
-    ),
-    begin="def fully_connected(D, N):",
-    solution="return (D * N) ** 2 + D * N",
-)
-def _connected(answer: object) -> str:
-    return formula(
-        answer,
-        lambda D, N: sum(p.numel() for p in nn.Linear(D * N, D * N, device="meta").parameters()),
-        [(4, 3), (16, 5), (3, 8)],
-        {
-            "there is a bias for each of the D·N outputs, not for each pair of inputs": lambda D, N: (
-                (D * N) ** 2 + N**2
-            ),
-            "these are the weights; biases count, too": lambda D, N: (D * N) ** 2,
-            "there is one bias for each of all D·N outputs": lambda D, N: (D * N) ** 2 + N,
-        },
-        tolerance=0,
-    )
-
-
-@question(
-    "counts.4",
-    tasks=("004.12.5",),
-    text=(
-        "How many weights (without biases) have the projections of queries, keys and values of **all** $H$ heads "
-        'together, with an input of length $D$, (a) if each head has length $D/H$ (`"narrow"`), and (b) if each head '
-        'has length $D$ (`"full"`)? Two functions.'
-    ),
-    begin='counts_4 = {"narrow": ..., "full": ...}',
-    solution='{"narrow": lambda D, H: 3 * D**2, "full": lambda D, H: 3 * D**2 * H}',
-    points=2,
-)
-def _narrow(answer: object) -> str:
-    if fault := unfilled(answer, ("narrow", "full")):
-        return fault
-    values: Mapping[str, object] = answer  # type: ignore[assignment]
-
-    def count(D: int, H: int, length: int) -> int:
-        work = rg.Work(query_length=1, key_length=1, num_heads=H, num_kv_heads=H, qk_length=length, value_length=length)
-        return rg.layer_cost(work, embedding_dim=D).parameters * 3 // 4
-
-    cases = [(16, 1), (16, 4), (64, 8)]
-    square = "a head's projection goes from D to D/H numbers: D·D/H weights, and there are H heads"
-    return together(
-        {
-            "narrow": formula(
-                values["narrow"],
-                lambda D, H: count(D, H, D // H),
-                cases,
-                {
-                    square: lambda D, H: 3 * D**2 / H,
-                    "all three projections count": lambda D, H: D**2,
-                    "this is one head": lambda D, H: 3 * (D / H) ** 2,
-                },
-                tolerance=0,
-            ),
-            "full": formula(
-                values["full"],
-                lambda D, H: count(D, H, D),
-                cases,
-                {"this is one head": lambda D, H: 3 * D**2, "all three projections count": lambda D, H: D**2 * H},
-                tolerance=0,
-            ),
-        }
-    )
-
-
-@question(
-    "counts.5",
-    tasks=("004.12.2",),
-    text=(
-        "Which of these layers can stand in a stack of equal layers with residual connections, `x + layer(x)`? Inputs "
-        "and outputs have the lengths\n\n"
-        "a) 64 to 64, with 8 heads of length 8\n"
-        "b) 64 to 32, with 8 heads of length 8\n"
-        "c) 64 to 64, with 4 heads of length 32\n"
-        "d) 32 to 64, with 8 heads of length 8"
-    ),
-    solution='"ac"',
-)
-def _stack(answer: object) -> str:
-    sizes = {"a": (64, 64, 8, 8), "b": (64, 32, 8, 8), "c": (64, 64, 4, 32), "d": (32, 64, 8, 8)}
-
-    def stacks(inputs: int, outputs: int, heads: int, length: int) -> bool:
-        attention = rg.MultiHeadAttention(embedding_dim=inputs, num_heads=heads, qk_length=length, value_length=length)
-        attention.W_o = Linear(heads * length, outputs)
-        _, error = called(lambda x: (y := x + attention(x)) + attention(y), numbers(1, 3, inputs))
-        return not error
-
-    return letters(
-        answer,
-        "".join(letter for letter, case in sizes.items() if stacks(*case)),
-        "abcd",
-        {
-            "a": "what goes out can go in again, and be added",
-            "b": "32 numbers cannot be added to 64, nor go into the next layer",
-            "c": "heads may have any length: W_o brings their values back to 64",
-            "d": "64 numbers cannot be added to 32",
         },
     )

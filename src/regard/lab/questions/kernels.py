@@ -8,9 +8,20 @@ from torch import Tensor
 
 import regard as rg
 from regard.core.cost.counting import count_flops
-from regard.lab.answers import blank, called, entries, formula, function, kind, number, real, together, unfilled
+from regard.lab.answers import (
+    blank,
+    called,
+    entries,
+    formula,
+    function,
+    kind,
+    number,
+    real,
+    together,
+    unfilled,
+)
 from regard.lab.question import BLANK, question
-from regard.lab.questions.heads import numbers
+from regard.lab.questions.inputs import numbers
 
 
 @question(
@@ -30,9 +41,10 @@ def _zero(answer: object) -> str:
     values: Mapping[str, object] = answer  # type: ignore[assignment]
     vectors = {}
     for name in ("query", "key"):
-        entries_of, error = called(lambda value: [real(x) for x in value], values[name])
-        if error or not isinstance(entries_of, list) or len(entries_of) != 2 or None in entries_of:
-            return f"{name}: expected a list of two numbers, got {kind(values[name])}"
+        vector = values[name]
+        entries_of = [real(entry) for entry in vector] if isinstance(vector, list | tuple | Tensor) else []
+        if len(entries_of) != 2 or None in entries_of:
+            return f"{name}: expected a list of two numbers, got {kind(vector)}"
         vectors[name] = torch.tensor(entries_of, dtype=torch.float64)
         if not vectors[name].any():
             return f"{name}: expected one that is not all zeros"
@@ -49,8 +61,8 @@ def _zero(answer: object) -> str:
     "kernel.2",
     tasks=("003.6b",),
     text=(
-        "How many features has the quadratic kernel $(q \\cdot k + 1)^2$ for vectors of length $D$, if each product of "
-        "two entries is counted once?"
+        "How many features does the quadratic kernel $(q \\cdot k + 1)^2$ have for vectors of length $D$, if each "
+        "product of two entries is counted once?"
     ),
     begin="def features(D):",
     solution="return (D + 1) * (D + 2) // 2",
@@ -312,4 +324,52 @@ def _crossover(answer: object) -> str:
             "that is D; the number of features counts": 64,
         },
         tolerance=0.1,
+    )
+
+
+@question(
+    "kernel.8",
+    tasks=("003.6d",),
+    text=(
+        "What linear attention keeps in place of the table of weights: the sums of $\\phi(k) v^\\top$ and, for "
+        "the denominator, of $\\phi(k)$. How many numbers are these, with $C$ features and values of length "
+        "$M$? How many for the quadratic kernel with $D = M = 64$? And does that grow with the number of "
+        "tokens, `True` or `False`?"
+    ),
+    begin='kernel_8 = {"numbers": ..., "quadratic": ..., "grows": ...}',
+    solution='{"numbers": lambda C, M: C * M + C, "quadratic": 2145 * 64 + 2145, "grows": False}',
+)
+def _sums(answer: object) -> str:
+    if fault := unfilled(answer, ("numbers", "quadratic", "grows")):
+        return fault
+    values: Mapping[str, object] = answer  # type: ignore[assignment]
+
+    def kept(C: int, M: int, tokens: int = 7) -> int:
+        phi_k, v = (torch.empty(tokens, int(size), device="meta") for size in (C, M))
+        return (phi_k.T @ v).numel() + phi_k.sum(0).numel()
+
+    features = rg.Quadratic().features(torch.empty(1, 64, device="meta")).shape[-1]
+    of_quadratic, more = kept(features, 64), kept(features, 64, tokens=14)
+    denominator = "the denominator needs the sum of φ(k), too"
+    return together(
+        {
+            "numbers": formula(
+                values["numbers"],
+                kept,
+                [(6, 4), (10, 3)],
+                {
+                    denominator: lambda C, M: C * M,
+                    "the sum of φ(k) has C numbers, one for each feature": lambda C, M: C * M + M,
+                    "a product of a column and a row has C·M entries": lambda C, M: C + M,
+                },
+                tolerance=0,
+            ),
+            **{
+                name: entries({name: values[name]}, {name: right}, {name: near}).removeprefix(f"{name}: ")
+                for name, right, near in (
+                    ("quadratic", of_quadratic, {denominator: features * 64, "that is C = D": 64 * 64 + 64}),
+                    ("grows", more > of_quadratic, {}),
+                )
+            },
+        }
     )

@@ -20,13 +20,13 @@ MEANING: dict[Verdict, tuple[str, str]] = {
     ),
     "undecided": ("undecided", "The measurements are too few or too coarse to say."),
     "measured here": ("measured", "Times on this machine, which decide nothing about another."),
-    "not run": ("missing", "Needs weights that are not installed."),
+    "not run": ("missing", "Needs weights that are not installed, or raised an error."),
 }
 """The verdicts, each with its name in style sheets and what it means."""
 FIRST_WORDS = {
     "holds under a condition": "The condition",
     "does not hold": "What holds instead",
-    "not run": "To run it",
+    "not run": "Why",
 }
 
 LISTS = {
@@ -146,8 +146,9 @@ class Content:
     @property
     def lead(self) -> str:
         """What the report is, in three sentences."""
-        documents = len(self.documents)
-        source = f"{documents} course documents say" if documents > 1 else "a course document says"
+        documents = sum(document["number"] != "real" for document in self.documents)
+        sources = {0: "trained models show", 1: "a course document says"}
+        source = sources.get(documents, f"{documents} course documents say")
         experiments = f"{len(self.entries)} experiments" if len(self.entries) > 1 else "An experiment"
         return (
             f"{experiments} on what {source} about attention. Each measures its statement with the "

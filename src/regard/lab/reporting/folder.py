@@ -42,7 +42,5 @@ def report(
     if pdf:
         write(target / "report.pdf", lambda beside: beside.write_bytes(paper(content)))
     write_text(target / "index.html", page(content, pdf=pdf))
-    write_text(
-        target / "report.json", json.dumps(content.to_dict(), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-    )
+    write_text(target / "report.json", json.dumps(content.to_dict(), ensure_ascii=False, allow_nan=False) + "\n")
     return content

@@ -24,7 +24,7 @@ COLOURS = {
     "undecided": "#566270",
     "missing": "#566270",
 }
-MOST_CHECKS, MOST_ROWS = 12, 24
+MOST_CHECKS, MOST_ROWS = 10, 16
 """Rows of a table on paper; the page has all."""
 
 
@@ -114,13 +114,11 @@ def _heading(group: Mapping[str, Any]) -> str:
 
 
 def _checks(rows: Sequence[Mapping[str, str]]) -> dict[str, Any]:
-    """Checks as a table: those that did not pass, and others up to as many as there is room for."""
-    passed = [row for row in rows if row["result"].startswith("passed")]
-    shown = set(map(id, passed[: max(0, MOST_CHECKS - (len(rows) - len(passed)))]))
-    kept = [row for row in rows if id(row) in shown or not row["result"].startswith("passed")]
+    """Checks as a table: those that did not pass first, and as many as there is room for."""
+    kept = sorted(rows, key=lambda row: row["result"].startswith("passed"))[:MOST_CHECKS]
     grid = _grid(kept, ("predicted", "measured", "tolerance", "interval"), len(kept))
     marks = {"passed": "", "failed": "fails", "undecided": "undecided"}
-    more = f"and {len(rows) - len(kept)} more that passed, on the HTML page." if len(kept) < len(rows) else ""
+    more = f"and {len(rows) - len(kept)} more on the HTML page." if len(kept) < len(rows) else ""
     return grid | {"marks": [marks[row["result"].partition(" ")[0]] for row in kept], "more": more}
 
 

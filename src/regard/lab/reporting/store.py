@@ -6,17 +6,19 @@ from functools import cache
 from hashlib import sha256
 from inspect import getfile
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import regard
 from regard.core.files import write_text
 from regard.lab.drawing import svg
 from regard.lab.experiment import Check, Experiment, Measurements, Outcome
-from regard.lab.registry import run
+from regard.lab.registry import lookup, run
 from regard.training.machine import environment
 
 PACKAGE = Path(regard.__file__).parent
-OTHERS = ("lab/experiments/", "lab/reporting/", "lab/question", "lab/answers", "explorer/", "commands/")
+SHEETS = ("lab/question", "lab/answers", "lab/sheet", "lab/tasks")
+OTHERS = ("lab/experiments/", "lab/reporting/", *SHEETS, "explorer/", "commands/")
 """What no outcome depends on; the file of its own experiment is hashed by itself."""
 GROUPS = {"the statement": "statement", "under the condition": "within", "in its place": "instead"}
 
@@ -31,9 +33,24 @@ class Entry:
 
 
 def measured(name: str) -> Entry:
-    """Run an experiment at its defaults, and draw its picture."""
-    outcome = run(name)
-    return Entry(outcome=outcome, picture=svg(outcome.figure, name) if outcome.measurements else "")
+    """Run an experiment at its defaults, and draw its picture; one that raises is not run, and says why."""
+    begin = perf_counter()
+    try:
+        outcome = run(name)
+        return Entry(outcome=outcome, picture=svg(outcome.figure, name) if outcome.measurements else "")
+    except Exception as error:  # the other experiments of a report are worth having
+        experiment = lookup(name)
+        reason = f"it raised {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        return Entry(
+            outcome=Outcome(
+                experiment=experiment,
+                parameters=experiment.arguments(),
+                measurements=None,
+                missing=reason,
+                seconds=perf_counter() - begin,
+            ),
+            picture="",
+        )
 
 
 def keep(folder: Path, entry: Entry) -> None:

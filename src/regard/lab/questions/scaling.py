@@ -1,37 +1,28 @@
-"""Scores and softmax: why they are scaled, and what saturation does."""
+"""Scores: their mean and variance, why they are scaled, and what a saturated softmax does."""
 
 import math
-from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 import regard as rg
-from regard.lab.answers import formula, function, kind, letters, number, real, tensor, together, unfilled
+from regard.lab.answers import evaluated, formula, function, letters, number
 from regard.lab.experiments.scaling import expected as moments
 from regard.lab.question import question
+from regard.lab.questions.inputs import numbers, weights_of
 from regard.lab.statistics import generator
 
 SETTINGS = [(4, 0.0, 1.0), (64, 0.5, 1.0), (64, 0.0, 2.0), (256, -1.0, 0.5)]
+
 LOGITS = (-3.0, 1.0, 100.0, 5.0, -1.0)
-
-
-def weights_of(scores: Tensor) -> Tensor:
-    """The softmax of scores, as the library computes weights: keys are unit vectors.
-
-    >>> weights_of(torch.tensor([0.0, 0.0]))
-    tensor([0.5000, 0.5000])
-    """
-    units = torch.eye(scores.shape[-1], dtype=scores.dtype)
-    return rg.weights(scores[None, None, None], units[None, None], rg.Softmax(beta=1.0))[0, 0, 0]
 
 
 @question(
     "scaling.1",
     tasks=("003.1a",),
     text=(
-        "Queries and keys have `d` independent entries, all with mean $\\mu$ and standard deviation $s$. Which mean "
-        "has their inner product $q \\cdot k$?"
+        "Queries and keys have `d` independent entries, all with mean $\\mu$ and standard deviation $s$. What is "
+        "the mean of their inner product $q \\cdot k$?"
     ),
     begin="def mean_of_scores(d, mean, std):",
     solution="return d * mean**2",
@@ -56,8 +47,8 @@ def _mean(answer: object) -> str:
     "scaling.2",
     tasks=("000.1a", "001.4", "003.1b"),
     text=(
-        "The same queries and keys: which variance has $q \\cdot k$? Check your formula first in the case that most "
-        "texts take, $\\mu = 0$ and $s = 1$."
+        "The same queries and keys: what is the variance of $q \\cdot k$? Check your formula first in the case"
+        " that most texts take, $\\mu = 0$ and $s = 1$."
     ),
     begin="def variance_of_scores(d, mean, std):",
     solution="return d * (2 * std**2 * mean**2 + std**4)",
@@ -181,6 +172,40 @@ def _sharpness(d: int) -> tuple[float, float]:
 
 
 @question(
+    "scaling.6",
+    tasks=("000.1a",),
+    text=(
+        "Prove that saturation stops the gradients. The largest of $n$ weights is $1 - \\epsilon$. Give an "
+        "**upper bound** of the Frobenius norm of $J = \\mathrm{diag}(a) - a a^\\top$ that is proportional to "
+        "$\\epsilon$, or falls faster. The check tries it on many rows of weights. (How large can an entry of $J$ be?)"
+    ),
+    begin="def bound(n, epsilon):",
+    solution="# every entry of J is at most epsilon in size, and there are n² of them\nreturn n * epsilon",
+    points=3,
+)
+def _bound(answer: object) -> str:
+    cases = [(2, 0.2), (5, 0.05), (16, 0.01), (16, 1e-6)]
+    values, fault = evaluated(answer, ("n", "epsilon"), cases)
+    if fault:
+        return fault
+    for value, (n, epsilon) in zip(values, cases, strict=True):
+        largest = _largest_norm(n, epsilon)
+        if not largest * (1 - 1e-9) <= value < math.inf:
+            return f"at n = {n}, epsilon = {epsilon:g} it is {value:.4g}: no bound, there are rows with {largest:.4g}"
+    if not values[3] <= 1e-4 * values[2] * (1 + 1e-9):
+        return f"from epsilon = 0.01 to 0.000001, at n = 16, it goes from {values[2]:.4g} to {values[3]:.4g} only"
+    return ""
+
+
+def _largest_norm(n: int, epsilon: float) -> float:
+    """The largest norm of J among rows whose largest weight is 1 - epsilon: the rest on one, on all, and drawn."""
+    rest = torch.cat([torch.eye(n - 1)[:1], torch.ones(1, n - 1), numbers(4, n - 1).exp()]).double()
+    rows = torch.cat([torch.full((6, 1), 1 - epsilon), epsilon * rest / rest.sum(-1, keepdim=True)], dim=1)
+    slopes = [torch.autograd.functional.jacobian(weights_of, row.clamp(min=1e-30).log()) for row in rows]
+    return max(slope.norm().item() for slope in slopes)
+
+
+@question(
     "saturation.1",
     tasks=("004.12.4",),
     text=(
@@ -271,124 +296,4 @@ def _insensitive(answer: object) -> str:
             "c": "the gradient of a score has one of these derivatives as a factor",
             "d": "one weight is 1, the others are nearly 0",
         },
-    )
-
-
-@question(
-    "temperature.1",
-    tasks=("002.1.1a",),
-    text=(
-        "In this convention vectors are **columns**: $Q$ is $d \\times n$, $K$ is $d \\times m$ and $V$ is $t \\times "
-        "m$. Write attention with $\\beta$ as the factor of the scores; the result $H$ is $t \\times n$."
-    ),
-    begin="def attend(Q, K, V, beta):",
-    solution="A = torch.softmax(beta * K.T @ Q, dim=0)\nreturn V @ A",
-    points=2,
-)
-def _columns(answer: object) -> str:
-    def attend(Q: Tensor, K: Tensor, V: Tensor, beta: float) -> Tensor:
-        q, k, v = (x.T[None, None] for x in (Q, K, V))
-        return rg.attend(q, k, v, rg.Softmax(beta=beta))[0, 0].T
-
-    def across(Q: Tensor, K: Tensor, V: Tensor, beta: float) -> Tensor:
-        """The softmax over queries."""
-        scores = rg.Softmax(beta=1.0).score(K.T, Q.T) * beta
-        return V @ torch.stack([weights_of(row) for row in scores])
-
-    random = generator(5)
-
-    def draw(d: int, n: int, m: int, t: int, beta: float) -> list[object]:
-        return [*(torch.randn(*size, generator=random) for size in ((d, n), (d, m), (t, m))), beta]
-
-    return function(
-        answer,
-        attend,
-        {
-            "d = 4, n = 3, m = 5, t = 2, beta = 0.5": draw(4, 3, 5, 2, 0.5),
-            "d = 3, n = m = 4, t = 3, beta = 2": draw(3, 4, 4, 3, 2.0),
-            "one query": draw(6, 1, 7, 2, 0.3),
-        },
-        {
-            "the softmax is over the queries: the weights of a query (a column of A) must sum to 1 over the "
-            "keys": across,
-            "beta is not used": lambda Q, K, V, beta: attend(Q, K, V, 1.0),
-            "scores are divided by √d besides: here beta is the whole factor": lambda Q, K, V, beta: attend(
-                Q, K, V, beta / math.sqrt(len(Q))
-            ),
-            "scores are divided by beta, which would be the temperature": lambda Q, K, V, beta: attend(
-                Q, K, V, 1 / beta
-            ),
-        },
-    )
-
-
-@question(
-    "temperature.2",
-    tasks=("002.1.1b",),
-    text="Which $\\beta$ is usual for keys of length 256?",
-    solution="1 / math.sqrt(256)",
-)
-def _usual(answer: object) -> str:
-    beta = rg.Softmax().scale(256)
-    return number(
-        answer, beta, {"this is √d; beta multiplies the scores": 1 / beta, "this is 1/d, and not its root": beta**2}
-    )
-
-
-@question(
-    "temperature.3",
-    tasks=("002.1.1c", "002.1.1d"),
-    text=(
-        "Which $\\beta$ (a) hands on exactly one value vector for each query, where no two scores are equal, and "
-        "which (b) gives every value the same weight? `float` knows more than the finite numbers."
-    ),
-    begin='temperature_3 = {"one value": ..., "average": ...}',
-    solution='{"one value": float("inf"), "average": 0.0}',
-    points=2,
-)
-def _ends(answer: object) -> str:
-    extremes = {"one value": rg.Argmax(), "average": rg.Uniform()}
-    if fault := unfilled(answer, extremes):
-        return fault
-    values: Mapping[str, object] = answer  # type: ignore[assignment]
-    return together({name: _extreme(values[name], mechanism) for name, mechanism in extremes.items()})
-
-
-def _extreme(value: object, mechanism: rg.Softmax) -> str:
-    """What is wrong with a beta that should give the weights of another mechanism."""
-    beta = real(value)
-    if beta is None or not beta >= 0:
-        return f"expected a number of at least 0, got {kind(value)}"
-    random = generator(6)
-    q, k = (torch.randn(1, 1, 5, 4, generator=random, dtype=torch.float64) for _ in range(2))
-    weights, wanted = rg.weights(q, k, rg.Softmax(beta=beta)), rg.weights(q, k, mechanism)
-    if math.isinf(beta) == math.isinf(mechanism.scale(4)) and torch.allclose(weights, wanted, rtol=0, atol=1e-12):
-        return ""
-    low, high = weights.min().item(), weights.max().item()
-    return f"with beta = {beta:g} the weights of five keys go from {low:.2g} to {high:.4g}"
-
-
-@question(
-    "temperature.4",
-    tasks=("002.1.1c", "002.1.1d"),
-    text=(
-        "The same by a fully connected layer without bias: which matrix `W`, (5, 5), applied as `W @ V` to five value "
-        "vectors (the rows of `V`), (a) hands every value on unchanged, and which (b) gives what attention with equal "
-        "weights gives?"
-    ),
-    begin='temperature_4 = {"unchanged": ..., "average": ...}',
-    solution='{"unchanged": torch.eye(5), "average": torch.full((5, 5), 1 / 5)}',
-)
-def _matrices(answer: object) -> str:
-    if fault := unfilled(answer, ("unchanged", "average")):
-        return fault
-    values: Mapping[str, object] = answer  # type: ignore[assignment]
-    unit = 100 * torch.eye(5)[None, None]
-    hard, even = (rg.weights(unit, unit, mechanism)[0, 0] for mechanism in (rg.Argmax(), rg.Uniform()))
-    summed = {"this sums the values; an average divides by their number": torch.ones(5, 5)}
-    return together(
-        {
-            "unchanged": tensor(values["unchanged"], hard, {"this mixes the values": even}),
-            "average": tensor(values["average"], even, summed, probabilities=True),
-        }
     )
