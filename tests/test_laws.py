@@ -81,7 +81,7 @@ def test_a_learned_feature_map_keeps_the_law(law):
 
 def test_a_mechanism_for_one_length_says_so():
     mechanism = rg.Kernel(feature_map=nn.Linear(64, 32))
-    message = r"^qk_length: expected one that Kernel takes, got 4, .* is checked with that length$"
+    message = r"^qk_length: expected one that Kernel takes, got 4, .* name that length$"
     with pytest.raises(ValueError, match=message):
         rg.check(mechanism)
     with pytest.raises(ValueError, match=r"^qk_length: expected one that Kernel takes, got 32, "):

@@ -184,8 +184,10 @@ def _check_place(dtype: object, device: torch.device | str) -> None:
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, TypeError) as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"device: expected a device of this machine, got {device!r}: {reason:.100}") from None
+        reason = f"{str(error).splitlines()[0]:.100}"
+        if reason.startswith("Expected one of"):  # torch lists every kind of device that it was ever built for
+            reason = "torch calls them cpu, cuda, cuda:1, …"
+        raise ValueError(f"device: expected a device of this machine, got {device!r}: {reason}") from None
 
 
 def _check_own(tensors: dict[str, Tensor]) -> None:

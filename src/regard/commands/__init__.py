@@ -49,6 +49,8 @@ def _code(error: BaseException) -> int:
         return _fail(usage_error(error))
     if isinstance(error, ValueError):
         return _fail(str(error))
+    if isinstance(error, FileExistsError) and error.filename:  # from `mkdir`
+        return _fail(f"{error.filename}: expected a folder, got a file")
     if isinstance(error, OSError):
         return _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
     raise error

@@ -25,10 +25,8 @@ def sentence(error: Any) -> str:
     >>> sentence(typer.BadParameter("not this"))
     'not this'
     """
-    if close := getattr(error, "possibilities", None):  # the closest match first
-        options = [option for parameter in error.ctx.command.params for option in parameter.opts]
-        longer = [option for option in options if option.startswith(error.option_name)]
-        return f"no option {error.option_name}; did you mean {(longer or close)[0]}?"
+    if hasattr(error, "possibilities"):
+        return f"no option {error.option_name}; {_meant(error)}"
     message = str(error.format_message())
     match = re.match(r"No such command (['\"])(?P<name>.*?)\1\.", message)
     if match or message.startswith("Missing command"):
@@ -36,10 +34,10 @@ def sentence(error: Any) -> str:
         close = get_close_matches(match["name"], names, 1) if match else []
         hint = f"; did you mean {close[0]}?" if close else ""
         return f"command: expected one of {', '.join(names)}, got {repr(match['name']) if match else 'none'}{hint}"
-    if match := re.match(r"No such option: (.*)", message):
-        return f"no option {match[1]}"
     if match := re.match(r"Option '(.*)' requires an argument", message):
         return f"{match[1]}: expected a value, got none"
+    if match := re.match(r"Option '(.*)' requires (\d+) arguments", message):
+        return f"{match[1]}: expected {match[2]} values, got fewer"
     if match := re.match(r"Option '(.*)' does not take a value", message):
         return f"{match[1]}: expected no value, got one"
     if match := re.match(r"Got unexpected extra arguments?(?:\(s\))? \((.*)\)", message):
@@ -57,3 +55,13 @@ def sentence(error: Any) -> str:
     if wrong["type"] not in EXPECTED:
         return f"{name}: {wrong['msg']}, got {wrong['input']!r:.60}"
     return f"{name}: expected {EXPECTED[wrong['type']].format(**wrong.get('ctx', {}))}, got {wrong['input']!r:.60}"
+
+
+def _meant(error: Any) -> str:
+    """The option that an unknown one may stand for: its beginning (--temp), its initials (--lr), a slip (--modle)."""
+    names = [name.lstrip("-") for parameter in error.ctx.command.get_params(error.ctx) for name in parameter.opts]
+    typed = error.option_name.lstrip("-")
+    longer = [name for name in names if name.startswith(typed)]
+    initials = [name for name in names if "".join(word[:1] for word in name.split("-")) == typed]
+    close = longer or initials or get_close_matches(typed, names, 1)
+    return f"did you mean --{close[0]}?" if close else f"`{error.ctx.command_path} --help` lists the options"

@@ -32,7 +32,8 @@ def cost(mechanism: "Mechanism", work: Work) -> Cost:
     except (RuntimeError, IndexError, TypeError) as error:  # raised by a user's formula, which runs here to be counted
         raise ValueError(
             f"qk_length: expected one that {type(mechanism).__name__} takes, got {work.qk_length}, with which it "
-            f"raises {type(error).__name__}: {str(error).partition(chr(10))[0]:.200}"
+            f"raises {type(error).__name__}: {str(error).partition(chr(10))[0]:.200}; mend its formula "
+            "or, if it is for heads of one length, name that length"
         ) from error
     notes = [result.note] if result.note else []
     if takes_numbers(mechanism):

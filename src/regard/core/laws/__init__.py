@@ -102,8 +102,8 @@ def _check_lengths(mechanism: Mechanism, lengths: Sequence[tuple[int, int]]) -> 
         except (RuntimeError, IndexError, TypeError) as error:
             raise ValueError(
                 f"qk_length: expected one that {type(mechanism).__name__} takes, got {length}, with which it raises "
-                f"{type(error).__name__}: {str(error).splitlines()[0]}; a mechanism for heads of one length is checked "
-                "with that length"
+                f"{type(error).__name__}: {str(error).splitlines()[0]}; mend its formula or, if it is for heads of one "
+                "length, name that length"
             ) from error
 
 
