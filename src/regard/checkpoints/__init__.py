@@ -1,6 +1,9 @@
 """Checkpoints: `load` and `save`, for every format."""
 
+import errno
 import json
+import os
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +19,7 @@ from regard.checkpoints.sources import read_json
 from regard.checkpoints.tokenizer import Tokenizer
 from regard.core.extras import needed_for
 from regard.core.families.mechanism import Mechanism
-from regard.core.files import write_folder
+from regard.core.files import naming, write_folder
 from regard.core.mechanisms.text import made
 from regard.models.base import Model, expect
 from regard.models.registry import MODELS
@@ -166,10 +169,13 @@ def save(model: Model, folder: str | Path, *, layout: Literal["regard", "hugging
         try:
             save_file(tensors, beside / "model.safetensors", metadata={"format": "pt"})
         except SafetensorError as error:  # a full disk, mostly
-            raise OSError(f"{folder}: {error}") from error
+            number = re.search(r"os error (\d+)", str(error))
+            code = int(number[1]) if number else errno.EIO
+            raise OSError(code, os.strerror(code), str(beside / "model.safetensors")) from error
         for name, content in files.items():
             (beside / name).parent.mkdir(exist_ok=True)
-            (beside / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+            with naming(beside / name):
+                (beside / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         # safetensors makes files readable by their owner only, but a model is often served by another user
         shutil.copymode(beside / "config.json", beside / "model.safetensors")
         if model.tokenizer is not None:

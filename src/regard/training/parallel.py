@@ -119,7 +119,7 @@ def spread(objective: Objective, place: Place) -> nn.Module:
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh(place.device.type, (place.world,))
-    for block in objective.model.sharded_blocks:
+    for block in getattr(objective.model, "sharded_blocks", ()):
         fully_shard(block, mesh=mesh)
     fully_shard(objective, mesh=mesh)
     return objective

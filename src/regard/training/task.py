@@ -15,6 +15,7 @@ from typing import ClassVar, Literal
 from torch import Tensor, nn
 
 from regard.models.base import Model
+from regard.training.fingerprint import of_attributes
 
 Batch = dict[str, Tensor]
 """Tensors by name, whose first dimension is the batch; the loop moves them to the device."""
@@ -103,6 +104,12 @@ class Task(ABC):
     @abstractmethod
     def evaluate(self, model: Model) -> dict[str, float]:
         """Results on held-out examples, `watched` among them. The model is in eval mode, without gradients."""
+
+    def fingerprint(self) -> str:
+        """A hash of all data: a run refuses to resume with other data. By default it covers sizes, some examples, and
+        the attributes that hold data (tensors, arrays, lists, dicts), those that `evaluate` uses among them. For data
+        elsewhere return `regard.training.digest(…)` of what tells it apart."""
+        return of_attributes(self)
 
     def card(self) -> Card:
         """What the model card says beyond results."""
