@@ -20,6 +20,7 @@ torch.set_num_threads(1)
 import regard.commands.train, regard.training.curves, regard.training.loop, regard.training.runs
 from tensorboard.compat.proto import event_pb2
 from regard.training.recipes import bert, classify, lm, translate, vision
+regard.training.loop.write_curves = lambda *_: None  # most of the time of a small run
 print("ready", flush=True)
 asked = None
 for line in sys.stdin:
@@ -27,6 +28,7 @@ for line in sys.stdin:
     if "poll" in asked:
         child, status = os.waitpid(asked["poll"], os.WNOHANG)
         print(os.waitstatus_to_exitcode(status) if child else "running", flush=True)
+        asked = None
         continue
     child = os.fork()
     if child == 0:
@@ -64,7 +66,7 @@ class Child:
             self.returncode = int(answer)
         return self.returncode
 
-    def wait(self, timeout: float = 300) -> int:
+    def wait(self, timeout: float = 120) -> int:
         """Wait for its end; subprocess.TimeoutExpired after `timeout` seconds."""
         limit = time.monotonic() + timeout
         while (code := self.poll()) is None:

@@ -140,10 +140,12 @@ def _unwrapped() -> Iterator[None]:
     """Raise the OSError that a CheckpointError was made of."""
     try:
         yield
+        return
     except CheckpointError as error:
-        if isinstance(error.__cause__, OSError):
-            raise error.__cause__ from None
-        raise
+        if not isinstance(error.__cause__, OSError):
+            raise
+        cause = error.__cause__
+    raise cause
 
 
 def _looks_whole(path: Path) -> bool:
