@@ -5,7 +5,6 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from regard.training.parallel import Place
 from regard.training.task import Batch, Task
 
 TRIED = 2
@@ -14,20 +13,19 @@ SHIPPED = "regard."
 """Modules of recipes, which have tests; their evaluations take seconds."""
 
 
-def check_task(task: Task, place: Place) -> None:
+def check_task(task: Task) -> None:
     """Raise ValueError unless the terms of the loss have totals and counts, and `evaluate` gives what is `watched`.
 
     The model is evaluated once, in eval mode; random states stay as they are.
 
     >>> import torch
     >>> from regard.training.checked import check_task
-    >>> from regard.training.parallel import Place
     >>> from types import SimpleNamespace
     >>> task = SimpleNamespace(watched=("los", "least"), model=torch.nn.Linear(1, 1), sizes=lambda: [1])
     >>> task.batch, task.counts = lambda indices, epoch: {"x": torch.ones(1, 1)}, lambda batch: {"loss": 1}
     >>> task.totals = lambda model, batch: {"loss": model(batch["x"]).sum()}
     >>> task.evaluate = lambda model: {"loss": 1.0}
-    >>> check_task(task, Place(0, 1, torch.device("cpu")))
+    >>> check_task(task)
     Traceback (most recent call last):
     ValueError: watched: expected a result of evaluate (loss), got 'los'
     """
@@ -37,12 +35,13 @@ def check_task(task: Task, place: Place) -> None:
     if way not in ("least", "most"):
         raise ValueError(f"watched: expected (name, 'least') or (name, 'most'), got {task.watched}")
     model, training = task.model, task.model.training
-    devices = [place.device] if place.device.type == "cuda" else []
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    devices = [device] if device.type == "cuda" else []
     try:
         model.eval()
         with torch.no_grad(), torch.random.fork_rng(devices):
             batch = task.batch(list(range(min(TRIED, len(task.sizes())))), 0)
-            _check_terms(task, {key: tensor.to(place.device) for key, tensor in batch.items()})
+            _check_terms(task, {key: tensor.to(device) for key, tensor in batch.items()})
             results = task.evaluate(model)
     finally:
         model.train(training)

@@ -140,12 +140,12 @@ def _unwrapped() -> Iterator[None]:
     """Raise the OSError that a CheckpointError was made of."""
     try:
         yield
-        return
     except CheckpointError as error:
-        if not isinstance(error.__cause__, OSError):
-            raise
         cause = error.__cause__
-    raise cause
+        if not isinstance(cause, OSError):
+            raise
+        # A new error: the cause itself would have a context whose cause it is.
+        raise OSError(cause.errno, cause.strerror, cause.filename) from None
 
 
 def _looks_whole(path: Path) -> bool:

@@ -183,11 +183,13 @@ class _Course:
 class _Run:
     def __init__(self, task: Task, settings: Settings, folder: Path, place: Place, watch: Watch, restart: bool) -> None:
         self.task, self.settings, self.folder, self.place, self.watch = task, settings, folder, place, watch
-        self.record: dict[str, Any] = {}
+        self.record = run_file.read(folder)
+        begins = not self.record
         self._confirm(restart)
         torch.manual_seed(settings.seed * 65537 + place.rank + 1)
         model = task.model.to(place.device).train()
-        check_task(task, place)
+        if begins:
+            check_task(task)
         if settings.precision == "float64":
             model.double()
         if settings.recompute:
@@ -213,7 +215,7 @@ class _Run:
 
         def confirm() -> None:
             if self.place.first:
-                self.record = run_file.confirmed(run_file.read(self.folder), self.task, self.settings, self.folder)
+                self.record = run_file.confirmed(self.record, self.task, self.settings, self.folder)
                 if restart:
                     from regard.training.runs import set_aside
 

@@ -28,6 +28,7 @@ from regard.core.masks import Window
 from regard.core.mechanisms.user_modules import absolute
 from regard.training import own, run_file
 from regard.training.batches import check_sizes
+from regard.training.checked import check_task
 from regard.training.lock import LOCK, one_writer, writer
 from regard.training.parallel import Place
 from regard.training.recipes import NAMES, recipe
@@ -66,6 +67,7 @@ def begin(name: str, options: Any, settings: Settings, folder: str | Path, place
         with one_writer(beside) if place.first else nullcontext():
             task = _built(name, options, settings, beside, place)
             check_sizes(task.sizes(), settings.batch_tokens)
+            check_task(task)
             values = {
                 "regard": run_file.VERSION,
                 "recipe": name,
