@@ -3,6 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DOCS := .venv-docs
+RECIPE ?= all
 PYTHONS ?= python3.11 python3.12 python3.13
 AS_AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2
 
@@ -46,8 +47,8 @@ docs: $(DOCS)/.ready ## the site, in site/: open site/index.html
 fuzz: $(READY) ## 20,000 mutations of each format: files, models, prompts, chat templates
 	$(BIN)/python tests/hostile.py --mutations 20000
 
-chaos: $(READY) ## 200 kills of training runs, 1,000 flipped bits of checkpoints: about 20 minutes
-	$(BIN)/python tests/chaos.py --kills 200 --flips 1000 --save benchmarks/results/training/chaos.json
+chaos: $(READY) ## 200 kills of training runs of every recipe, 1,000 flipped bits of checkpoints: about 20 minutes
+	$(BIN)/python tests/chaos.py --kills 200 --flips 1000 --recipe $(RECIPE) --save benchmarks/results/training/chaos.json
 
 $(READY): requirements.lock weights.lock pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -4,7 +4,7 @@ A run is killed with SIGKILL at named points: where it writes files, at the n-th
 of a function after some step. It resumes from its newest checkpoint, is killed again, and so on until it is complete.
 Then it must be bitwise equal to a run that was not disturbed: metrics, weights, optimizer state, random states. And no
 kill may leave an incomplete checkpoint under the name of a checkpoint. traps.py kills the process.
-`python tests/chaos.py --kills 200 --flips 1000` runs more of it than the tests do.
+`python tests/chaos.py --kills 200 --flips 1000 --recipe all` runs more of it than the tests do.
 """
 
 import argparse
@@ -20,6 +20,7 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from itertools import product
 from pathlib import Path
 
 import traps
@@ -37,9 +38,16 @@ VOLATILE = {"seconds", "tokens_per_second"}
 
 TRAIN = [
     *("--steps", str(STEPS), "--save-every", str(SAVE_EVERY), "--evaluate-every", "10", "--keep", "2"),
-    *("--count", "400", "--held-out", "16", "--vocabulary-size", "300", "--batch-size", "8", "--dropout", "0.1"),
-    *("--embedding-dim", "16", "--num-heads", "2", "--num-layers", "1", "--hidden-dim", "32"),
+    *("--embedding-dim", "16", "--num-heads", "2", "--num-layers", "1", "--dropout", "0.1", "--batch-size", "8"),
 ]
+RECIPES = {
+    "translate": ["--count", "400", "--held-out", "16", "--vocabulary-size", "300", "--hidden-dim", "32"],
+    "lm": ["--data", "words.txt", "--vocabulary-size", "300", "--context", "16"],
+    "bert": ["--data", "words.txt", "--vocabulary-size", "90", "--context-length", "16"],
+    "classify": ["--data", "labels.tsv", "--vocabulary-size", "90", "--context-length", "16"],
+    "vision": ["--data", "images", "--patch-size", "4"],
+}
+"""The flags of each recipe; `write_data` makes the files."""
 
 
 @dataclass(frozen=True)
@@ -56,37 +64,60 @@ class Kill:
 
 @dataclass(frozen=True)
 class Variant:
-    """The job, the number of processes, and whether the model is sharded over them."""
+    """The job, the recipe, the number of processes, and whether the model is sharded over them."""
 
     job: str
+    recipe: str
     ranks: int
     shards: bool
 
     @property
     def name(self):
-        return f"{self.job}-{self.ranks}{'-shards' if self.shards else ''}"
+        return f"{self.job}-{self.recipe}-{self.ranks}{'-shards' if self.shards else ''}"
 
 
-def launch(variant, folder, asked, log):
-    """Start a run, or resume it."""
-    command = []
+def write_data(folder):
+    """Small data for every recipe."""
+    import numpy as np
+
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "words.txt").write_text("".join(f"It is {n}. So it was {n}.\n\n" for n in range(99)))
+    (folder / "labels.tsv").write_text("".join(f"{n % 2}\ttext number {n} of some\n" for n in range(99)))
+    (folder / "images").mkdir(exist_ok=True)
+    random = np.random.default_rng(0)
+    for kind in ("train", "t10k"):
+        pictures, labels = random.integers(256, size=(64, 8, 8), dtype=np.uint8), np.arange(64, dtype=np.uint8) % 2
+        for name, axes, values in (("images-idx3", 3, pictures), ("labels-idx1", 1, labels)):
+            header = bytes([0, 0, 8, axes]) + np.array(values.shape, ">u4").tobytes()
+            (folder / "images" / f"{kind}-{name}-ubyte").write_bytes(header + values.tobytes())
+
+
+def launch(variant, folder, asked, log, forks=None):
+    """Start a run, or resume it: in a process of its own, or as a fork."""
+    command, data = [], folder.parent / "data"
     if variant.job == "train":
         begun = (folder / "run.json").exists()
         if not begun:
             shutil.rmtree(folder, ignore_errors=True)
-        command = ["train", "resume", str(folder)] if begun else ["train", "translate", "--out", str(folder), *TRAIN]
+        begin = ["train", variant.recipe, "--out", str(folder), *TRAIN, *RECIPES[variant.recipe]]
+        command = ["train", "resume", str(folder)] if begun else begin
         command += ["--device", "cpu", "--strategy", "fsdp" if variant.shards else "ddp"]
     else:
         folder.mkdir(parents=True, exist_ok=True)
+    chaos = {"CHAOS": json.dumps({"job": variant.job, "folder": str(folder), **asked})}
+    if forks is not None and variant.ranks == 1:
+        code = f"sys.path.insert(0, {str(Path(__file__).parent)!r}); import traps; traps.child({command!r})"
+        return forks.run(code, Path(log.name), cwd=data, environment=chaos)
     many = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(variant.ranks)]
     environment = {
         "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16",
         **os.environ,
         "OMP_NUM_THREADS": "1",
-        "CHAOS": json.dumps({"job": variant.job, "folder": str(folder), **asked}),
+        **chaos,
     }
     return subprocess.Popen(
-        [sys.executable, *(many if variant.ranks > 1 else []), traps.__file__, *command],
+        [sys.executable, *(many if variant.ranks > 1 else []), os.path.abspath(traps.__file__), *command],
+        cwd=data,
         env=environment,
         stdout=log,
         stderr=log,
@@ -122,11 +153,11 @@ class Undisturbed:
     counts: list
 
 
-def undisturbed(variant, folder):
+def undisturbed(variant, folder, forks=None):
     counts = folder.with_name(f"{folder.name}-counts")
     log = folder.with_name(f"{folder.name}.log")
     with open(log, "wb") as output:
-        ended = finish(launch(variant, folder, {"counts": str(counts)}, output))
+        ended = finish(launch(variant, folder, {"counts": str(counts)}, output, forks))
     if ended != 0:
         raise RuntimeError(f"the undisturbed run ends with {ended}:\n{log.read_text()[-3000:]}")
     return Undisturbed(folder, [json.loads(Path(f"{counts}-{rank}").read_text()) for rank in range(variant.ranks)])
@@ -148,18 +179,18 @@ def planned(kills, whole, rng):
             # Within the first third of its calls, so that a resumed run still reaches it.
             plans.append(Kill(chosen, rng.randint(1, max(1, counts[chosen] // 3)), 0, rank, group))
         elif rng.random() < 0.1:
-            plans.append(Kill("import", rng.randint(1, whole.counts[rank]["import"]), 0, rank, group))
+            plans.append(Kill("import", rng.randint(1, max(1, whole.counts[rank].get("import", 0))), 0, rank, group))
         else:  # rank 0 writes the metrics
             plans.append(Kill("step", rng.randint(1, 12), rng.randrange(CALLS_OF_A_STEP), 0, group))
     rng.shuffle(plans)
     return plans
 
 
-def attempt(variant, plan, folder, log):
+def attempt(variant, plan, folder, log, forks=None):
     """Start or resume a run once. Returns "killed", "complete", or what went wrong."""
     marker = folder.with_name(f"{folder.name}-killed")
     marker.unlink(missing_ok=True)
-    ended = finish(launch(variant, folder, {"marker": str(marker), **(asdict(plan) if plan else {})}, log))
+    ended = finish(launch(variant, folder, {"marker": str(marker), **(asdict(plan) if plan else {})}, log, forks))
     if ended != "hangs" and marker.exists():
         return "killed"
     return "complete" if ended == 0 else f"ends with {ended}"
@@ -201,7 +232,7 @@ def half_there(folder):
     return errors
 
 
-def disturbed(variant, plans, whole, folder, tally, advance):
+def disturbed(variant, plans, whole, folder, tally, advance, forks=None):
     """Run after run until all plans are carried out."""
     plans, number = list(plans), 0
     while plans:
@@ -211,7 +242,7 @@ def disturbed(variant, plans, whole, folder, tally, advance):
         while True:
             plan = plans[0] if plans and kills < KILLS_OF_A_RUN else None
             with open(log, "ab") as output:
-                ended = attempt(variant, plan, run, output)
+                ended = attempt(variant, plan, run, output, forks)
             wrong = half_there(run)
             if wrong or ended != "killed":
                 break
@@ -233,25 +264,28 @@ def disturbed(variant, plans, whole, folder, tally, advance):
         log.unlink()
 
 
-def chaos(job, kills, ranks, seed, out, at_once=2, advance=lambda: None):
-    """Disturb runs of a job; returns the tally."""
+def chaos(job, kills, ranks, seed, out, at_once=2, advance=lambda: None, recipes=("translate",), forks=None):
+    """Disturb runs of a job, of each recipe; returns the tally."""
     tally = Tally()
     variants = []
-    for place, count in enumerate(ranks):
-        share = kills // len(ranks) + (place < kills % len(ranks))
+    write_data(out / "data")
+    for place, (recipe, count) in enumerate(product(recipes, ranks)):
+        cells = len(recipes) * len(ranks)
+        share = kills // cells + (place < kills % cells)
         # The small training on several processes is always sharded.
         kinds = [True] if job == "store" else [False, True]
         for at, shards in enumerate(kinds if count > 1 else [False]):
             part = share // len(kinds) + (at < share % len(kinds)) if count > 1 else share
-            variants.append((Variant(job, count, shards), part))
+            variants.append((Variant(job, recipe, count, shards), part))
     with ThreadPoolExecutor(at_once) as pool:
         jobs = []
         for variant, share in variants:
-            whole = undisturbed(variant, out / f"{variant.name}-undisturbed")
+            whole = undisturbed(variant, out / f"{variant.name}-undisturbed", forks)
             plans = planned(share, whole, random.Random(f"{seed} {variant}"))
             for part in range(at_once):
                 folder = out / f"{variant.name}-{'abcdefgh'[part]}"
-                jobs.append(pool.submit(disturbed, variant, plans[part::at_once], whole, folder, tally, advance))
+                share = plans[part::at_once]
+                jobs.append(pool.submit(disturbed, variant, share, whole, folder, tally, advance, forks))
         for running in jobs:
             running.result()
     return tally
@@ -270,12 +304,14 @@ def main():
     parser.add_argument(
         "--job", choices=["train", "store"], default="train", help="the command line, or the store alone"
     )
+    parser.add_argument("--recipe", choices=[*RECIPES, "all"], default="translate", help="the recipe of --job train")
     parser.add_argument("--at-once", type=int, default=2, help="runs side by side")
     parser.add_argument("--out", type=Path, help="where runs go; those that fail stay there")
     parser.add_argument("--json", action="store_true", help="print the result as JSON, not as a table")
     parser.add_argument("--save", type=Path, help="also write the result to this file, with machine and commit")
     options = parser.parse_args()
     ranks = [int(rank) for rank in options.ranks.split(",")]
+    chosen = list(RECIPES) if options.recipe == "all" else [options.recipe]
     out = (options.out or Path(tempfile.mkdtemp(prefix="chaos-"))).resolve()
     out.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
@@ -289,11 +325,12 @@ def main():
             damage[kind] = list(make(path, count, random.Random(f"{options.seed} {kind}")))
             bar.update(flipped, completed=len(damage["flips"]))
         tally = chaos(
-            options.job, options.kills, ranks, options.seed, out, options.at_once, lambda: bar.advance(killed)
+            options.job, options.kills, ranks, options.seed, out, options.at_once, lambda: bar.advance(killed), chosen
         )
     missed = [where for outcomes in damage.values() for where, seen in outcomes if not seen]
     results = {
         "job": options.job,
+        "recipes": chosen,
         "ranks": ranks,
         "seed": options.seed,
         "kills": sum(tally.kills.values()),

@@ -12,7 +12,8 @@ from torch import nn
 
 import regard as rg
 from regard.commands.suite.rates import Rates
-from regard.core.mechanisms.text import absolute, from_text, lookup
+from regard.core.mechanisms.text import from_text, lookup
+from regard.core.mechanisms.user_modules import absolute
 from regard.training import Report, Settings, recipes
 from regard.training.metrics import read_metrics
 from regard.training.parallel import Place

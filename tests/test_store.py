@@ -188,12 +188,40 @@ def test_what_killed_saves_left_is_named_and_then_removed(tmp_path):
 def test_there_may_be_nothing(tmp_path):
     assert store.newest(tmp_path) == (None, [])
     assert store.newest(tmp_path / "nowhere") == (None, [])
-    (tmp_path / "step-00000005").write_text("a file")
+    (tmp_path / ".step-00000005-0123abcd").mkdir()
     newest, skipped = store.newest(tmp_path)
-    assert newest is None
-    assert skipped == [f"Skipped {tmp_path / 'step-00000005'}: expected a checkpoint's folder, got a file."]
+    assert newest is None, "the first save was killed: there is nothing to lose"
+    assert len(skipped) == 1
+    (tmp_path / "step-00000005").write_text("a file")
+    with pytest.raises(CheckpointError, match=r"got none: .*step-00000005: expected a checkpoint's folder, got a file"):
+        store.newest(tmp_path)
     save(tmp_path, 5)
     assert names(tmp_path) == ["step-00000005"]
+
+
+def test_files_of_others_are_ignored(tmp_path):
+    path = save(tmp_path, 5, 10)
+    for folder in (tmp_path, path):
+        (folder / ".DS_Store").write_bytes(b"\0\0\0\1Bud1")
+    (tmp_path / "step-10").mkdir()
+    assert store.newest(tmp_path) == (path, [])
+    assert store.load(path, {"weight": torch.zeros(3, 3)}) == {"step": 10}
+    save(tmp_path, 15, 20)
+    assert names(tmp_path) == [".DS_Store", "step-00000015", "step-00000020", "step-10"]
+
+
+def test_if_none_is_good_each_is_named_with_its_reason(tmp_path):
+    save(tmp_path, 5, 10)
+    (tmp_path / "step-00000005" / "manifest.json").write_text("")
+    resealed(lambda manifest: {**manifest, "version": 2})(tmp_path / "step-00000010")
+    with pytest.raises(CheckpointError) as error:
+        store.newest(tmp_path)
+    assert str(error.value) == (
+        f"{tmp_path}: expected a checkpoint that can be loaded, got none: {tmp_path}/step-00000010/manifest.json: "
+        f"expected version 1, got 2; {tmp_path}/step-00000005/manifest.json: expected a checkpoint's manifest, got an "
+        "empty file"
+    )
+    assert names(tmp_path) == ["step-00000005", "step-00000010"]
 
 
 @pytest.mark.parametrize("kind", ["flips", "truncations"])
@@ -207,10 +235,6 @@ def test_damage_is_noticed(kind, tmp_path):
 
 def missing(path):
     next(path.glob("part-*")).unlink()
-
-
-def extra(path):
-    (path / "more.txt").write_text("what is this")
 
 
 def folder_instead(path):
@@ -236,7 +260,6 @@ def resealed(change):
 
 DAMAGES = {
     "a missing part": (missing, "part-00000-of-00001.safetensors: expected a part of the checkpoint, got no such file"),
-    "a file too many": (extra, "more.txt: expected only the checkpoint's files"),
     "no manifest": (
         lambda path: (path / "manifest.json").unlink(),
         "manifest.json: expected a checkpoint's manifest, got no such",

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import chaos
+import forked
 from processes import finished
 from regard.training import store
 from test_store import empty, examples, files_of_at_most, names, same
@@ -187,6 +188,14 @@ def test_killed_runs_go_on_bitwise(job, ranks, kills, tmp_path):
     tally = chaos.chaos(job, kills, [ranks], seed=ranks, out=tmp_path, at_once=1)
     assert tally.failures == []
     assert sum(tally.kills.values()) == kills
+
+
+def test_killed_runs_of_every_recipe_go_on_bitwise(tmp_path):
+    """20 kills of forks, four of each recipe."""
+    with forked.forks() as forks:
+        tally = chaos.chaos("train", 20, [1], seed=4, out=tmp_path, at_once=1, recipes=chaos.RECIPES, forks=forks)
+    assert tally.failures == []
+    assert sum(tally.kills.values()) == 20
 
 
 if __name__ == "__main__":

@@ -67,6 +67,13 @@ class Counting(Task):
         return {"loss": float(self.totals(model, batch)["next"]) / self.counts(batch)["next"]}
 
 
+@pytest.fixture(autouse=True)
+def figures(request, monkeypatch):
+    """Curves are most of the time of a small run: they are drawn for one."""
+    if request.node.name != "test_a_run_leaves_what_people_and_programs_look_at":
+        monkeypatch.setattr("regard.training.loop.write_curves", lambda *_: None)
+
+
 def settings(**changes):
     return Settings(**{"steps": 12, "batch_size": 16, "learning_rate": 1e-2, "warmup": 2, "save_every": 4, **changes})
 

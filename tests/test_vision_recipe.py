@@ -70,7 +70,7 @@ def make(images: Images | None = None, seed: int = 1, **options) -> Vision:
     small = Options(**{"patch_size": 4, "embedding_dim": 16, "num_heads": 2, "num_layers": (1,), **options})
     data = images or tiny()
     torch.manual_seed(seed)
-    return Vision(vision._model(small, data), data, small, seed)
+    return Vision(vision._model(small, data, Path()), data, small, seed)
 
 
 @pytest.mark.parametrize("options", [{}, {"mixup": 0.4, "erase": 0.5}])
@@ -266,7 +266,7 @@ def test_fine_tuning_starts_from_what_was_learned(model, tmp_path):
     assert not after["head.weight"].any()
     assert "hidden.weight" not in after
     assert task.totals(task.model.train(), task.batch(range(6), 0))["classes"].item() == pytest.approx(6 * np.log(5))
-    other = build(Options(data=str(data), start=start, mechanism="elu"), tmp_path, seed=0)
+    other = build(Options(data=str(data), start=start, mechanism="elu"), tmp_path / "other", seed=0)
     assert other.model.config.mechanism == rg.Elu()
 
 
@@ -277,7 +277,7 @@ def test_a_start_that_does_not_fit_says_so(tmp_path):
         build(Options(data=str(data), start=str(start)), tmp_path, 0)
     decoder = rg.Decoder(rg.DecoderConfig(vocabulary_size=9, embedding_dim=8, num_layers=1, num_heads=2))
     with pytest.raises(ValueError, match="from: expected a model of images, got Decoder"):
-        build(Options(data=str(data), start=str(rg.save(decoder, tmp_path / "text"))), tmp_path, 0)
+        build(Options(data=str(data), start=str(rg.save(decoder, tmp_path / "text"))), tmp_path / "other", 0)
 
 
 SIZES = {

@@ -30,12 +30,14 @@ class Trap:
     def __init__(self, asked):
         self.asked = asked
         self.folder = os.path.abspath(asked["folder"]) + os.sep
+        # Where it is made before it has its name.
+        self.unfinished = os.path.join(os.path.dirname(self.folder[:-1]), f".{os.path.basename(asked['folder'])}.")
         self.mine = int(os.environ.get("RANK", 0)) == asked.get("rank")
         self.seen = Counter()
 
     def reached(self, point, path):
         place = os.path.abspath(path) if isinstance(path, str | os.PathLike) else ""
-        if not place.startswith(self.folder):
+        if not place.startswith((self.folder, self.unfinished)):
             return False
         if point == "mid-write" and place == self.folder + "metrics.jsonl" and self.counted("step"):
             self.spring_later()

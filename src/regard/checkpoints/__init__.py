@@ -4,22 +4,22 @@ import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from regard.checkpoints import gguf, huggingface, native, sentences
 from regard.checkpoints.errors import CheckpointError
+from regard.checkpoints.modules import load_module, save_tensors
 from regard.checkpoints.names import NAMES, resolve
 from regard.checkpoints.sources import read_json
 from regard.checkpoints.tokenizer import Tokenizer
-from regard.core.extras import needed_for
 from regard.core.families.mechanism import Mechanism
-from regard.core.files import write_folder
+from regard.core.files import naming, write_folder
 from regard.core.mechanisms.text import made
 from regard.models.base import Model, expect
-from regard.models.registry import MODELS
+from regard.models.registry import MODELS, is_listed
 from regard.models.stored import UserMechanism, check_user_mechanisms, is_own
 
 __all__ = ["NAMES", "CheckpointError", "Tokenizer", "check_target", "load", "load_with", "resolve", "save"]
@@ -29,10 +29,12 @@ FILES = (
     *(sentences.MODULES, sentences.LIMITS[0], sentences.PROMPTS),
 )
 """All files that `save` writes, besides a folder with the pooling's config.json."""
+M = TypeVar("M", bound=nn.Module)
 RUN = "run.json"
 """The file that marks the folder of a training run; its best model so far is in model/."""
 
 
+@overload
 def load(
     name_or_path: str | Path,
     *,
@@ -40,9 +42,28 @@ def load(
     mechanisms: Sequence[UserMechanism] = (),
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
-) -> Model:
+) -> Model: ...
+
+
+@overload
+def load(
+    name_or_path: str | Path, *, model: M, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+) -> M: ...
+
+
+def load(
+    name_or_path: str | Path,
+    *,
+    model: nn.Module | None = None,
+    mechanism: Mechanism | str | None = None,
+    mechanisms: Sequence[UserMechanism] = (),
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+) -> nn.Module:
     """Load a model with its tokenizer, in eval mode, from a name of `regard models`, a folder (of a checkpoint or a
     training run) or a .gguf file.
+
+    A module of your own that `train` has trained is filled with its weights: `load(folder, model=Net())`.
 
     Loading imports no code. If the checkpoint's mechanism is a user's, pass its class in `mechanisms` (or an instance,
     if a field is a function or a module); the file supplies fields and tensors. `mechanism` replaces the checkpoint's
@@ -72,22 +93,30 @@ def load(
     _check_place(dtype, device)
     check_user_mechanisms(mechanisms)
     path = resolve(name_or_path)
+    if model is not None:
+        if mechanism is not None or mechanisms:
+            raise ValueError("model: expected no mechanism with a model, which has its own, got both")
+        return load_module(sentences.weights_folder(_of_run(path)), model).to(device=device, dtype=dtype)
     options: dict[str, Any] = {"mechanism": mechanism, "dtype": dtype, "device": device}
     if path.is_file():
         return gguf.load(path, **options)
     path = _of_run(path)
     folder = sentences.weights_folder(path)
     values = read_json(folder / "config.json")
+    if "module" in values:
+        raise CheckpointError(
+            f"{folder}: expected model={values['module']!s:.80}(…), as a file imports no code, got none"
+        )
     if "regard" in values:
-        model = native.load(folder, values, mechanisms=mechanisms, **options)
+        loaded = native.load(folder, values, mechanisms=mechanisms, **options)
     else:
-        model = huggingface.load(folder, values, root=path, **options)
+        loaded = huggingface.load(folder, values, root=path, **options)
     package = NAMES.get(str(name_or_path))
     tokenizer = package.tokenizer() if package is not None else Tokenizer.from_folder(folder)
     if tokenizer is not None and "regard" not in values and sentences.lowercase(folder):
         tokenizer = tokenizer.lowercased()
-    model.tokenizer = tokenizer
-    return model
+    loaded.tokenizer = tokenizer
+    return loaded
 
 
 def load_with(
@@ -138,10 +167,6 @@ def save(model: Model, folder: str | Path, *, layout: Literal["regard", "hugging
     ...     sorted(path.name for path in rg.save(model, folder + "/model").iterdir())
     ['config.json', 'model.safetensors']
     """
-    with needed_for("saving a model"):
-        from safetensors import SafetensorError
-        from safetensors.torch import save_file
-
     model = getattr(model, "_orig_mod", model)  # torch.compile wraps the model
     model = expect(Model, model)
     if model.quantized:
@@ -150,7 +175,7 @@ def save(model: Model, folder: str | Path, *, layout: Literal["regard", "hugging
         values, tensors = huggingface.export(model)
         files = {"config.json": values, **huggingface.other_files(model)}
     elif layout == "regard":
-        if MODELS.get(type(model).__name__, (None,))[0] is not type(model):
+        if not is_listed(model):
             raise ValueError(
                 f"model: expected one of {', '.join(MODELS)}, which load builds, got {type(model).__name__}"
             )
@@ -163,13 +188,11 @@ def save(model: Model, folder: str | Path, *, layout: Literal["regard", "hugging
     check_target(Path(folder))
 
     def fill(beside: Path) -> None:
-        try:
-            save_file(tensors, beside / "model.safetensors", metadata={"format": "pt"})
-        except SafetensorError as error:  # a full disk, mostly
-            raise OSError(f"{folder}: {error}") from error
+        save_tensors(tensors, beside / "model.safetensors")
         for name, content in files.items():
             (beside / name).parent.mkdir(exist_ok=True)
-            (beside / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+            with naming(beside / name):
+                (beside / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         # safetensors makes files readable by their owner only, but a model is often served by another user
         shutil.copymode(beside / "config.json", beside / "model.safetensors")
         if model.tokenizer is not None:

@@ -4,6 +4,7 @@ Results go to standard output, progress and errors to standard error. Exit codes
 is missed, 2 an error that the user can fix, 130 interrupted.
 """
 
+import errno
 import os
 import signal
 import sys
@@ -52,8 +53,21 @@ def _code(error: BaseException) -> int:
     if isinstance(error, FileExistsError) and error.filename:  # from `mkdir`
         return _fail(f"{error.filename}: expected a folder, got a file")
     if isinstance(error, OSError):
-        return _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+        full = error.filename is None and error.errno in (errno.ENOSPC, errno.EFBIG)
+        place = f"{error.filename}: " if error.filename is not None else _unwritten() if full else ""
+        return _fail(f"{place}{error.strerror}" if error.strerror else str(error))
     raise error
+
+
+def _unwritten() -> str:
+    """What a full disk without a file's name is: standard output, if it cannot be written. Python must not try it again
+    at its end."""
+    try:
+        print(flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return "standard output: "
+    return ""
 
 
 def _is_interrupt(error: BaseException | None) -> bool:

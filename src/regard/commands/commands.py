@@ -79,7 +79,11 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "train": (
         "train",
-        ("regard train translate --mechanism quadratic", "regard train lm --mechanism my_file.py:Mine"),
+        (
+            "regard train translate --mechanism quadratic",
+            "regard train lm --mechanism my_file.py:Mine",
+            "regard train my_file.py:MyTask --steps 2000",
+        ),
     ),
     "translate": (
         "translate",
@@ -169,11 +173,20 @@ def examples(*commands: str) -> str:
     return "\n\n".join(["Example:" if len(commands) == 1 else "Examples:", *(f"  {command}" for command in commands)])
 
 
-def group(documentation: dict[str, str], load: Callable[[str], Any], **options: Any) -> typer.Typer:
-    """A group of commands listed with their documentation; a command is loaded by its name when it is run."""
+def group(
+    documentation: dict[str, str],
+    load: Callable[[str], Any],
+    *,
+    others: Callable[[str], bool] = lambda name: False,
+    **options: Any,
+) -> typer.Typer:
+    """A group of commands listed with their documentation; a command is loaded by its name when it is run. `others`
+    says whether a name that is not listed is a command, too."""
 
     class Group(TyperGroup):
         def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+            if args and others(args[0]):
+                return args[0], load(args[0]), args[1:]
             name, _, rest = super().resolve_command(ctx, args)
             return name, load(str(name)), rest
 

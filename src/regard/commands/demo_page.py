@@ -45,6 +45,18 @@ DESCRIBED = (
     f"Encoder-decoder of 1 + 1 layers, width {SIZES['embedding-dim']}, {SIZES['num-heads']} heads, float32; "
     "CPU, one core."
 )
+ATTACHED = """
+import os, threading
+
+def end_with_the_parent():
+    os.read(0, 1)  # nothing is written: it ends when the parent ends, however it does
+    os._exit(1)
+
+threading.Thread(target=end_with_the_parent, daemon=True).start()
+from regard.commands import main
+main()
+"""
+"""The command of a child."""
 TESTED, ALIGNED = 300, 60
 """How many held-out sentences are translated, and how many sentences with swapped words are used for the alignment."""
 OPENING = "cross-attention.png"
@@ -93,10 +105,11 @@ def learn(folder: Path, *, steps: int = STEPS, seed: int = 0, watch: Watch = unw
     options += ["--device", "cpu"]
     children = {}
     for name in MECHANISMS:
-        command = [sys.executable, "-m", "regard", "train", "translate", "--mechanism", name, *options]
+        command = [sys.executable, "-c", ATTACHED, "train", "translate", "--mechanism", name, *options]
         with (folder / f"{name}.log").open("w", encoding="utf-8") as log:
             children[name] = subprocess.Popen(
                 [*command, "--out", str(folder / name)],
+                stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -105,7 +118,7 @@ def learn(folder: Path, *, steps: int = STEPS, seed: int = 0, watch: Watch = unw
         _follow(folder, children, steps, watch)
     finally:
         for child in children.values():
-            child.terminate()
+            child.kill()  # it has finished, or its run is of no use
             child.wait()
     runs = {name: read_metrics(folder / name) for name in MECHANISMS}
     results = {
@@ -148,6 +161,8 @@ def _follow(folder: Path, children: "Mapping[str, subprocess.Popen[bytes]]", ste
         reported = 0
         while any(child.poll() is None for child in children.values()):
             time.sleep(0.2)
+            if any(child.poll() for child in children.values()):
+                break
             lines = {name: [line for line in read_metrics(folder / name) if "loss" in line] for name in children}
             done = sum(map(len, lines.values()))
             losses = "  ".join(
@@ -157,7 +172,7 @@ def _follow(folder: Path, children: "Mapping[str, subprocess.Popen[bytes]]", ste
                 progress(f"loss: {losses}")  # type: ignore[misc]
             reported = done
     for name, child in children.items():
-        if child.returncode != 0:
+        if child.poll():
             words = (folder / f"{name}.log").read_text(encoding="utf-8").strip().splitlines()
             raise ValueError(f"training with {name}: expected it to finish, got: {words[-1] if words else 'nothing'}")
 

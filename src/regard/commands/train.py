@@ -1,7 +1,6 @@
-"""`regard train`: recipes, whose flags are the fields of their options and of the settings."""
+"""`regard train`: recipes, whose flags are the fields of their options and of the settings, and tasks of a user's."""
 
 import inspect
-import math
 import sys
 import types
 from collections.abc import Callable
@@ -27,6 +26,9 @@ if TYPE_CHECKING:
 FLAGS = {"start": "--from"}
 """Flags that are not named after their field: `from` is a keyword in Python."""
 
+EXAMPLES = 32
+"""The default batch size of a task of a user's."""
+
 Out = Annotated[Path | None, typer.Option("--out", metavar="FOLDER", help="Folder of the run; runs/NAME if not given.")]
 Device = Annotated[str | None, typer.Option("--device", help="cpu or cuda; by default the GPU if there is one.")]
 Strategy = Annotated[
@@ -37,16 +39,23 @@ Strategy = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the results as JSON.")]
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")]
+Restart = Annotated[
+    bool, typer.Option("--restart", help="Begin again from step 0; what there was moves to RUN/former-1.")
+]
 
 
 def _command(name: str) -> Callable[..., None]:
-    """The command of a recipe."""
-    with leaving_at_once():
-        module = recipes.recipe(name)
-    options, settings = fields(module.Options), fields(Settings)
-    defaults = module.settings()
-
-    hints = {**get_type_hints(Settings), **get_type_hints(module.Options)}
+    """The command of a recipe, or of a task of a user's."""
+    if name in recipes.NAMES:
+        with leaving_at_once():
+            module = recipes.recipe(name)
+        make, defaults, words = module.Options, module.settings(), module.__doc__ or ""
+        options, hints = fields(make), {**get_type_hints(Settings), **get_type_hints(make)}
+    else:
+        make, defaults, words = dict, Settings(batch_size=EXAMPLES), f"Train {name}, a task of your own."
+        options, hints = (), get_type_hints(Settings)
+    settings = fields(Settings)
 
     def run(**values: Any) -> None:
         typed = {field: value for field, value in values.items() if value is not None}
@@ -56,11 +65,11 @@ def _command(name: str) -> Callable[..., None]:
             if size in changed and other not in changed:
                 changed[other] = None
         run_settings = replace(defaults, **changed)
-        run_options = module.Options(**chosen)
+        run_options = make(**chosen)
         with _placed(values["device"], values["strategy"]) as place:
             from regard.training.runs import begin, default_folder
 
-            folder = values["out"] or default_folder(name)
+            folder = values["out"] or default_folder(name if name in recipes.NAMES else name.rpartition(":")[2])
             task = begin(name, run_options, run_settings, folder, place)
             report = _run(task, run_settings, folder, place)
         if place.first:
@@ -72,9 +81,14 @@ def _command(name: str) -> Callable[..., None]:
         *(_fixed("out", Out, None), _fixed("device", Device, None)),
         *(_fixed("strategy", Strategy, "ddp"), _fixed("as_json", AsJson, False)),
     ]
+    return _signed(run, parameters, _summary(words))
+
+
+def _signed(run: Callable[..., None], parameters: list[inspect.Parameter], words: str) -> Callable[..., None]:
+    """A function with these parameters and this documentation, which typer reads."""
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    run.__doc__ = _summary(module.__doc__ or "")
+    run.__doc__ = words
     return run
 
 
@@ -120,21 +134,31 @@ def _value(field: "Field[Any]", hints: dict[str, Any], typed: dict[str, Any]) ->
     return tuple(value) if kind == NAMES else value
 
 
-def resume(
-    folder: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")],
-    steps: Annotated[int | None, typer.Option(min=1, metavar="N", help="Train to this many steps instead.")] = None,
-    device: Device = None,
-    strategy: Strategy = "ddp",
-    as_json: AsJson = False,
-) -> None:
-    """Resume a run from its newest valid checkpoint."""
-    with _placed(device, strategy) as place:
-        from regard.training.runs import reopen
+def resume() -> Callable[..., None]:
+    """Resume a run from its newest valid checkpoint, perhaps with other settings, which run.json records."""
+    settings = [field for field in fields(Settings) if not field.metadata["fixed"]]
+    hints = get_type_hints(Settings)
 
-        task, settings = reopen(folder, place, steps)
-        report = _run(task, settings, folder, place)
-    if place.first:
-        _show(report, folder, as_json)
+    def run(folder: Path, **values: Any) -> None:
+        changes = {field.name: values[field.name] for field in settings if values[field.name] is not None}
+        with _placed(values["device"], values["strategy"]) as place:
+            from regard.training.lock import writing
+            from regard.training.runs import check_run, reopen
+
+            check_run(folder)
+            with writing(folder, place):
+                task, changed = reopen(folder, place, **changes)
+                report = _run(task, changed, folder, place, restart=values["restart"])
+        if place.first:
+            _show(report, folder, values["as_json"])
+
+    parameters = [
+        inspect.Parameter("folder", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=Run),
+        *(_fixed("restart", Restart, False), _fixed("device", Device, None)),
+        *(_fixed("strategy", Strategy, "ddp"), _fixed("as_json", AsJson, False)),
+        *(_parameter(field, hints[field.name], "as before", "How to go on") for field in settings),
+    ]
+    return _signed(run, parameters, str(resume.__doc__))
 
 
 def _placed(device: str | None, strategy: str) -> Any:
@@ -143,14 +167,10 @@ def _placed(device: str | None, strategy: str) -> Any:
     return placed(device, strategy)
 
 
-def _run(task: "Task", settings: Settings, folder: Path, place: "Place") -> "Report":
+def _run(task: "Task", settings: Settings, folder: Path, place: "Place", *, restart: bool = False) -> "Report":
     from regard.training import loop
-    from regard.training.progress import progress
 
-    if not place.first:
-        return loop.train(task, settings, folder, place=place)
-    with progress(task.name, settings.steps, log=True) as watch:
-        return loop.train(task, settings, folder, place=place, watch=watch)
+    return loop.train(task, settings, folder, place=place, restart=restart)
 
 
 def _show(report: "Report", folder: Path, as_json: bool) -> None:
@@ -162,11 +182,13 @@ def _show(report: "Report", folder: Path, as_json: bool) -> None:
             "finished": report.finished,
             "early": report.early,
             "interrupted": report.interrupted,
-            "loss": None if math.isnan(report.loss) else report.loss,
+            "loss": report.loss,
             "tokens_per_second": report.tokens_per_second,
             "results": report.results,
         }
-        print_json(values)
+        from regard.training.metrics import without_nan
+
+        print_json(without_nan(values))
     else:
         if report.results:
             rows = [{"best result": name, "": f"{value:.4g}"} for name, value in report.results.items()]
@@ -179,9 +201,12 @@ def _show(report: "Report", folder: Path, as_json: bool) -> None:
 
 
 def _load(name: str) -> Any:
-    """The command of a recipe, or `resume`."""
+    """The command of a recipe or of a task of a user's, or `resume`."""
     if name == "resume":
-        return command(resume, name, ("regard train resume runs/translate",))
+        flags = ("", " --steps 20000 --learning-rate 1e-4", " --restart")
+        return command(resume(), name, tuple(f"regard train resume runs/translate{part}" for part in flags))
+    if name not in recipes.NAMES:
+        return command(_command(name), name, (f"regard train {name} --steps 2000 --batch-size 16 --out runs/mine",))
     mechanisms = (f"--mechanism quadratic --out runs/{name}-quadratic", "--mechanism my_file.py:Mine")
     return command(_command(name), name, tuple(f"regard train {name} {flags}" for flags in mechanisms))
 
@@ -198,12 +223,13 @@ def _summary(text: str) -> str:
 
 
 def train() -> None:
-    """Train a model with a recipe, or resume a run."""
+    """Train a model with a recipe or with a task of your own (FILE.py:NAME), or resume a run."""
 
 
 app = group(
     {name: _listed(name) for name in (*recipes.NAMES, "resume")},
     _load,
     epilog=examples(*COMMANDS["train"][1]),
+    others=lambda name: ":" in name,
 )
 app.callback()(train)

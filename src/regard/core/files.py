@@ -2,7 +2,8 @@
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 from uuid import uuid4
@@ -11,12 +12,36 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+@contextmanager
+def naming(target: Path, beside: Path | None = None) -> Iterator[None]:
+    """Let an OSError name the file that is written: a full disk is told to a write, which knows no name, and a file in
+    the temporary folder `beside` is named as it will be in `target`.
+
+    >>> from regard.core.files import naming
+    >>> try:
+    ...     with naming(Path("run/metrics.jsonl")):
+    ...         raise OSError(28, "No space left on device")
+    ... except OSError as error:
+    ...     print(error.filename)
+    run/metrics.jsonl
+    """
+    try:
+        yield
+    except OSError as error:
+        name = Path(str(error.filename)) if error.filename is not None else None
+        if error.errno is None or (name is not None and (beside is None or not name.is_relative_to(beside))):
+            raise
+        inside = target if name is None or beside is None else target / name.relative_to(beside)
+        raise OSError(error.errno, error.strerror, str(inside)) from error
+
+
 def write(path: str | Path, produce: Callable[[Path], object]) -> Path:
     """Let `produce` write a temporary file next to `path`, then rename it into place; leave nothing on failure."""
     target = Path(path)
     beside = target.with_name(f".{target.stem}-{uuid4().hex[:8]}{target.suffix}")
     try:
-        produce(beside)
+        with naming(target, beside):
+            produce(beside)
         os.replace(beside, target)
     finally:
         beside.unlink(missing_ok=True)
@@ -37,7 +62,8 @@ def write_folder(path: str | Path, produce: Callable[[Path], object]) -> Path:
     beside, former = (target.with_name(f".{target.name}-{uuid4().hex[:8]}{end}") for end in ("", "-former"))
     beside.mkdir(parents=True)
     try:
-        produce(beside)
+        with naming(target, beside):
+            produce(beside)
         if target.exists():
             os.replace(target, former)
         os.replace(beside, target)

@@ -18,6 +18,18 @@ MODELS: dict[str, tuple[type[Model], type[Config]]] = {
 """Every model and its config, by the name that checkpoints use."""
 
 
+def is_listed(model: object) -> bool:
+    """Whether a checkpoint can name the class of a model, so that `load` builds it.
+
+    >>> import regard as rg, torch
+    >>> from regard.models.registry import is_listed
+    >>> sizes = {"vocabulary_size": 9, "embedding_dim": 8, "num_layers": 1, "num_heads": 2}
+    >>> is_listed(rg.Decoder(rg.DecoderConfig(**sizes))), is_listed(torch.nn.Linear(2, 3))
+    (True, False)
+    """
+    return any(type(model) is listed for listed, _ in MODELS.values())
+
+
 def build(config: Config) -> Model:
     """The model that a config describes, with random weights.
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from regard.core.extras import needed_for
 
 if TYPE_CHECKING:
+    from regard.training.fingerprint import digest as digest
     from regard.training.loop import Report as Report
     from regard.training.loop import train as train
     from regard.training.settings import Settings as Settings
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from regard.training.task import Totals as Totals
 
 _HOMES = {
+    "regard.training.fingerprint": "digest",
     "regard.training.loop": "Report train",
     "regard.training.settings": "Settings option",
     "regard.training.task": "IGNORED Batch Card Task Totals",

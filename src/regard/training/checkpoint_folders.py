@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -21,8 +22,11 @@ TEMPORARY = re.compile(r"\.(step-(\d{8,}))-([0-9a-f]{8}|old)")
 def listed(folder: Path) -> Iterator[tuple[Path, bool]]:
     """Checkpoints and temporary folders of killed saves, newest first, each with whether it is complete.
 
-    A checkpoint whose replacement was killed counts unless a checkpoint has its name."""
-    names = {entry.name for entry in folder.iterdir()} if folder.is_dir() else set()
+    A checkpoint whose replacement was killed counts unless a checkpoint has its name. Other files are ignored."""
+    try:
+        names = set(os.listdir(folder))
+    except FileNotFoundError:
+        return
     entries = []
     for name in names:
         if whole := NAMED.fullmatch(name):
@@ -31,7 +35,7 @@ def listed(folder: Path) -> Iterator[tuple[Path, bool]]:
             replaced = left[3] == "old"
             if not (replaced and left[1] in names):
                 entries.append((int(left[2]), replaced, name))
-    return ((folder / name, finished) for _, finished, name in sorted(entries, reverse=True))
+    yield from ((folder / name, finished) for _, finished, name in sorted(entries, reverse=True))
 
 
 def tidy(folder: Path) -> None:
@@ -92,11 +96,12 @@ def sealed(text: str) -> bytes:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint; CheckpointError unless its checksum is right."""
+    """The manifest of a checkpoint; CheckpointError unless its checksum is right, OSError if it cannot be read."""
     file = path / MANIFEST
     if not path.is_dir():
         refuse(path, "a checkpoint's folder", "a file" if path.exists() else "no such folder")
-    text = read_text(file, expected="a checkpoint's manifest")
+    with _unwrapped():
+        text = read_text(file, expected="a checkpoint's manifest")
     if text.encode() != sealed(text[len(sealed("")) :]):
         refuse(file, "the checksum that was written", "another: the file is damaged")
     manifest = parse_json(text, file)
@@ -108,16 +113,16 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def check(path: Path, hashed: slice) -> dict[str, Any]:
-    """The manifest of a checkpoint; CheckpointError unless it has exactly the manifest's files, with the right sizes
-    and, for the files in the slice `hashed`, the right checksums."""
+    """The manifest of a checkpoint; CheckpointError unless it has the manifest's files, with the right sizes and, for
+    the files in the slice `hashed`, the right checksums. Other files in its folder (a file manager's .DS_Store) are
+    ignored. A file that is there and cannot be read is an OSError: it is not damage, and nobody may train over it."""
     manifest = read_manifest(path)
     try:
         for name, expected in manifest["files"].items():
-            size = check_file(path / name, "a part of the checkpoint").stat().st_size
+            with _unwrapped():
+                size = check_file(path / name, "a part of the checkpoint").stat().st_size
             if size != expected["bytes"]:
                 refuse(path / name, f"{expected['bytes']:,} bytes", f"{size:,}")
-        for name in sorted({entry.name for entry in path.iterdir()} - manifest["files"].keys() - {MANIFEST}):
-            refuse(path / name, "only the checkpoint's files", "another file")
         for name, expected in list(manifest["files"].items())[hashed]:
             with (path / name).open("rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -125,9 +130,22 @@ def check(path: Path, hashed: slice) -> dict[str, Any]:
                 refuse(path / name, "the checksum that was written", "another: the file is damaged")
     except CheckpointError:
         raise
-    except (OSError, LookupError, TypeError, ValueError) as error:
+    except (LookupError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path}: expected files that can be read, got {error}") from error
     return manifest
+
+
+@contextmanager
+def _unwrapped() -> Iterator[None]:
+    """Raise the OSError that a CheckpointError was made of."""
+    try:
+        yield
+    except CheckpointError as error:
+        cause = error.__cause__
+        if not isinstance(cause, OSError):
+            raise
+        # A new error: the cause itself would have a context whose cause it is.
+        raise OSError(cause.errno, cause.strerror, cause.filename) from None
 
 
 def _looks_whole(path: Path) -> bool:

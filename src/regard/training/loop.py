@@ -5,28 +5,35 @@ state, the states of random generators, and the position in the order of example
 data.
 """
 
+import json
 import math
+import os
 import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import AbstractContextManager, closing, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from regard.checkpoints.errors import CheckpointError
+from regard.core.files import write_text
 from regard.core.masks.guard import all_finite, finite
-from regard.models.base import Model
-from regard.training import store
+from regard.training import run_file, store
 from regard.training.ahead import Course, Step, Turn, steps
-from regard.training.metrics import Metrics
+from regard.training.checked import check_task
+from regard.training.checkpoint_folders import listed
+from regard.training.lock import writing
+from regard.training.metrics import Metrics, with_nan, without_nan
 from regard.training.optimizer import adamw, clip, memory, rate
-from regard.training.parallel import Objective, Place, spread, unsynchronised
+from regard.training.parallel import Objective, Place, placed, spread, unsynchronised
 from regard.training.progress import progress
-from regard.training.records import write_card, write_curves, write_model
+from regard.training.records import environment, write_card, write_curves, write_model
 from regard.training.settings import Settings
 from regard.training.signals import listening
 from regard.training.task import Batch, Task
@@ -83,13 +90,23 @@ Watch = Callable[[Report], object]
 
 
 def train(
-    task: Task, settings: Settings, folder: str | Path, *, place: Place | None = None, watch: Watch | None = None
+    task: Task,
+    settings: Settings,
+    folder: str | Path,
+    *,
+    place: Place | None = None,
+    watch: Watch | None = None,
+    restart: bool = False,
 ) -> Report:
     """Train a task in a folder, from the newest valid checkpoint there if there is one. Returns the last report.
 
-    The folder gets metrics.jsonl, tensorboard/, checkpoints/, model/ (the best so far; `rg.load(folder)` opens it),
-    curves.png and README.md. `watch` is called after each step and each evaluation; without it there is a progress bar
-    in a terminal, and a line that is updated in a notebook.
+    The folder gets run.json, metrics.jsonl, tensorboard/, checkpoints/, model/ (the best so far; `rg.load(folder)`
+    opens it), curves.png and README.md. It has one writer, and goes on with the same task only: another model, other
+    data and settings that cannot change are refused. If none of its checkpoints can be loaded, that is an error;
+    `restart=True` begins again, and keeps what there was in the folder former-1.
+
+    `watch` is called after each step and each evaluation; without it there is a progress bar in a terminal, a line that
+    is updated in a notebook, and lines in a log. Under torchrun all processes call this, and train one model together.
 
     >>> import tempfile, regard as rg
     >>> from regard.training import Settings, train
@@ -97,22 +114,58 @@ def train(
     >>> options = translate.Options(count=200, embedding_dim=16, num_heads=2, num_layers=1)
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     task = translate.build(options, Path(folder), seed=0)
-    ...     train(task, Settings(steps=2, batch_size=8), folder).finished
+    ...     train(task, Settings(steps=2, batch_size=8), Path(folder) / "run").finished
     True
     """
-    place = place or Place(0, 1, task.model.device)
-    shown: AbstractContextManager[Watch] = nullcontext(watch or (lambda _: None))
-    if watch is None and place.first:
-        shown = progress(task.name, settings.steps)
-    with shown as watching:
-        return _Run(task, settings, Path(folder), place, watching).go()
+    with ExitStack() as stack:
+        here = place or stack.enter_context(_place(task.model))
+        shown: AbstractContextManager[Watch] = nullcontext(watch or (lambda _: None))
+        if watch is None and here.first:
+            shown = progress(task.name, settings.steps, log=True)
+        target = Path(folder)
+        stack.enter_context(_made(target, here))
+        stack.enter_context(writing(target, here))
+        watching = stack.enter_context(shown)
+        return _Run(task, settings, target, here, watching, restart).go()
+
+
+@contextmanager
+def _place(model: nn.Module) -> Iterator[Place]:
+    """The place of this process in a process group, or where torchrun put it; otherwise alone, where the model is."""
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    if dist.is_available() and dist.is_initialized():
+        yield Place(dist.get_rank(), dist.get_world_size(), device)
+    elif "RANK" in os.environ:
+        with placed(device.type) as place:
+            yield place
+    else:
+        yield Place(0, 1, device)
+
+
+@contextmanager
+def _made(folder: Path, place: Place) -> Iterator[None]:
+    """Make the folder of a run. If nothing was written into it, because the run could not begin, it is removed."""
+    place.wait()
+    missing = [parent for parent in (folder, *folder.parents) if not parent.exists()] if place.first else []
+    store.together(lambda: folder.mkdir(parents=True, exist_ok=True) if place.first else None)
+    try:
+        yield
+    finally:
+        for parent in missing:
+            with suppress(OSError):  # not empty
+                parent.rmdir()
 
 
 class _Run:
-    def __init__(self, task: Task, settings: Settings, folder: Path, place: Place, watch: Watch) -> None:
+    def __init__(self, task: Task, settings: Settings, folder: Path, place: Place, watch: Watch, restart: bool) -> None:
         self.task, self.settings, self.folder, self.place, self.watch = task, settings, folder, place, watch
+        self.record = run_file.read(folder)
+        begins = not self.record
+        self._confirm(restart)
         torch.manual_seed(settings.seed * 65537 + place.rank + 1)
         model = task.model.to(place.device).train()
+        if begins:
+            check_task(task)
         if settings.precision == "float64":
             model.double()
         if settings.recompute:
@@ -132,7 +185,30 @@ class _Run:
         self.pending: deque[_Pending] = deque()
         self.loss = math.nan
         self.resumed = self._resume()
-        self.metrics = Metrics(folder, self.step) if place.first else None
+        store.together(self._begin)
+
+    def _confirm(self, restart: bool) -> None:
+        """Refuse another task, model, data and settings than those that the folder's run began with; set the run aside
+        to restart it."""
+
+        def confirm() -> None:
+            if self.place.first:
+                self.record = run_file.confirmed(self.record, self.task, self.settings, self.folder)
+                if restart:
+                    from regard.training.runs import set_aside
+
+                    set_aside(self.folder)
+
+        store.together(confirm)
+
+    def _begin(self) -> None:
+        """Write what the run is, and open its logs."""
+        self.metrics: Metrics | None = None
+        if self.place.first:
+            run_file.write(self.folder, run_file.changed(self.record, self.settings, self.step))
+            if not (self.folder / "environment.json").exists():
+                write_text(self.folder / "environment.json", json.dumps(environment(self.place), indent=1) + "\n")
+            self.metrics = Metrics(self.folder, self.step)
 
     def go(self) -> Report:
         try:
@@ -218,7 +294,7 @@ class _Run:
             if self.metrics is not None:
                 self.metrics.add({**values, "seconds": round(self.seconds, 3)})
             if not math.isfinite(self.loss) or not math.isfinite(norm):
-                last, _ = store.newest(self.folder / "checkpoints")
+                last = next((path for path, whole in listed(self.folder / "checkpoints") if whole), None)
                 raise ValueError(
                     f"loss: expected a finite number, got {self.loss} (gradient {norm}) at step {done.step}; try a "
                     f"lower learning rate. The last checkpoint is {'none' if last is None else last.name}"
@@ -236,9 +312,7 @@ class _Run:
         with torch.no_grad(), self._precision(), eager:
             results = self.runner(None) if self.place.sharded else self.objective(None)
         name, way = self.task.watched
-        better = self.best is None or (
-            results[name] < self.best[name] if way == "least" else results[name] > self.best[name]
-        )
+        better = self.best is None or _better(self.best[name], results[name], way)
         self.stale = 0 if better else self.stale + 1
         if better:
             self.best = dict(results)
@@ -264,7 +338,7 @@ class _Run:
             "batch": self.turn.batch,
             "tokens": self.tokens,
             "seconds": self.seconds,
-            "best": self.best,
+            "best": without_nan(self.best),
             "stale": self.stale,
             "world": self.place.world,
         }
@@ -284,7 +358,11 @@ class _Run:
 
     def _resume(self) -> str:
         """Load the newest valid checkpoint. Returns a message about it."""
-        path, damaged = store.newest(self.folder / "checkpoints")
+        try:
+            path, damaged = store.newest(self.folder / "checkpoints")
+        except CheckpointError as error:
+            again = f"regard train resume {self.folder} --restart, or train(…, restart=True)"
+            raise CheckpointError(f"{error}; to begin again, and keep all of this: {again}") from None
         if path is None:
             return " ".join(damaged)
         tensors, random = self._tensors(), self._random()
@@ -296,7 +374,7 @@ class _Run:
             if self.place.device.type == "cuda":
                 torch.cuda.set_rng_state(random[f"random.cuda.{self.place.rank}"], self.place.device)
         self.step, self.tokens, self.seconds = note["step"], note["tokens"], note["seconds"]
-        self.best, self.stale = note["best"], note["stale"]
+        self.best, self.stale = None if note["best"] is None else with_nan(note["best"]), note["stale"]
         self.course.move(note["epoch"], note["batch"])
         self.turn = Turn([], note["epoch"], note["batch"])
         return " ".join([*damaged, f"resumed after step {self.step}"])
@@ -315,17 +393,25 @@ class _Run:
         return Report(**{**values, **changes})
 
 
+def _better(before: float, now: float, way: Literal["least", "most"]) -> bool:
+    """Whether a result is better than the best so far; any number is better than NaN."""
+    if math.isnan(before):
+        return not math.isnan(now)
+    return now < before if way == "least" else now > before
+
+
 def _moved(batch: Batch, device: torch.device) -> Batch:
     if device.type != "cuda":
         return {name: tensor.to(device) for name, tensor in batch.items()}
     return {name: tensor.pin_memory().to(device, non_blocking=True) for name, tensor in batch.items()}
 
 
-def _recompute(model: Model) -> None:
+def _recompute(model: nn.Module) -> None:
     """Recompute the activations of the model's blocks in the backward pass instead of storing them."""
-    if not model.blocks:
+    blocks: Any = getattr(model, "blocks", ())
+    if not blocks:
         raise ValueError(f"recompute: expected a model with repeated blocks, got {type(model).__name__} without any")
-    for block in model.blocks:
+    for block in blocks:
         block.forward = _again(block.forward)
 
 

@@ -142,7 +142,7 @@ def spread(objective: Objective, place: Place, precision: str = "float32") -> nn
     policy = MixedPrecisionPolicy(
         param_dtype=gathered, reduce_dtype=gathered and torch.float32, cast_forward_inputs=False
     )
-    for block in objective.model.sharded_blocks:
+    for block in getattr(objective.model, "sharded_blocks", ()):
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(objective, mesh=mesh)
     return objective

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 PAUSE = 0.2
 """Seconds between two updates of a notebook's line."""
+LOGGED = 30.0
+"""Seconds between two lines about steps in a log."""
 
 
 @contextmanager
@@ -19,7 +21,7 @@ def progress(name: str, steps: int, *, log: bool = False) -> Iterator[Callable[[
     """Show reports on standard error; pass the function it yields to `train` as `watch`.
 
     Evaluations are printed as lines. Where standard error is neither a terminal nor a notebook, nothing is shown, or
-    with `log` only these lines.
+    with `log` these lines and one about the step twice a minute.
 
     >>> from regard.training import Report
     >>> from regard.training.progress import progress
@@ -32,7 +34,7 @@ def progress(name: str, steps: int, *, log: bool = False) -> Iterator[Callable[[
         with _bar(name, steps) as watch:
             yield watch
     elif log:
-        yield lambda report: _print(lines(report))
+        yield _Log().show
     else:
         yield lambda report: None
 
@@ -67,6 +69,21 @@ def lines(report: "Report") -> list[str]:
 def _print(words: list[str]) -> None:
     for line in words:
         print(line, file=sys.stderr, flush=True)
+
+
+class _Log:
+    """Lines of a log."""
+
+    def __init__(self) -> None:
+        self.last = time.monotonic()
+
+    def show(self, report: "Report") -> None:
+        words, now = lines(report), time.monotonic()
+        if not words and report.kind == "step" and now - self.last >= LOGGED:
+            words = [f"step {report.step:,} of {report.steps:,}: {status(report)}"]
+        if words:
+            self.last = now
+            _print(words)
 
 
 class _Line:

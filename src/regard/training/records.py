@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from regard.checkpoints import save
+from regard.checkpoints.modules import save_module
 from regard.core.files import save_figure, write_text
+from regard.models.registry import is_listed
 from regard.models.stored import is_shipped
 from regard.training.metrics import read_metrics
 from regard.training.parallel import Objective, Place
@@ -28,20 +30,24 @@ if TYPE_CHECKING:
 
 def write_model(objective: Objective, folder: Path, place: Place) -> None:
     """Save the current model for `rg.load`. All processes call this; rank 0 writes."""
-    model = objective.model
+    model: Any = objective.model
     for left in folder.parent.glob(f".{folder.name}-*") if place.first else ():  # temporary folders of killed saves
         shutil.rmtree(left, ignore_errors=True)
     if place.sharded:
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
         whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-        if place.first:
+        if place.first and is_listed(model):
             copy = type(model)(model.config).to(model.dtype)
             copy.load_state_dict(whole)
             copy.tokenizer = model.tokenizer
             save(copy, folder)
-    elif place.first:
+        elif place.first:
+            save_module(model, whole, folder)
+    elif place.first and is_listed(model):
         save(model, folder)
+    elif place.first:
+        save_module(model, model.state_dict(), folder)
     place.wait()
 
 
@@ -98,15 +104,18 @@ def write_curves(task: Task, folder: Path) -> None:
 def write_card(task: Task, settings: Settings, folder: Path, report: "Report") -> None:
     """Write a run's README.md, its model card: model, data, results, settings."""
     card = task.card()
-    model = task.model
+    model: Any = task.model
     rows = "\n".join(f"| {name} | {value:.4g} |" for name, value in report.results.items())
     count = sum(parameter.numel() for parameter in model.parameters())
-    kind = type(model.config.mechanism).__name__
-    extra = "" if is_shipped(model.config.mechanism) else f", mechanisms=[{kind}]"
+    mechanism = getattr(getattr(model, "config", None), "mechanism", None)
+    extra = f", mechanisms=[{type(mechanism).__name__}]" if mechanism is not None and not is_shipped(mechanism) else ""
+    if not is_listed(model):
+        extra = f", model={type(model).__name__}(…)"
     code = f"import regard as rg\n\nmodel = rg.load({json.dumps(str(folder))}{extra})"
     parts = [
         f"# {task.name}: a {type(model).__name__.lower()} of {count:,} parameters",
-        f"Mechanism: `{model.config.mechanism!r}`. Trained for {report.step:,} of {settings.steps:,} steps"
+        ("" if mechanism is None else f"Mechanism: `{mechanism!r}`. ")
+        + f"Trained for {report.step:,} of {settings.steps:,} steps"
         + (", stopped early." if report.early else "."),
         "## Data\n" + card.data,
         "## Results on held-out examples, of the best evaluation\n| | |\n|---|---|\n" + rows,

@@ -1,5 +1,6 @@
 """How a run is trained: everything that is not the task."""
 
+import math
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -7,8 +8,9 @@ PRECISIONS = ("float32", "float64", "bfloat16")
 SCHEDULES = ("cosine", "inverse_root", "constant")
 
 
-def option(default: Any, help: str, *, also: str | None = None) -> Any:
-    """A dataclass field with its `--help` text and, with `also`, a second spelling of its flag.
+def option(default: Any, help: str, *, also: str | None = None, fixed: bool = False) -> Any:
+    """A dataclass field with its `--help` text and, with `also`, a second spelling of its flag. A `fixed` setting
+    cannot change when a run resumes.
 
     >>> from dataclasses import dataclass, fields
     >>> from regard.training.settings import option
@@ -18,7 +20,7 @@ def option(default: Any, help: str, *, also: str | None = None) -> Any:
     >>> Options().num_layers, fields(Options)[0].metadata["help"]
     (2, 'Layers of the encoder.')
     """
-    return field(default=default, metadata={"help": help, "also": also})
+    return field(default=default, metadata={"help": help, "also": also, "fixed": fixed})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,15 +40,15 @@ class Settings:
         "cosine", "The learning rate after the warm-up: half a cosine, 1/√step as in Vaswani et al., or constant."
     )
     final_rate: float = option(0.05, "Where the cosine ends, as a fraction of the highest learning rate.")
-    batch_tokens: int | None = option(None, "Tokens per step, padding included.")
-    batch_size: int | None = option(None, "Examples per step; instead of --batch-tokens.")
+    batch_tokens: int | None = option(None, "Tokens per step, padding included.", fixed=True)
+    batch_size: int | None = option(None, "Examples per step; instead of --batch-tokens.", fixed=True)
     accumulate: int = option(1, "Micro-batches per step, to use less memory. The step stays the same.")
     weight_decay: float = option(0.01, "Weight decay of matrices; norms and biases have none.")
     beta1: float = option(0.9, "AdamW's decay of the mean gradient.")
     beta2: float = option(0.98, "AdamW's decay of the mean squared gradient.")
     clip: float | None = option(1.0, "The largest gradient norm; longer gradients are scaled down to it.")
     precision: Literal["float32", "float64", "bfloat16"] = option(
-        "float32", "The dtype of matrix products; bfloat16 keeps weights in float32."
+        "float32", "The dtype of matrix products; bfloat16 keeps weights in float32.", fixed=True
     )
     workers: int = option(0, "Processes that make batches ahead; 0: each batch is made when its step needs it.")
     recompute: bool = option(False, "Recompute activations of blocks in the backward pass: less memory.")
@@ -55,7 +57,7 @@ class Settings:
     save_every: int | None = option(None, "Steps between checkpoints; as often as evaluations if not given.")
     keep: int = option(2, "How many checkpoints to keep.")
     patience: int | None = option(None, "Stop early after so many evaluations without a better result.")
-    seed: int = option(0, "Seed of weights, the order of examples and everything else that is random.")
+    seed: int = option(0, "Seed of weights, the order of examples and everything else that is random.", fixed=True)
 
     def __post_init__(self) -> None:
         for name in ("steps", "accumulate", "keep"):
@@ -82,7 +84,7 @@ class Settings:
         ):
             if not low <= getattr(self, name) <= high:
                 raise ValueError(f"{name}: expected {low} to {high}, got {getattr(self, name)}")
-        if self.clip is not None and not self.clip > 0:
+        if self.clip is not None and not 0 < self.clip < math.inf:
             raise ValueError(f"clip: expected a norm above 0, got {self.clip}")
 
     @property

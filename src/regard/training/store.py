@@ -63,7 +63,7 @@ def save(folder: Path, step: int, tensors: dict[str, Tensor], note: dict[str, An
         with _quiet():
             planned_save(dict(tensors), storage_writer=writer, planner=planner)
     except CheckpointException as failed:
-        _together(writer.give_up)
+        together(writer.give_up)
         error = _cause(failed)
         if isinstance(error, OSError):
             error = OSError(error.errno, f"checkpoint of step {step}: {error.strerror or error}", str(folder))
@@ -72,7 +72,8 @@ def save(folder: Path, step: int, tensors: dict[str, Tensor], note: dict[str, An
 
 
 def newest(folder: Path) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint whose checksums are right, and a sentence for each newer checkpoint that is damaged.
+    """The newest checkpoint whose checksums are right, and a sentence for each newer checkpoint that is damaged; None
+    if there is no checkpoint. CheckpointError, with all reasons, if there are checkpoints and none is good.
 
     >>> import tempfile, torch
     >>> from pathlib import Path
@@ -88,14 +89,21 @@ def newest(folder: Path) -> tuple[Path | None, list[str]]:
     "Skipped checkpoints/step-00000010/manifest.json: expected a checkpoint's manifest, got no such file."
     """
     skipped: list[str] = []
+    damaged: list[str] = []
     for path, finished in listed(Path(folder)):
+        if not finished:
+            skipped.append(
+                f"Skipped {path}: expected a checkpoint, got the temporary folder of a save that was killed."
+            )
+            continue
         try:
-            if not finished:
-                refuse(path, "a checkpoint", "the temporary folder of a save that was killed")
             check(path, slice(None))
             return path, skipped
         except CheckpointError as error:
+            damaged.append(str(error))
             skipped.append(f"Skipped {error}.")
+    if damaged:
+        refuse(Path(folder), "a checkpoint that can be loaded", f"none: {'; '.join(damaged)}")
     return None, skipped
 
 
@@ -122,7 +130,7 @@ def load(path: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
         _compare(path, metadata_of(path, manifest), tensors)
         return manifest["sha256"]
 
-    if len(set(_together(ready))) > 1:
+    if len(set(together(ready))) > 1:
         refuse(path, "the same checkpoint on all processes", "different checkpoints")
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
@@ -174,8 +182,13 @@ def _grouped() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def _together(work: Callable[[], T]) -> list[T]:
-    """Run `work` on every process. Returns the results of all; an error on one process is raised on all."""
+def together(work: Callable[[], T]) -> list[T]:
+    """Run `work` on every process. Returns the results of all; an error on one process is raised on all.
+
+    >>> from regard.training.store import together
+    >>> together(lambda: 7)
+    [7]
+    """
     result: Any
     try:
         result = work()

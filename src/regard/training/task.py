@@ -10,12 +10,12 @@ same on one device, with gradient accumulation, or on many machines.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor, nn
 
-from regard.models.base import Model
 from regard.training.batches import Integers
+from regard.training.fingerprint import of_attributes
 
 Batch = dict[str, Tensor]
 """Tensors by name, whose first dimension is the batch; the loop moves them to the device."""
@@ -77,7 +77,8 @@ class Task(ABC):
     """
 
     name: ClassVar[str]
-    model: Model
+    model: nn.Module
+    """One of this library's models, or any module: its weights are loaded by `rg.load(folder, model=…)`."""
     watched: ClassVar[tuple[str, Literal["least", "most"]]] = ("loss", "least")
     """Which result of `evaluate` decides what the best model is and when to stop early, and which way is better."""
     label_smoothing: float = 0.0
@@ -102,13 +103,19 @@ class Task(ABC):
         call it."""
 
     @abstractmethod
-    def evaluate(self, model: Model) -> dict[str, float]:
+    def evaluate(self, model: Any) -> dict[str, float]:
         """Results on held-out examples, `watched` among them. The model is in eval mode, without gradients."""
+
+    def fingerprint(self) -> str:
+        """A hash of all data: a run refuses to resume with other data. By default it covers sizes, some examples, and
+        the attributes that hold data (tensors, arrays, lists, dicts), those that `evaluate` uses among them. For data
+        elsewhere return `regard.training.digest(…)` of what tells it apart."""
+        return of_attributes(self)
 
     def card(self) -> Card:
         """What the model card says beyond results."""
         return Card()
 
-    def samples(self, model: Model) -> list[str]:
+    def samples(self, model: Any) -> list[str]:
         """A few lines to print after an evaluation: translations, continuations."""
         return []

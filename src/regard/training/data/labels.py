@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from regard.checkpoints.tokenizer import Tokenizer
 from regard.core.files import write
 from regard.models.padded_rows import pad_ranges
+from regard.training.data.arrays import load_arrays
 from regard.training.data.held_out import split
 from regard.training.data.lines import read_lines
 from regard.training.data.prose import embedded
@@ -170,5 +171,5 @@ class LabelledTokens:
     @classmethod
     def load(cls, path: Path) -> "LabelledTokens":
         """Read a file that `save` wrote."""
-        with np.load(path) as file:
-            return cls(file["tokens"], file["starts"], file["labels"], tuple(file["class_names"].tolist()))
+        tokens, starts, labels, names = load_arrays(path, "tokens", "starts", "labels", "class_names")
+        return cls(tokens, starts, labels, tuple(names.tolist()))

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from regard.checkpoints.tokenizer import Tokenizer
 from regard.core.files import write
+from regard.training.data.arrays import load_arrays
 from regard.training.data.draws import draws
 from regard.training.data.prose import Document
 
@@ -73,8 +74,7 @@ class Corpus:
     @classmethod
     def load(cls, path: Path) -> "Corpus":
         """Read a file that `save` wrote."""
-        with np.load(path) as file:
-            return cls(file["tokens"], file["sentences"], file["documents"])
+        return cls(*load_arrays(path, "tokens", "sentences", "documents"))
 
 
 def tokenized(documents: Sequence[Document], tokenizer: Tokenizer) -> Corpus:

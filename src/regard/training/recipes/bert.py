@@ -27,6 +27,7 @@ from regard.training.data.held_out import split
 from regard.training.data.prose import prose
 from regard.training.data.sentence_pairs import Corpus, Integers, Pairs, Rows, tokenized
 from regard.training.data.vocabulary import train_wordpiece
+from regard.training.fingerprint import digest
 from regard.training.settings import Settings, option
 from regard.training.task import IGNORED, Batch, Card, Task, Totals
 
@@ -167,6 +168,10 @@ class Bert(Task):
 
     def batch(self, indices: Sequence[int], epoch: int) -> Batch:
         return self._tensors(self.train.batch(indices, self.seed, epoch))
+
+    def fingerprint(self) -> str:
+        corpora = self.train.corpus, self.held_out.corpus
+        return digest(*(part for corpus in corpora for part in (corpus.tokens, corpus.sentences, corpus.documents)))
 
     def _tensors(self, rows: Rows) -> Batch:
         unused = {term.labels for term in (NEXT, INVERTED) if term not in self.judgements}

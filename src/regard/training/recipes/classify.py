@@ -15,15 +15,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.checkpoints import load_with
 from regard.checkpoints.tokenizer import Tokenizer
 from regard.core.masks import Window, padding
 from regard.core.masks.text import WINDOW_HELP
 from regard.core.mechanisms.text import CHOICES, from_text, lookup
-from regard.models.base import Model, expect
+from regard.models.base import Model
 from regard.models.encoder import Encoder, EncoderConfig
 from regard.training.data.labels import Integers, LabelledTokens, labelled, split_labelled
 from regard.training.data.vocabulary import train_wordpiece
+from regard.training.fingerprint import digest
+from regard.training.recipes.started import started
 from regard.training.settings import Settings, option
 from regard.training.task import Batch, Card, Task, Totals
 
@@ -125,7 +126,7 @@ def build(options: Options, folder: Path, seed: int) -> "Classification":
     ('even', 'odd')
     """
     torch.manual_seed(seed)  # a user's mechanism may draw random numbers when it is made
-    source = None if options.start is None else _started(options)
+    source = None if options.start is None else _started(options.start, options, folder)
     tokenizer = Tokenizer.from_folder(folder)
     paths = [folder / "train.npz", folder / "held-out.npz"]
     if tokenizer is None or not all(path.is_file() for path in paths):
@@ -166,12 +167,11 @@ def build(options: Options, folder: Path, seed: int) -> "Classification":
     return Classification(model, train, held_out, options)
 
 
-def _started(options: Options) -> Encoder:
+def _started(start: str, options: Options, folder: Path) -> Encoder:
     """The encoder to start from, with the options' attention."""
-    mechanism = None if options.mechanism is None else lookup(options.mechanism)
-    source = expect(Encoder, load_with(str(options.start), mechanism, dtype=torch.float32), "from")
+    source = started(Encoder, start, options.mechanism, folder)
     if source.tokenizer is None or source.tokenizer.classification is None:
-        raise ValueError(f"from: expected an encoder with a tokenizer that puts [CLS] first, got {options.start}")
+        raise ValueError(f"from: expected an encoder with a tokenizer that puts [CLS] first, got {start}")
     if options.window is not None:
         source.config = replace(source.config, window=options.window)
     return source
@@ -194,6 +194,10 @@ class Classification(Task):
 
     def batch(self, indices: Sequence[int], epoch: int) -> Batch:
         return {name: torch.from_numpy(values) for name, values in self.train.batch(indices).items()}
+
+    def fingerprint(self) -> str:
+        parts = ((part.tokens, part.starts, part.labels) for part in (self.train, self.held_out))
+        return digest(self.train.class_names, *(array for part in parts for array in part))
 
     def counts(self, batch: Batch) -> dict[str, int]:
         return {"loss": len(batch["labels"])}

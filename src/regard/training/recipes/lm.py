@@ -46,6 +46,7 @@ from regard.training.batches import Integers
 from regard.training.data.held_out import chance, split
 from regard.training.data.text import SUFFIXES, Document, Tokens, documents, plain_ids, write_tokens
 from regard.training.data.vocabulary import train_bpe
+from regard.training.fingerprint import digest
 from regard.training.recipes import check_causal
 from regard.training.settings import Settings, option
 from regard.training.task import IGNORED, Batch, Card, Task, Totals
@@ -219,6 +220,10 @@ class LanguageModelling(Task):
     def batch(self, indices: Sequence[int], epoch: int) -> Batch:
         chosen = np.asarray(indices)
         return self._packed(chosen, epoch) if self.pieces is None else self._single(self.pieces, chosen, epoch)
+
+    def fingerprint(self) -> str:
+        texts = (digest(document.name, document.text) for document in self.held_out)  # one in memory at a time
+        return digest(self.tokens.ids, self.tokens.starts, *texts)
 
     def _packed(self, indices: Integers, epoch: int) -> Batch:
         """Rows cut from all documents in a circle, at different places in each epoch."""

@@ -33,6 +33,7 @@ from regard.training.data.held_out import split
 from regard.training.data.pairs import Pair, read_pairs
 from regard.training.data.phrasebook import Swap, phrasebook
 from regard.training.data.vocabulary import train_bpe
+from regard.training.fingerprint import digest
 from regard.training.recipes import check_causal
 from regard.training.settings import Settings, option
 from regard.training.task import Batch, Card, Task, Totals
@@ -197,6 +198,9 @@ class Translation(Task):
 
     def batch(self, indices: Sequence[int], epoch: int) -> Batch:
         return self.train.batch(indices)
+
+    def fingerprint(self) -> str:
+        return digest(self.train.pairs, self.held_out.pairs, self.train.sources.tokens, self.train.targets.tokens)
 
     def counts(self, batch: Batch) -> dict[str, int]:
         return {"loss": int((batch["target_lengths"] - 1).sum())}

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int64, UInt8
 from torch import Tensor, nn
 
-from regard.checkpoints import load_with, resolve
+from regard.checkpoints import resolve
 from regard.core.mechanisms.text import CHOICES, from_text, lookup
 from regard.models.base import ImageModel, Model, expect
 from regard.models.davit import DaViTConfig
@@ -30,6 +30,8 @@ from regard.training.batches import Integers
 from regard.training.data.draws import draws
 from regard.training.data.glyphs import CHARACTERS, glyphs
 from regard.training.data.images import Images, pixels, read_images
+from regard.training.fingerprint import digest
+from regard.training.recipes.started import started
 from regard.training.settings import Settings, option
 from regard.training.task import Batch, Card, Task, Totals
 
@@ -216,11 +218,11 @@ def build(options: Options, folder: Path, seed: int) -> "Vision":
     >>> sorted((name, tuple(tensor.shape)) for name, tensor in task.batch([3, 5], epoch=0).items())
     [('draws', (2, 9)), ('images', (2, 1, 28, 28)), ('labels', (2,))]
     """
-    if options.start is not None:
+    if options.start is not None and not (folder / "start").is_dir():
         resolve(options.start)  # fail before reading images, which takes seconds
     images = _rendered(options, seed) if options.data is None else read_images(Path(options.data))
     torch.manual_seed(seed)
-    return Vision(_model(options, images), images, options, seed)
+    return Vision(_model(options, images, folder), images, options, seed)
 
 
 class Vision(Task):
@@ -248,6 +250,9 @@ class Vision(Task):
             others = (numbers[:, 0] * len(labels)).long()
             batch |= {"other images": images[others], "other labels": labels[others]}
         return batch
+
+    def fingerprint(self) -> str:
+        return digest(self.images.class_names, *self.images.train, *self.images.test)
 
     def counts(self, batch: Batch) -> dict[str, int]:
         return {"classes": len(batch["labels"])}
@@ -364,21 +369,20 @@ def _rendered(options: Options, seed: int) -> Images:
     )
 
 
-def _model(options: Options, images: Images) -> ImageModel:
+def _model(options: Options, images: Images, folder: Path) -> ImageModel:
     if options.start is None:
         return expect(ImageModel, build_model(options.config(images)))
-    mechanism = None if options.mechanism is None else lookup(options.mechanism)
-    started = expect(ImageModel, load_with(options.start, mechanism, dtype=torch.float32), "from")
+    source = started(ImageModel, options.start, options.mechanism, folder)
     channels = images.train.images.shape[1]
-    if started.config.num_channels != channels:
+    if source.config.num_channels != channels:
         raise ValueError(
             f"from: expected a model for images of {channels} channels, as {images.name} has, "
-            f"got {options.start}, which is for {started.config.num_channels}"
+            f"got {options.start}, which is for {source.config.num_channels}"
         )
-    started = started.resized(_sides(images)).with_classes(len(images.class_names), images.class_names)
+    source = source.resized(_sides(images)).with_classes(len(images.class_names), images.class_names)
     # Dropout is an option of this run and part of the config, so the model is built again with it.
-    model = type(started)(replace(started.config, dropout=options.dropout))
-    model.load_state_dict(started.state_dict())
+    model = type(source)(replace(source.config, dropout=options.dropout))
+    model.load_state_dict(source.state_dict())
     return model
 
 
