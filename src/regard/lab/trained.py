@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from functools import lru_cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,11 +34,10 @@ def untrained(model: SomeText, ids: Tensor, layers: int | None = None) -> tuple[
     ([[1, 0, 1]], 4)
     """
     used, places = ids.unique(return_inverse=True)
-    config = replace(
-        model.config,
-        vocabulary_size=max(LEAST, len(used)),
-        num_layers=model.config.num_layers if layers is None else layers,
-    )
+    sizes: dict[str, Any] = {"vocabulary_size": max(LEAST, len(used))}
+    if layers is not None:
+        sizes["num_layers"] = layers
+    config = replace(model.config, **sizes)
     return type(model)(config).eval(), places
 
 

@@ -212,8 +212,8 @@ def _before(
     if not work.causal:
         return sums.view(work.batch, work.groups, shared * slots, size).sum(2)
     before = sums.new_empty(work.batch * work.groups, slots, size)
-    small = [None if pair is None else pair[1] for pair in (initial, final)]
-    _prefix(work, sums, before, shared, reverse, False, *small, steps=32)
+    begins, ends = (None if pair is None else pair[1] for pair in (initial, final))
+    _prefix(work, sums, before, shared, reverse, False, begins, ends, steps=32)
     return before
 
 

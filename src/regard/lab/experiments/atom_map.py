@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping
 from functools import cache
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -201,7 +201,7 @@ def _hits(weights: Tensor, among: Tensor) -> Tensor:
     return among.expand(weights.shape).gather(-1, weights.argmax(-1, keepdim=True))[..., 0]
 
 
-def _row(name: str, weights: Tensor, atoms: Atoms) -> dict[str, object]:
+def _row(name: str, weights: Tensor, atoms: Atoms) -> dict[str, Any]:
     return {
         "reaction": name,
         "atoms": len(atoms.product),

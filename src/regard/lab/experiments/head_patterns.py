@@ -77,7 +77,7 @@ def head_patterns(
         assert model.tokenizer is not None
         ids = torch.tensor([model.tokenizer.encode(text)])
         strings = model.tokenizer.tokens(ids[0].tolist())
-        depth = min(layers, model.config.num_layers)
+        depth = min(layers, len(model.blocks))
         best = _best(model, ids, strings, depth)
         twin, small = untrained(model, ids, depth)
         seeds = torch.randint(2**31, (twins,), generator=random).tolist()

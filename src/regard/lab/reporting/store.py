@@ -9,14 +9,13 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-import regard
 from regard.core.files import write_text
 from regard.lab.drawing import svg
 from regard.lab.experiment import Check, Experiment, Measurements, Outcome
 from regard.lab.registry import lookup, run
 from regard.training.machine import environment
 
-PACKAGE = Path(regard.__file__).parent
+PACKAGE = Path(__file__).parents[2]
 SHEETS = ("lab/question", "lab/answers", "lab/sheet", "lab/tasks")
 OTHERS = ("lab/experiments/", "lab/reporting/", *SHEETS, "explorer/", "commands/")
 """What no outcome depends on; the file of its own experiment is hashed by itself."""
