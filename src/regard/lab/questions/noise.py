@@ -59,10 +59,10 @@ def _change(alpha: float, i: int, q: Tensor, K: Tensor, V: Tensor, *, exact: boo
         scaled = torch.where(torch.arange(len(K))[:, None] == i, factor * K, K)
         return rg.attend(q[None, None, None], scaled[None, None], V[None, None], rg.Softmax(beta=1.0))[0, 0, 0]
 
-    one = torch.ones((), dtype=K.dtype)
+    unchanged = torch.ones((), dtype=K.dtype)
     if exact:
-        return output(alpha * one) - output(one)
-    return (alpha - 1) * torch.autograd.functional.jacobian(output, one)
+        return output(alpha * unchanged) - output(unchanged)
+    return (alpha - 1) * torch.autograd.functional.jacobian(output, unchanged)
 
 
 @question(

@@ -203,7 +203,7 @@ def _apart(answer: object) -> str:
     }
     return letters(
         answer,
-        "".join(letter for letter, own in apart.items() if own),
+        "".join(letter for letter, separate in apart.items() if separate),
         "abcd",
         {
             "a": "a head's queries are made by its rows alone",
