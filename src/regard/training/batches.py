@@ -70,7 +70,7 @@ def plan(
 
     >>> from regard.training.batches import plan
     >>> [plan([5, 1, 4, 2], seed=0, epoch=0, batch_tokens=10)[step] for step in range(2)]
-    [[0], [3, 1, 2]]
+    [[2, 0], [1, 3]]
     """
     check_sizes(sizes, batch_tokens)
     lengths = np.asarray(sizes)

@@ -71,7 +71,7 @@ def intensity(
             torch.nn.init.normal_(parameter, std=(heads * k) ** -0.5, generator=random)
         checks.append(_stream_check(name, layer, batch, random))
         for n in lengths:
-            flops, held, seconds = _step(layer, batch, n, random)
+            flops, stored, seconds = _step(layer, batch, n, random)
             work = _work(layer, batch, n)
             cost = rg.layer_cost(work, heads * k)
             numbers = step_numbers(batch, n, heads, groups, k)
@@ -85,7 +85,7 @@ def intensity(
                 Check(
                     name=f"bytes of the cache, {name}, n = {n}",
                     predicted=work.itemsize * 2 * batch * n * groups * k,
-                    measured=held,
+                    measured=stored,
                 ),
             ]
             rows.append(
