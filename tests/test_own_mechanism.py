@@ -315,7 +315,8 @@ def test_fine_tuning_starts_from_what_it_has_learned(here, recipe):
         )
         model = rg.VisionTransformer(task.model.config.with_mechanism(mechanism))
     rg.save(model, here / "start")
-    (here / "data").mkdir()
+    for folder in ("data", "other"):
+        (here / folder).mkdir()
     data = {"data": SMALL[recipe]["data"], "start": str(here / "start")}
     with pytest.raises(rg.CheckpointError, match=r"mechanisms=\[Mine\]"):
         module.build(module.Options(**data), here / "data", seed=0)
@@ -323,7 +324,7 @@ def test_fine_tuning_starts_from_what_it_has_learned(here, recipe):
     layers = [parameter for name, parameter in task.model.named_parameters() if name.endswith("attend.scale")]
     assert [parameter.item() for parameter in layers] == [0.25] * len(layers) != []
     assert task.model.config.mechanism.width == 3.0
-    swapped = module.build(module.Options(**data, mechanism="softmax"), here / "data", seed=0)
+    swapped = module.build(module.Options(**data, mechanism="softmax"), here / "other", seed=0)
     assert swapped.model.config.mechanism == rg.Softmax()
 
 

@@ -34,7 +34,7 @@ def lookup(text: str) -> Mechanism | type[Mechanism]:
     if callable(thing) and not isinstance(thing, Mechanism | type):
         thing = called("mechanism", thing, text)
     if not _is_mechanism(thing):
-        kind = f"the class {thing.__name__}" if isinstance(thing, type) else f"of type {type(thing).__name__}"
+        kind = f"the class {thing.__name__}" if isinstance(thing, type) else f"a {type(thing).__name__}"
         raise ValueError(f"mechanism: expected a regard.Mechanism, got {text!r}, which is {kind}")
     return thing
 

@@ -27,7 +27,6 @@ from regard.core.masks.guard import bad_keys, cleaned, poisoned
 from regard.core.masks.structure import structure_of
 from regard.core.mechanisms import Softmax, named
 from regard.core.paths import gpu, split
-from regard.core.states.state import State
 from regard.core.tensors import constants, named_tensors, replaced
 from regard.models.layers.linear import Linear, projections
 from regard.models.layers.positions import Rotary, Tables
@@ -395,7 +394,7 @@ class MultiHeadAttention(nn.Module):
         ragged: Ragged | None = None,
     ) -> tuple[Float[Tensor, "*b E"], Any]:
         """Self-attention of T more tokens over the whole history. Gives the output and the longer state."""
-        if not isinstance(state, State):
+        if not hasattr(state, "extended"):  # a state, or the slot that stands for it while a GPU replays steps
             raise ValueError(f"state: expected one from start(…), got {type(state).__name__}")
         if positions is None:
             count = x.shape[1] if ragged is None else ragged.valid.shape[1]

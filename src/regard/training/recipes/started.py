@@ -21,7 +21,7 @@ def started(kind: type[SomeModel], start: str, mechanism: str | None, folder: Pa
     ...     original = rg.save(model, f"{folder}/original")
     ...     first = started(rg.Decoder, str(original), "quadratic", Path(folder))
     ...     again = started(rg.Decoder, "gone", "quadratic", Path(folder))
-    >>> again.config.mechanism, bool((first.head.weight == again.head.weight).all())
+    >>> again.config.mechanism, bool((first.embedding.weight == again.embedding.weight).all())
     (Quadratic(c=1.0), True)
     """
     copy = folder / "start"
