@@ -61,7 +61,7 @@ def model() -> rg.Decoder:
 def log(folder: Path) -> None:
     metrics = Metrics(folder, 0)
     for step in range(1, 1000):
-        metrics.add({"step": step, "loss": 1.0})
+        metrics.log(step, {"loss": 1.0}, "training")
 
 
 def labelled(folder: Path) -> None:

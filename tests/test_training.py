@@ -20,7 +20,7 @@ from processes import started
 from regard.models.base import Model
 from regard.models.layers.attention import Attend
 from regard.models.registry import MODELS, build
-from regard.training import IGNORED, Settings, Task, train
+from regard.training import IGNORED, Lora, Settings, Task, adapt, train
 from regard.training.batches import plan
 from regard.training.loop import _recompute
 from regard.training.metrics import read_metrics
@@ -414,6 +414,12 @@ def test_a_signal_that_is_ignored_stays_so():
         signal.signal(signal.SIGINT, before)
 
 
+def adapted():
+    task = Counting()
+    adapt(task.model, Lora(rank=2))
+    return task
+
+
 class Running(Counting):
     """A model's output as what it is to learn."""
 
@@ -468,13 +474,14 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 import torch
 torch.set_num_threads(1)
-from test_training import Counting, check_gathered, check_shards, settings
+from test_training import Counting, adapted, check_gathered, check_shards, settings
 from regard.training import train
 from regard.training.parallel import placed
 with placed("cpu", sys.argv[3]) as place:
     for steps in (6, 12):  # the second goes on from the checkpoint of the first
-        changes = {"precision": "float64", "schedule": "constant", "steps": steps, "save_every": 3}
+        changes = {"precision": "float64", "schedule": "constant", "ema": 0.8, "steps": steps, "save_every": 3}
         train(Counting(), settings(**changes), Path(sys.argv[2]), place=place)
+        train(adapted(), settings(**changes), Path(sys.argv[2], "adapted"), place=place)
     if sys.argv[3] == "fsdp":
         check_shards(place)
         check_gathered(place)
@@ -493,8 +500,8 @@ def free_port():
 @pytest.mark.parametrize(("strategy", "machines", "processes"), [("ddp", 2, 1), ("fsdp", 1, 2), ("hsdp", 2, 2)])
 def test_many_processes_are_one(tmp_path, strategy, machines, processes):
     """Machines are torchruns of their own, which meet at an address of this machine."""
-    task = Counting()
-    train(task, settings(precision="float64", schedule="constant"), tmp_path / "one")
+    for task, folder in ((Counting(), "one"), (adapted(), "one/adapted")):
+        train(task, settings(precision="float64", schedule="constant", ema=0.8), tmp_path / folder)
     (tmp_path / "ranks.py").write_text(RANKS)
     command = ["-m", "torch.distributed.run", "--nnodes", machines, "--nproc-per-node", processes]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "test"]
@@ -505,7 +512,8 @@ def test_many_processes_are_one(tmp_path, strategy, machines, processes):
         for launcher in launchers:
             _, err = launcher.communicate()
             assert launcher.returncode == 0, err[-3000:]
-    assert losses(tmp_path / "many") == pytest.approx(losses(tmp_path / "one"), abs=1e-10)
-    loaded = rg.load(tmp_path / "many/model").state_dict()
-    for name, tensor in rg.load(tmp_path / "one/model").state_dict().items():
-        assert (tensor - loaded[name]).abs().max() <= 1e-10, name
+    for folder in (".", "adapted"):
+        assert losses(tmp_path / "many" / folder) == pytest.approx(losses(tmp_path / "one" / folder), abs=1e-10)
+        loaded = rg.load(tmp_path / "many" / folder / "model").state_dict()
+        for name, tensor in rg.load(tmp_path / "one" / folder / "model").state_dict().items():
+            assert (tensor - loaded[name]).abs().max() <= 1e-10, name

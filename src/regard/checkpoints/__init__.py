@@ -19,6 +19,7 @@ from regard.core.families.mechanism import Mechanism
 from regard.core.files import naming, write_folder
 from regard.core.mechanisms.text import made
 from regard.models.base import Model, expect
+from regard.models.layers.lora import lora_of, merged_tensors
 from regard.models.registry import MODELS, is_listed
 from regard.models.stored import UserMechanism, check_user_mechanisms, is_own
 
@@ -159,7 +160,8 @@ def save(model: Model, folder: str | Path, *, layout: Literal["regard", "hugging
     """Write a model to a folder, atomically: model.safetensors, config.json and tokenizer files.
 
     `layout="huggingface"` writes a folder that transformers, and every engine that reads such folders, loads with equal
-    logits. An encoder from a sentence-transformers folder is written so that this library loads it too.
+    logits. An encoder from a sentence-transformers folder is written so that this library loads it too. Adapters are
+    merged into the weights.
 
     >>> import regard as rg, tempfile
     >>> model = rg.Decoder(rg.DecoderConfig(vocabulary_size=9, embedding_dim=8, num_layers=1, num_heads=2))
@@ -181,7 +183,8 @@ def save(model: Model, folder: str | Path, *, layout: Literal["regard", "hugging
             )
         values = {"regard": native.VERSION, "model": type(model).__name__, "config": model.config.to_json()}
         files = {"config.json": values}
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+        state = merged_tensors(model.state_dict(), lora_of(model))
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
     else:
         raise ValueError(f"layout: expected regard or huggingface, got {layout!r}")
     _check_own(tensors)

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from regard.checkpoints.assembly import assemble
 from regard.checkpoints.errors import CheckpointError
-from regard.checkpoints.form import Form
+from regard.checkpoints.form import Form, Link
 from regard.checkpoints.forms import bert, gpt2, llama, t5, vit
 from regard.checkpoints.sources import open_folder, read_json
 from regard.core.families.mechanism import Mechanism
 from regard.models.base import Model
+from regard.models.layers.lora import lora_of, merged_tensors
 
 FORMS: tuple[Form, ...] = (gpt2.FORM, llama.FORM, bert.BERT, bert.ALBERT, t5.FORM, vit.FORM)
 
@@ -95,7 +96,7 @@ def export(model: Model) -> tuple[dict[str, Any], dict[str, Tensor]]:
     ('gpt2', (4, 12))
     """
     form, values = _chosen(model)
-    state = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
+    state = {name: tensor.detach().cpu() for name, tensor in merged_tensors(model.state_dict(), lora_of(model)).items()}
     dtype = str(model.dtype).removeprefix("torch.")
     # transformers before version 5 reads torch_dtype
     values |= {"dtype": dtype, "torch_dtype": dtype}
@@ -106,6 +107,12 @@ def export(model: Model) -> tuple[dict[str, Any], dict[str, Tensor]]:
         tensors[link.theirs] = joined.clone() if written & set(link.ours) else joined
         written |= set(link.ours)
     return values | _special(model, form), tensors
+
+
+def links(model: Model) -> tuple[dict[str, Link], str]:
+    """The links of a model's tensors by our names, and the name of its class in transformers."""
+    form, values = _chosen(model)
+    return {name: link for link in form.links(model.config) for name in link.ours}, values["architectures"][0]
 
 
 def other_files(model: Model) -> dict[str, Any]:

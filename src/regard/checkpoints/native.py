@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from regard.checkpoints.adapters import Merged
 from regard.checkpoints.assembly import assemble
 from regard.checkpoints.errors import CheckpointError
 from regard.checkpoints.sources import open_folder
@@ -37,7 +38,8 @@ def load(
             f"got regard = {values.get('regard')!r:.40}, model = {name!r:.80}"
         )
     build, config_class = MODELS[str(name)]
-    source = open_folder(folder)
+    adapted = "adapters" in values
+    source = Merged(folder, values) if adapted else open_folder(folder)
 
     def first_of(field: str) -> Tensor | None:
         """The tensor of a field of the mechanism in the first layer that has one."""
@@ -57,6 +59,8 @@ def load(
         raise CheckpointError(f"{path}: expected the config of a {name}, got {error!s:.300}") from None
     if mechanism is not None:
         config = config.with_mechanism(mechanism)
+    # Tensors of the mechanism that is replaced; heads of a base that the model does not have.
+    ignored = r".*" if adapted else r"$^" if mechanism is None else r".*\.attend\..*"
     return assemble(
         build,
         config,
@@ -64,7 +68,7 @@ def load(
         source.shapes,
         lambda tensor_name: source.read(tensor_name).clone(),
         path=folder,
-        ignored=r"$^" if mechanism is None else r".*\.attend\..*",  # tensors of the mechanism that is replaced
+        ignored=ignored,
         swapped=mechanism is not None,
         dtype=dtype,
         device=device,

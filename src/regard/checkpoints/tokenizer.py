@@ -122,6 +122,16 @@ class Tokenizer:
                 encoding = self._inner.post_process(encoding, None, special)
             return list(encoding.ids)
 
+    def places(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """The ids of a text that has its special tokens already, and where in it each token begins and ends.
+
+        >>> Tokenizer.from_vocabulary(["[UNK]", "a", "b"]).places("ab")
+        ([1, 2], [(0, 1), (1, 2)])
+        """
+        with _checked("tokenizer"):
+            encoding = self._inner.encode(text, add_special_tokens=False)
+            return list(encoding.ids), [(begin, end) for begin, end in encoding.offsets]
+
     def decode(self, ids: Sequence[int] | Tensor, special: bool = False) -> str:
         """The text of some ids; `special` keeps special tokens in it."""
         with _checked("tokenizer"):

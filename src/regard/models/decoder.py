@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from regard.core.eager import readable
@@ -141,9 +141,17 @@ class Decoder(GenerativeModel):
             self.head = Linear(config.embedding_dim, config.vocabulary_size, bias=False)
         self.initialise()
 
-    def forward(self, tokens: Int[Tensor, "B T"], mask: AnyMask = None) -> Float[Tensor, "B T D"]:
-        """Logits (B, T, vocabulary). `mask` comes on top of causality: usually `rg.padding(lengths)`, left or right."""
-        return self.predict(self._run(tokens, mask, None)[0])
+    def forward(
+        self, tokens: Int[Tensor, "B T"], mask: AnyMask = None, *, at: Bool[Tensor, "B T"] | None = None
+    ) -> Float[Tensor, "*b D"]:
+        """Logits (B, T, vocabulary). `mask` comes on top of causality: usually `rg.padding(lengths)`, left or right.
+
+        With `at`, logits (N, vocabulary) of the positions where it is True, in order; others are not computed.
+        """
+        if at is not None and (at.dtype != torch.bool or at.shape != tokens.shape):
+            raise ValueError(f"at: expected bool {tuple(tokens.shape)}, got {at.dtype} {tuple(at.shape)}")
+        hidden, _ = self._run(tokens, mask, None)
+        return self.predict(hidden if at is None else hidden[at])
 
     def start(self, *, batch: int, capacity: int | None = None, storage: torch.dtype | None = None) -> ModelState:
         """An empty state for `extend`, with room for `capacity` tokens (by default the context length).
@@ -172,7 +180,7 @@ class Decoder(GenerativeModel):
         assert longer is not None
         return hidden, longer
 
-    def predict(self, hidden: Float[Tensor, "B T E"]) -> Float[Tensor, "B T D"]:
+    def predict(self, hidden: Float[Tensor, "*b E"]) -> Float[Tensor, "*b D"]:
         """Logits from hidden states."""
         return tied_head(hidden, self.embedding) if self.config.tied else self.head(hidden)
 

@@ -10,6 +10,7 @@ from regard.core.paths import decode
 from regard.models.base import Model, SomeModel, expect
 from regard.models.layers.int8 import Int8Embedding, Int8Linear
 from regard.models.layers.linear import MULTIPLE
+from regard.models.layers.lora import lora_of
 
 LEAST_WEIGHTS = 1 << 16
 """Smaller projections are not limited by memory bandwidth, so int8 weights would not make them faster."""
@@ -59,6 +60,8 @@ def _check(model: Model, least: int) -> None:
     expect(Model, model)
     if model.quantized:
         raise ValueError("model: expected float32 weights, got a quantized model")
+    if lora_of(model) is not None:
+        raise ValueError("model: expected one without adapters, got one with them; a saved model has them merged")
     if (reason := decode.missing()) is not None:
         raise ValueError(f"model: expected a machine on which int8 weights are fast, got one without: {reason}")
     if type(least) is not int or least < 0:

@@ -12,9 +12,12 @@ from typing import TYPE_CHECKING, Any
 from regard.core.extras import needed_for
 
 if TYPE_CHECKING:
+    from regard.models.layers.lora import Lora as Lora
+    from regard.models.layers.lora import adapt as adapt
     from regard.training.fingerprint import digest as digest
     from regard.training.loop import Report as Report
     from regard.training.loop import train as train
+    from regard.training.metrics import Logger as Logger
     from regard.training.settings import Settings as Settings
     from regard.training.settings import option as option
     from regard.training.task import IGNORED as IGNORED
@@ -24,8 +27,10 @@ if TYPE_CHECKING:
     from regard.training.task import Totals as Totals
 
 _HOMES = {
+    "regard.models.layers.lora": "Lora adapt",
     "regard.training.fingerprint": "digest",
     "regard.training.loop": "Report train",
+    "regard.training.metrics": "Logger",
     "regard.training.settings": "Settings option",
     "regard.training.task": "IGNORED Batch Card Task Totals",
 }

@@ -10,7 +10,7 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,14 +24,16 @@ from torch.utils.checkpoint import checkpoint
 from regard.checkpoints.errors import CheckpointError
 from regard.core.files import write_text
 from regard.core.masks.guard import all_finite, finite
+from regard.models.layers.lora import trained_tensors
 from regard.training import run_file, store
 from regard.training.ahead import Course, Step, Turn, steps
+from regard.training.average import Average
 from regard.training.checked import check_task
 from regard.training.checkpoint_folders import listed
 from regard.training.lock import writing
-from regard.training.metrics import Metrics, with_nan, without_nan
+from regard.training.metrics import Logger, Metrics, check_loggers, with_nan, without_nan
 from regard.training.optimizer import adamw, clip, memory, rate
-from regard.training.parallel import Objective, Place, placed, spread, unsynchronised
+from regard.training.parallel import Objective, Place, placed, resharded, spread, unsynchronised
 from regard.training.progress import progress
 from regard.training.records import environment, write_card, write_curves, write_model
 from regard.training.settings import Settings
@@ -96,6 +98,7 @@ def train(
     *,
     place: Place | None = None,
     watch: Watch | None = None,
+    loggers: Sequence[Logger] = (),
     restart: bool = False,
 ) -> Report:
     """Train a task in a folder, from the newest valid checkpoint there if there is one. Returns the last report.
@@ -106,7 +109,8 @@ def train(
     `restart=True` begins again, and keeps what there was in the folder former-1.
 
     `watch` is called after each step and each evaluation; without it there is a progress bar in a terminal, a line that
-    is updated in a notebook, and lines in a log. Under torchrun all processes call this, and train one model together.
+    is updated in a notebook, and lines in a log. `loggers` get the numbers of each step and of each evaluation, besides
+    metrics.jsonl. Under torchrun all processes call this, and train one model together; rank 0 watches and logs.
 
     >>> import tempfile, regard as rg
     >>> from regard.training import Settings, train
@@ -118,6 +122,7 @@ def train(
     True
     """
     with ExitStack() as stack:
+        check_loggers(settings)
         here = place or stack.enter_context(_place(task.model))
         shown: AbstractContextManager[Watch] = nullcontext(watch or (lambda _: None))
         if watch is None and here.first:
@@ -126,7 +131,7 @@ def train(
         stack.enter_context(_made(target, here))
         stack.enter_context(writing(target, here))
         watching = stack.enter_context(shown)
-        return _Run(task, settings, target, here, watching, restart).go()
+        return _Run(task, settings, target, here, watching, loggers, restart).go()
 
 
 @contextmanager
@@ -157,8 +162,18 @@ def _made(folder: Path, place: Place) -> Iterator[None]:
 
 
 class _Run:
-    def __init__(self, task: Task, settings: Settings, folder: Path, place: Place, watch: Watch, restart: bool) -> None:
+    def __init__(
+        self,
+        task: Task,
+        settings: Settings,
+        folder: Path,
+        place: Place,
+        watch: Watch,
+        loggers: Sequence[Logger],
+        restart: bool,
+    ) -> None:
         self.task, self.settings, self.folder, self.place, self.watch = task, settings, folder, place, watch
+        self.loggers = loggers
         self.record = run_file.read(folder)
         begins = not self.record
         self._confirm(restart)
@@ -176,6 +191,7 @@ class _Run:
             self.objective.compile(options={"online_softmax": False} if place.device.type == "cuda" else None)
         self.runner = spread(self.objective, place, settings.precision)
         self.optimizer = adamw(self.objective, settings)
+        self.average = None if settings.ema is None else Average(self.objective.model, settings.ema)
         self.sizes = task.sizes()
         self.course = Course(self.sizes, settings)
         self.turn = Turn([], 0, 0)
@@ -208,7 +224,7 @@ class _Run:
             run_file.write(self.folder, run_file.changed(self.record, self.settings, self.step))
             if not (self.folder / "environment.json").exists():
                 write_text(self.folder / "environment.json", json.dumps(environment(self.place), indent=1) + "\n")
-            self.metrics = Metrics(self.folder, self.step)
+            self.metrics = Metrics(self.folder, self.step, self.loggers, wandb=self.settings.wandb)
 
     def go(self) -> Report:
         try:
@@ -264,6 +280,8 @@ class _Run:
         norm = clip(self.optimizer, self.objective.parameters(), settings.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        if self.average is not None:
+            self.average.update(self.step)
         self.turn = step.turn
         size = sum(int(self.sizes[index]) for index in step.turn.indices)
         self.tokens += size
@@ -286,13 +304,12 @@ class _Run:
             terms = {name: total / count for (name, count), total in zip(done.counts.items(), totals, strict=True)}
             self.loss = sum(terms.values())
             values = {
-                "step": done.step, "loss": self.loss, "norm": norm,
-                "rate": rate(self.settings, done.step), "tokens": done.tokens,
+                "loss": self.loss, "norm": norm, "rate": rate(self.settings, done.step), "tokens": done.tokens
             }  # fmt: skip
             if len(terms) > 1:
                 values |= {f"{name} loss": term for name, term in terms.items()}
             if self.metrics is not None:
-                self.metrics.add({**values, "seconds": round(self.seconds, 3)})
+                self.metrics.log(done.step, {**values, "seconds": round(self.seconds, 3)}, "training")
             if not math.isfinite(self.loss) or not math.isfinite(norm):
                 last = next((path for path, whole in listed(self.folder / "checkpoints") if whole), None)
                 raise ValueError(
@@ -307,6 +324,11 @@ class _Run:
         return pending.event.query() if self.place.world == 1 else len(self.pending) > QUEUED
 
     def _evaluate(self) -> None:
+        with nullcontext() if self.average is None else self.average.used(), resharded(self.runner):
+            self._judge()
+
+    def _judge(self) -> None:
+        """Evaluate the weights as they are, and keep the model if it is the best so far."""
         self.objective.eval()
         eager = torch.compiler.set_stance("force_eager") if self.settings.compile else nullcontext()
         with torch.no_grad(), self._precision(), eager:
@@ -320,7 +342,7 @@ class _Run:
         lines = tuple(self.task.samples(self.task.model)) if self._speaks() else ()
         self.objective.train()
         if self.metrics is not None:
-            self.metrics.add({"step": self.step, "evaluation": results})
+            self.metrics.log(self.step, results, "evaluation")
         self.watch(self._report(kind="evaluated", results=results, samples=lines))
 
     def _speaks(self) -> bool:
@@ -347,7 +369,9 @@ class _Run:
         )
 
     def _tensors(self) -> dict[str, Tensor]:
-        model = {f"model.{name}": tensor for name, tensor in self.objective.model.state_dict().items()}
+        model = {f"model.{name}": tensor for name, tensor in trained_tensors(self.objective.model).items()}
+        if self.average is not None:
+            model |= {f"average.{name}": tensor for name, tensor in self.average.tensors.items()}
         return model | {f"optimizer.{name}": tensor for name, tensor in memory(self.objective, self.optimizer).items()}
 
     def _random(self) -> dict[str, Tensor]:

@@ -1,7 +1,8 @@
-"""The log of a run: metrics.jsonl, with a line for each step and each evaluation, and a TensorBoard file.
+"""The log of a run: metrics.jsonl, with a line for each step and each evaluation, and other loggers beside it.
 
-Both are written without buffers: a full disk is an error of the write that meets it, which names the file, and nothing
-is left to be written when the process ends.
+A logger is what has `log` and `close`: metrics.jsonl, TensorBoard's file, Weights & Biases, and those that `train` is
+called with. The first two are written without buffers: a full disk is an error of the write that meets it, which names
+the file, and nothing is left to be written when the process ends.
 """
 
 import io
@@ -10,11 +11,16 @@ import math
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Protocol
 
 from regard.core.files import naming, write_text
+from regard.training import run_file
+from regard.training.fingerprint import digest
+from regard.training.settings import Settings
 
 FILE = "metrics.jsonl"
 
@@ -62,34 +68,77 @@ def with_nan(values: Any) -> Any:
     return math.nan if values is None else values
 
 
+class Logger(Protocol):
+    """What gets the numbers of a run, in rank 0. A step that is computed again after a kill is logged again.
+
+    >>> from regard.training.metrics import Logger
+    >>> class Printed:
+    ...     def log(self, step, values, kind):
+    ...         print(step, kind, values["loss"])
+    ...     def close(self):
+    ...         pass
+    >>> logger: Logger = Printed()
+    >>> logger.log(3, {"loss": 0.5}, "training")
+    3 training 0.5
+    """
+
+    def log(self, step: int, values: Mapping[str, float], kind: Literal["training", "evaluation"]) -> None:
+        """The numbers of a step, or those of an evaluation after it."""
+
+    def close(self) -> None:
+        """The run has ended, or was stopped."""
+
+
+def check_loggers(settings: Settings) -> None:
+    """Raise ValueError for a logger whose package is missing, before any work.
+
+    >>> check_loggers(Settings(batch_size=8))
+    """
+    if settings.wandb and find_spec("wandb") is None:
+        raise ValueError("wandb: expected its package, got none: pip install wandb")
+
+
 class Metrics:
-    """The open log files of a run that continues after `step`. Records of later steps, which are computed again after
-    a kill, are removed."""
+    """The loggers of a run that continues after `step`. Records of later steps, which are computed again after a kill,
+    are removed from metrics.jsonl."""
+
+    def __init__(self, folder: Path, step: int, loggers: Sequence[Logger] = (), *, wandb: bool = False) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._lines = _Lines(folder, step)
+        self._loggers: list[Logger] = [self._lines, *loggers]
+        if (board := _board(folder / "tensorboard", step)) is not None:
+            self._loggers.append(board)
+        if wandb:
+            self._loggers.append(_WeightsAndBiases(folder))
+
+    def log(self, step: int, values: Mapping[str, float], kind: Literal["training", "evaluation"]) -> None:
+        """Tell all loggers."""
+        for logger in self._loggers:
+            logger.log(step, values, kind)
+
+    def flush(self) -> None:
+        """Write metrics.jsonl to the disk."""
+        self._lines.flush()
+
+    def close(self) -> None:
+        """Close all loggers, also if one of them cannot."""
+        with ExitStack() as stack:
+            for logger in self._loggers:
+                stack.callback(logger.close)
+
+
+class _Lines:
+    """metrics.jsonl."""
 
     def __init__(self, folder: Path, step: int) -> None:
         kept = [record for record in read_metrics(folder) if record["step"] <= step]
-        folder.mkdir(parents=True, exist_ok=True)
         write_text(folder / FILE, "".join(map(_line, kept)))
         self._file = _Log(folder / FILE)
-        self._board = _board(folder / "tensorboard", step)
+        self.flush, self.close = self._file.flush, self._file.close
 
-    def add(self, values: dict[str, Any]) -> None:
-        """Write a record."""
-        self._file.write(_line(values).encode())
-        if self._board is not None:
-            shown = values.get("evaluation") or {name: values[name] for name in values if name != "step"}
-            kind = "evaluation" if "evaluation" in values else "training"
-            self._board.add(values["step"], {f"{kind}/{name}": value for name, value in shown.items()})
-
-    def flush(self) -> None:
-        """Write everything to the disk."""
-        self._file.flush()
-
-    def close(self) -> None:
-        """Close the files."""
-        self._file.close()
-        if self._board is not None:
-            self._board.close()
+    def log(self, step: int, values: Mapping[str, float], kind: str) -> None:
+        record = {"step": step, **({kind: values} if kind == "evaluation" else values)}
+        self._file.write(_line(record).encode())
 
 
 def _line(record: dict[str, Any]) -> str:
@@ -136,9 +185,10 @@ class _Board:
             start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
             self._write(step=step + 1, session_log=start)
 
-    def add(self, step: int, values: dict[str, float]) -> None:
+    def log(self, step: int, values: Mapping[str, float], kind: str) -> None:
         """Write the numbers of a step."""
-        rows = [self._summaries.Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        value_of = self._summaries.Summary.Value
+        rows = [value_of(tag=f"{kind}/{name}", simple_value=value) for name, value in values.items()]
         self._write(step=step, summary=self._summaries.Summary(value=rows))
 
     def _write(self, **event: Any) -> None:
@@ -154,3 +204,29 @@ def _board(folder: Path, step: int) -> _Board | None:
         return _Board(folder, step)
     except ImportError:
         return None
+
+
+class _WeightsAndBiases:
+    """A run of Weights & Biases in the folder wandb/: offline, unless WANDB_MODE says otherwise. `wandb sync` uploads
+    it. A resumed run has the same id."""
+
+    def __init__(self, folder: Path) -> None:
+        import wandb
+
+        values = run_file.read(folder)
+        begun = folder / "environment.json"  # tells the run from others, and stays when it resumes
+        self._run = wandb.init(
+            project=f"regard-{values.get('task', 'training')}",
+            name=folder.resolve().name,
+            id=digest(str(folder.resolve()), begun.read_text(encoding="utf-8") if begun.exists() else "")[:16],
+            resume="allow",
+            dir=folder,
+            mode=os.environ.get("WANDB_MODE", "offline"),
+            config=values,
+        )
+
+    def log(self, step: int, values: Mapping[str, float], kind: str) -> None:
+        self._run.log({f"{kind}/{name}": value for name, value in values.items()}, step=step)
+
+    def close(self) -> None:
+        self._run.finish()

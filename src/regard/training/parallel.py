@@ -149,6 +149,18 @@ def spread(objective: Objective, place: Place, precision: str = "float32") -> nn
 
 
 @contextmanager
+def resharded(runner: nn.Module) -> Iterator[None]:
+    """Free the weights that FSDP has gathered, at the end: they are gathered again from weights that have changed."""
+    from torch.distributed.fsdp import FSDPModule
+
+    try:
+        yield
+    finally:
+        if isinstance(runner, FSDPModule):
+            runner.reshard()
+
+
+@contextmanager
 def unsynchronised(runner: nn.Module, last: bool) -> Iterator[None]:
     """Synchronise gradients between processes in the last micro-batch of a step only."""
     from torch.distributed.fsdp import FSDPModule

@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from regard.checkpoints import save
+from regard.checkpoints.adapters import save_adapters
 from regard.checkpoints.modules import save_module
 from regard.core.files import save_figure, write_text
+from regard.models.layers.lora import lora_of, merged_tensors, trained_tensors
 from regard.models.registry import is_listed
 from regard.models.stored import is_shipped
 from regard.training.metrics import read_metrics
@@ -27,27 +29,36 @@ from regard.training.task import Task
 if TYPE_CHECKING:
     from regard.training.loop import Report
 
+BASE = "../data/start"
+"""From a run's model/ to the model that a recipe's training starts from."""
+
 
 def write_model(objective: Objective, folder: Path, place: Place) -> None:
-    """Save the current model for `rg.load`. All processes call this; rank 0 writes."""
+    """Save the current model for `rg.load`, of one with adapters these alone if the run has its base. All processes
+    call this; rank 0 writes."""
     model: Any = objective.model
+    lora = lora_of(model)
+    apart = lora is not None and is_listed(model) and (folder / BASE).is_dir()
     for left in folder.parent.glob(f".{folder.name}-*") if place.first else ():  # temporary folders of killed saves
         shutil.rmtree(left, ignore_errors=True)
     if place.sharded:
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-        whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-        if place.first and is_listed(model):
-            copy = type(model)(model.config).to(model.dtype)
-            copy.load_state_dict(whole)
-            copy.tokenizer = model.tokenizer
-            save(copy, folder)
-        elif place.first:
-            save_module(model, whole, folder)
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=apart)
+        state: Any = get_model_state_dict(model, options=options)
+    else:
+        state = trained_tensors(model) if apart else model.state_dict()
+    if place.first and apart:
+        save_adapters(model, state, folder, BASE)
+    elif place.first and place.sharded and is_listed(model):
+        copy = type(model)(model.config).to(model.dtype)
+        copy.load_state_dict(merged_tensors(state, lora))
+        copy.tokenizer = model.tokenizer
+        save(copy, folder)
     elif place.first and is_listed(model):
         save(model, folder)
     elif place.first:
-        save_module(model, model.state_dict(), folder)
+        save_module(model, merged_tensors(state, lora), folder)
     place.wait()
 
 

@@ -50,6 +50,9 @@ class Settings:
     precision: Literal["float32", "float64", "bfloat16"] = option(
         "float32", "The dtype of matrix products; bfloat16 keeps weights in float32.", fixed=True
     )
+    ema: float | None = option(
+        None, "Evaluate and keep the moving average of the weights, of this decay per step, like 0.999.", fixed=True
+    )
     workers: int = option(0, "Processes that make batches ahead; 0: each batch is made when its step needs it.")
     recompute: bool = option(False, "Recompute activations of blocks in the backward pass: less memory.")
     compile: bool = option(False, "Compile the model with torch.compile.")
@@ -57,6 +60,7 @@ class Settings:
     save_every: int | None = option(None, "Steps between checkpoints; as often as evaluations if not given.")
     keep: int = option(2, "How many checkpoints to keep.")
     patience: int | None = option(None, "Stop early after so many evaluations without a better result.")
+    wandb: bool = option(False, "Log to Weights & Biases, too: offline, in the run's folder wandb/.")
     seed: int = option(0, "Seed of weights, the order of examples and everything else that is random.", fixed=True)
 
     def __post_init__(self) -> None:
@@ -84,6 +88,8 @@ class Settings:
         ):
             if not low <= getattr(self, name) <= high:
                 raise ValueError(f"{name}: expected {low} to {high}, got {getattr(self, name)}")
+        if self.ema is not None and not 0 < self.ema < 1:
+            raise ValueError(f"ema: expected a decay above 0 and below 1, got {self.ema}")
         if self.clip is not None and not 0 < self.clip < math.inf:
             raise ValueError(f"clip: expected a norm above 0, got {self.clip}")
 

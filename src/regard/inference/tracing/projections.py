@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from regard.models.layers.attention import MultiHeadAttention
+from regard.models.layers.lora import Adapted
 
 NAMES = ("o_proj", "out_proj", "c_proj", "dense", "wo", "Wo", "o", "proj", "projection", "linear_out", "out_lin")
 """What Hugging Face models call the output projection."""
@@ -32,6 +33,8 @@ def their_projection(model: nn.Module, path: str) -> nn.Module | None:
 
 def _weight(module: Any) -> Float[Tensor, "E D"] | None:
     """The weight of a projection, output by input; None for other modules."""
+    if isinstance(module, Adapted):
+        return module.whole()
     if isinstance(module, nn.Linear):
         scale = getattr(module, "scale", None)  # of int8 weights
         weight = module.weight.detach()
