@@ -120,7 +120,7 @@ def effects(stage: Stage) -> None:
     stage.open(model="minilm", text=TIRED)
     stage.click("#effects")
     stage.click("#twin-effects")
-    strongest = "[...regard.state.effects.values()].reduce((a, b) => (b.distance > a.distance ? b : a))"
+    strongest = "[...regard.state.run.effects.values()].reduce((a, b) => (b.distance > a.distance ? b : a))"
     place = stage.page.evaluate(f"(({{ layer, head }}) => regard.headOnScreen(layer, head))({strongest})")
     stage.page.mouse.click(place["x"], place["y"])
     stage.settle()

@@ -1,6 +1,8 @@
 """The explorer's numbers are the model's: weights, codes, chains, labels, pictures."""
 
 import math
+import struct
+import zlib
 
 import pytest
 import torch
@@ -262,6 +264,10 @@ def test_a_picture_becomes_patches():
     assert header["picture"].startswith("data:image/png;base64,")
     assert len(done["top"]) == 5
     assert header["layers"][0]["rows"] == 16
-    for content, match in ((b"GIF89a", "PNG or JPEG"), (png()[:40], "PNG or JPEG"), (b"", "PNG or JPEG")):
+    huge = png().replace(struct.pack(">II", 20, 24), struct.pack(">II", 60_000, 60_000))
+    header = huge[12:29]  # with the checksum that belongs to it
+    huge = huge[:29] + struct.pack(">I", zlib.crc32(header)) + huge[33:]
+    wrong = ((b"GIF89a", "PNG or JPEG"), (png()[:40], "PNG or JPEG"), (b"", "PNG or JPEG"), (huge, "16,000,000 pixels"))
+    for content, match in wrong:
         with pytest.raises(ValueError, match=match):
             subject_of("vit", model, Picture(content))

@@ -106,8 +106,8 @@ def test_a_slider_changes_the_picture_and_the_numbers(tab, explorer):
     assert numbers(tab) == expected_numbers(quick())
     before = tab.get_attribute("#labpicture", "src")
     slide(tab, "stds", 750)
-    assert tab.url.endswith("&stds=3.02&samples=2000")
-    assert numbers(tab) == expected_numbers(quick(stds=(3.02,)))
+    assert tab.url.endswith("&stds=3.02,0.5&samples=2000")
+    assert numbers(tab) == expected_numbers(quick(stds=(3.02, 0.5)))
     assert tab.get_attribute("#labpicture", "src") != before
     assert tab.evaluate("document.getElementById('labpicture').naturalWidth > 300")
     slide(tab, "dims", 1000)

@@ -69,6 +69,25 @@ def test_another_mechanism_stands_beside_the_models_own(tab, explorer):
     torch.testing.assert_close(values(tab).nan_to_num(0), expected, atol=1e-5, rtol=0)
 
 
+def test_a_head_without_a_beta_has_no_dial_and_a_change_that_fails_is_taken_back(tab, explorer):
+    visit(tab, explorer, model="decoder", layer=0, head=2)
+    tab.select_option("#mechanism", "elu")
+    settle(tab)
+    assert tab.locator("#beta").is_disabled()
+    tab.click("[data-scope=model]")
+    tab.select_option("#mechanism", "uniform")
+    settle(tab)
+    assert tab.locator("#betavalue").inner_text() == "0"
+    before = state(tab, "changes")
+    tab.route("**/api/run", lambda route: route.fulfill(status=400, json={"error": "beta: expected a number"}))
+    tab.click("[data-change=silence]")
+    settle(tab)
+    assert "beta: expected a number" in tab.locator("#error").inner_text()
+    assert state(tab, "changes") == before
+    assert tab.locator("[data-change=silence]").get_attribute("aria-pressed") == "false"
+    tab.troubles[:] = [trouble for trouble in tab.troubles if "400" not in trouble]
+
+
 CUT = """(select) => { const context = document.createElement("canvas").getContext("2d");
     context.font = getComputedStyle(select).font;
     return context.measureText(select.selectedOptions[0].text).width > select.clientWidth - 12; }"""
@@ -103,10 +122,17 @@ def test_effects_beside_a_random_twin(tab, explorer):
     settle(tab)
     tab.click("#twin-effects")
     settle(tab)
-    assert tab.evaluate("[regard.state.effects.size, regard.state.twinEffects.size]") == [8, 8]
+    assert tab.evaluate("[regard.state.run.effects.size, regard.state.run.twinEffects.size]") == [8, 8]
     tab.click("[data-sort=effect]")
     settle(tab)
     assert tab.evaluate("regard.headOnScreen(0, 0) !== null")
+    # They are those of this run: a changed one has others, and the unchanged one has these still.
+    tab.click("[data-change=silence]")
+    settle(tab)
+    assert tab.locator("#effects").count() == 1
+    tab.click("#clear")
+    settle(tab)
+    assert tab.locator("#effects").count() == 0
 
 
 def test_an_alternative_goes_on_from_there(tab, explorer):

@@ -197,6 +197,9 @@ def test_patterns_of_cross_attention_and_of_patches():
     weights = torch.tensor([[0.0, 1, 0], [0, 0, 1]])[None, None]
     head = patterns(Trace([layer_of(weights, kind="cross")], tokens=target, source_tokens=source)).of(0, 0)
     assert head.score["same word"] == pytest.approx(1)
+    ended = torch.cat([weights, torch.tensor([0.0, 0, 1]).expand(1, 1, 1, 3)], 2)  # </s> to </s>: not the same word
+    trace_of_ended = Trace([layer_of(ended, kind="cross")], tokens=[*target, "</s>"], source_tokens=source)
+    assert patterns(trace_of_ended).of(0, 0).rows["same word"] == head.rows["same word"] == 1
     assert head.score["separator"] == pytest.approx((0.5 - 1 / 3) / (1 - 1 / 3))
     assert [name for name in PATTERNS if head.score[name] is None] == ["previous", "next", "self", "induction"]
     model = vit().eval()

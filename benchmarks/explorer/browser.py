@@ -214,14 +214,14 @@ def intervening(page: Page, samples: int = 12) -> dict[str, float]:
 
 def silencing(page: Page) -> dict[str, Any]:
     """Every head silenced once."""
-    page.evaluate("window.clicked = probe.afterClick(() => regard.state.effects && !regard.state.busy), 0")
+    page.evaluate("window.clicked = probe.afterClick(() => regard.state.run.effects && !regard.state.busy), 0")
     page.click("#effects")
     bar = page.evaluate(
-        "async () => { while (!regard.state.effects) { if (document.getElementById('progress')) return true;"
+        "async () => { while (!regard.state.run.effects) { if (document.getElementById('progress')) return true;"
         " await probe.frame(); } return false; }"
     )
     seconds = page.evaluate("clicked") / 1e3
-    return {"seconds": seconds, "heads": page.evaluate("regard.state.effects.size"), "bar": bar}
+    return {"seconds": seconds, "heads": page.evaluate("regard.state.run.effects.size"), "bar": bar}
 
 
 def cancelling(page: Page) -> float:

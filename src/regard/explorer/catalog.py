@@ -84,10 +84,10 @@ def catalog(folders: Sequence[str] = ()) -> list[Entry]:
     entries = [
         Entry(
             name=TRANSLATOR,
-            title="Translator, French to English (shipped)",
+            title="Translator (shipped)",
             kind="pair",
             example=EXAMPLES[TRANSLATOR],
-            note="an encoder-decoder: 2 + 2 layers, 4 heads, trained on a phrase-book",
+            note="French to English, an encoder-decoder: 2 + 2 layers, 4 heads, trained on a phrase-book",
         )
     ]
     for name, package in NAMES.items():

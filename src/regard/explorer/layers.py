@@ -143,6 +143,7 @@ class LayerView:
             "side": self.side,
             "heads": self.heads,
             "kv_heads": self.kv_heads,
+            "qk_length": self.qk_length,
             "rows": self.weights.shape[1],
             "columns": self.weights.shape[2],
             "queries": self.queries,

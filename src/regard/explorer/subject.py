@@ -264,8 +264,10 @@ def picture_pixels(content: bytes, model: ImageModel) -> UInt8[Tensor, "C Y X"]:
                 )
             mode = "L" if model.config.num_channels == 1 else "RGB"
             converted = picture.convert(mode)
-    except (UnidentifiedImageError, OSError, SyntaxError) as error:
-        raise ValueError(f"image: expected a PNG or JPEG file, got {str(error)[:80] or 'another'}") from None
+    except Image.DecompressionBombError:
+        raise ValueError(f"image: expected at most {MOST_PIXELS:,} pixels, got more") from None
+    except (UnidentifiedImageError, OSError, SyntaxError):
+        raise ValueError("image: expected a PNG or JPEG file, got another or a damaged one") from None
     if model.image_size is not None:
         height, width = model.image_size
     else:

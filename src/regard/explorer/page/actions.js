@@ -88,7 +88,7 @@ export function runModel(keepHead = false) {
     if (known && !known.installed) throw new Error(`${known.title} is not installed: ${known.install}`);
     const lock = keepHead ? state.locked : null;
     Object.assign(state, {
-      hover: null, locked: null, other: null, beta: null, effects: null, twinEffects: null,
+      hover: null, locked: null, other: null, beta: null,
       steps: [], step: null, generated: null, length: null, ...(keepHead ? {} : { changes: [], colour: "attention", window: null }),
     });
     if (!keepHead && state.compare.kind === "before") state.compare = { kind: "none", value: "" };
@@ -145,8 +145,16 @@ async function again(more, signal) {
   }
 }
 
+// The model with its changes; one that cannot be computed is taken back, unless a newer one is under way.
 async function runChanged(signal) {
-  state.run = await again({ changes: state.changes }, signal);
+  const { changes } = state;
+  try {
+    state.run = Object.assign(await again({ changes }, signal), { changes });
+  } catch (problem) {
+    if (state.changes === changes) state.changes = state.run.changes;
+    if (!state.changes.length && state.compare.kind === "before") state.compare = { kind: "none", value: "" };
+    throw problem;
+  }
   redraw();
 }
 
@@ -250,11 +258,11 @@ export function lockTokens(rows, columns) {
   writeAddress();
 }
 
-// Every head silenced once; with `twin`, the same for a randomly initialised twin.
+// Every head of the run silenced once; with `twin`, the same for a randomly initialised twin.
 export function findEffects(twin) {
   return computing(twin ? "Silencing each head of the random twin" : "Silencing each head", async (signal) => {
-    let run = state.run;
-    if (twin) run = await again({ twin: true }, signal);
+    const shown = state.run;
+    const run = twin ? await again({ twin: true, changes: shown.changes }, signal) : shown;
     let heads = null;
     await source.effects(run, (message) => {
       if (message.type === "progress") {
@@ -263,7 +271,7 @@ export function findEffects(twin) {
       } else if (message.type === "effects") heads = message.heads;
     }, signal);
     if (!heads) throw new Error("The effects did not come.");
-    state[twin ? "twinEffects" : "effects"] = new Map(heads.map((effect) => [`${effect.layer}:${effect.head}`, effect]));
+    shown[twin ? "twinEffects" : "effects"] = new Map(heads.map((effect) => [`${effect.layer}:${effect.head}`, effect]));
     state.colour = "effect";
   });
 }

@@ -17,7 +17,7 @@ export const LABELS = {
   next: { letter: "N", colour: "#56B4E9", ink: "#000", words: "the token after" },
   first: { letter: "F", colour: "#E69F00", ink: "#000", words: "the first token" },
   separator: { letter: "/", colour: "#D55E00", ink: "#fff", words: "separators such as [SEP]" },
-  "same word": { letter: "W", colour: "#009E73", ink: "#fff", words: "other pieces of the same word" },
+  "same word": { letter: "W", colour: "#009E73", ink: "#fff", words: "other pieces of the same word; across texts, the same word" },
   self: { letter: "S", colour: "#CC79A7", ink: "#000", words: "the token itself" },
   induction: { letter: "I", colour: "#F0E442", ink: "#000", words: "what followed the token earlier" },
   diffuse: { letter: "D", colour: "#999999", ink: "#000", words: "all tokens nearly alike" },

@@ -109,16 +109,18 @@ function newPlot(answer, curves, colours, width, height) {
     scales: { x: { time: false, distr: 3, log: 2 }, y: { distr: 3, log: 10 } },
     axes: [
       { ...axis, size: 20, gap: 2, splits: () => [64, 1024, 16384, 262144], filter: (self, marks) => marks, values: () => ["64", "1k", "16k", "262k"] },
-      { ...axis, size: 34, gap: 2, splits: (self, index, low, high) => decades(low, high), filter: (self, marks) => marks, values: (_, marks) => marks.map(power) },
+      { ...axis, size: 34, gap: 2, splits: (self, index, low, high) => decades(low, high, height), filter: (self, marks) => marks, values: (_, marks) => marks.map(power) },
     ],
     series: [{}, ...curves.map((_, index) => ({ stroke: line(HUES[index]), width: index ? 1.4 : 2.2, dash: DASHES[index], points: { show: false } }))],
     hooks: { draw: [drawMarks] },
   }, [answer.lengths, ...curves.map((curve) => curve[state.costUnit].map((value) => value || null))], plotBox);
 }
 
-function decades(low, high) {
+// Powers of ten between the two, as many as have room.
+function decades(low, high, height) {
   const [first, last] = [Math.ceil(Math.log10(low)), Math.floor(Math.log10(high))];
-  const step = Math.max(1, Math.ceil((last - first) / 3));
+  const most = Math.max(1, Math.min(3, Math.floor((height - 26) / 18)));
+  const step = Math.max(1, Math.ceil((last - first) / most));
   const marks = [];
   for (let power = first; power <= last; power += step) marks.push(10 ** power);
   return marks;

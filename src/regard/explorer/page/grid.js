@@ -36,8 +36,8 @@ function sections() {
     heads.sort((a, b) => number(a.layer.entropy?.[a.head], 99) - number(b.layer.entropy?.[b.head], 99));
     return [{ title: "from one key to all alike", heads }];
   }
-  if (state.sort === "effect" && state.effects) {
-    heads.sort((a, b) => number(effectOf(state.effects, b.layer, b.head), -1) - number(effectOf(state.effects, a.layer, a.head), -1));
+  if (state.sort === "effect" && state.run.effects) {
+    heads.sort((a, b) => number(effectOf(state.run.effects, b.layer, b.head), -1) - number(effectOf(state.run.effects, a.layer, a.head), -1));
     return [{ title: "from the largest effect", heads }];
   }
   const named = (name) => heads.filter(({ layer, head }) => (layer.labels?.[head] ?? null) === name)
@@ -49,7 +49,7 @@ function sections() {
 function shapeOf(wide, high) {
   let side = Math.min(wide - 3, high - 3);
   if (high - side >= MARK + 3) return { side, where: "below" };
-  if (wide - side >= MARK - 1) return { side, where: "beside" };
+  if (wide - side >= MARK - 3) return { side, where: "beside" };
   const smaller = Math.min(wide - 3, high - 3 - MARK);
   if (smaller >= 13) return { side: smaller, where: "below" };
   return { side, where: "on" };
@@ -116,7 +116,7 @@ export function drawModel() {
   const element = document.getElementById("model");
   surface ??= newSurface();
   render(html`
-    <div class="heading"><h2>Heads</h2><span class="group" role="group" aria-label="Sort heads">${["layer", "label", "entropy", "effect"].map((name) => html`<button data-sort=${name} aria-pressed=${state.sort === name} ?disabled=${name === "effect" && !state.effects} title=${name === "effect" && !state.effects ? "Press Effects first" : `Sort by ${name}`} @click=${() => setOption("sort", name)}>${name}</button>`)}</span></div>
+    <div class="heading"><h2>Heads</h2><span class="group" role="group" aria-label="Sort heads">${["layer", "label", "entropy", "effect"].map((name) => html`<button data-sort=${name} aria-pressed=${state.sort === name} ?disabled=${name === "effect" && !state.run?.effects} title=${name === "effect" && !state.run?.effects ? "Press Effects first" : `Sort by ${name}`} @click=${() => setOption("sort", name)}>${name}</button>`)}</span></div>
     <div class="thumbs">${surface.element}</div>
     ${state.live ? effectsBar() : nothing}
     <div class="labels">${labelsPresent()}</div>`, element);
@@ -130,16 +130,16 @@ function effectsBar() {
   }
   const colour = (name, words) => html`<button data-colour=${name} aria-pressed=${state.colour === name} @click=${() => setOption("colour", name)}>${words}</button>`;
   return html`<div class="effects">
-    ${state.effects
+    ${state.run?.effects
       ? html`<span class="group" role="group" aria-label="Colour heads by">${colour("attention", "attention")}${colour("effect", "effect")}</span>
-        ${state.twinEffects ? nothing : html`<button id="twin-effects" title="Silence each head of a randomly initialised twin, and show it beside" @click=${() => findEffects(true)}>beside a random twin</button>`}`
+        ${state.run.twinEffects ? nothing : html`<button id="twin-effects" title="Silence each head of a randomly initialised twin, and show it beside" @click=${() => findEffects(true)}>beside a random twin</button>`}`
       : html`<button id="effects" ?disabled=${!state.opened || Boolean(state.busy)} title="Silence every head once and see how far the output moves" @click=${() => findEffects(false)}>Effects</button><span class="quiet">silence each head once, colour by what it changes</span>`}
   </div>`;
 }
 
 function labelsPresent() {
   if (!state.run) return nothing;
-  if (state.colour === "effect" && state.effects) {
+  if (state.colour === "effect" && state.run.effects) {
     const most = largestEffect();
     return html`<span class="legend"><span>0</span><i class="ramp effect"></i><span>${exactNumber(Number(most.toPrecision(3)))}</span><span>${usesDivergence() ? "KL in nats when silenced" : "relative change of the output"}</span></span>`;
   }
@@ -148,12 +148,12 @@ function labelsPresent() {
 }
 
 function usesDivergence() {
-  const [first] = state.effects.values();
+  const [first] = state.run.effects.values();
   return first?.divergence !== null && first?.divergence !== undefined;
 }
 
 function largestEffect() {
-  const values = [state.effects, state.twinEffects].filter(Boolean).flatMap((effects) => [...effects.values()].map((effect) => effect.divergence ?? effect.distance));
+  const values = [state.run.effects, state.run.twinEffects].filter(Boolean).flatMap((effects) => [...effects.values()].map((effect) => effect.divergence ?? effect.distance));
   return Math.max(1e-9, ...values);
 }
 
@@ -190,7 +190,7 @@ function pointed(event) {
   if (!cell) return hideTip();
   const { layer, head } = cell;
   const label = layer.labels?.[head];
-  const effect = state.effects?.get(`${layer.index}:${head}`), twin = state.twinEffects?.get(`${layer.index}:${head}`);
+  const effect = state.run.effects?.get(`${layer.index}:${head}`), twin = state.run.twinEffects?.get(`${layer.index}:${head}`);
   showTip(html`<div><b>${describeHead(layer, head)}</b></div>
     <div>${!layer.labels ? "…" : label ? `${label} ${shortNumber(layer.strength[head])}: attends to ${LABELS[label]?.words ?? label}` : "no pattern stands out"}</div>
     <div class="quiet">entropy ${shortNumber(layer.entropy?.[head])} nats · first token ${shortNumber(layer.first?.[head])}${layer.distance?.[head] === null || layer.distance?.[head] === undefined ? "" : ` · distance ${shortNumber(layer.distance[head], 1)}`}</div>
@@ -202,9 +202,9 @@ function drawThumbs() {
   const context = state.run && surface.data();
   if (!context) return;
   const colours = palette(isDark(state.theme));
-  const byEffect = state.colour === "effect" && state.effects;
-  const twin = byEffect && state.twinEffects && state.sort === "layer";
-  const layout = state.sort === "layer" || (state.sort === "effect" && !state.effects)
+  const byEffect = state.colour === "effect" && state.run.effects;
+  const twin = byEffect && state.run.twinEffects && state.sort === "layer";
+  const layout = state.sort === "layer" || (state.sort === "effect" && !state.run.effects)
     ? layoutByLayer(surface.width, surface.height, twin, byEffect) : layoutSorted(surface.width, surface.height);
   cells = layout.placed;
   const most = byEffect ? largestEffect() : 1;
@@ -280,7 +280,7 @@ function drawWaiting(context, { x, y }, { side }, colours) {
 }
 
 function drawEffect(context, cell, shape, colours, most) {
-  const effect = effectOf(cell.part ? state.twinEffects : state.effects, cell.layer, cell.head);
+  const effect = effectOf(cell.part ? state.run.twinEffects : state.run.effects, cell.layer, cell.head);
   const [wide, high] = [cell.wide - 2, cell.high - 2];
   const part = effect === null ? 0 : Math.sqrt(Math.max(0, effect) / most);
   context.fillStyle = effect === null ? colours.ground : colours.effect(part);

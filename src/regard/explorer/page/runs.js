@@ -10,7 +10,7 @@ export function newRun(message) {
     numbers[stack] = (numbers[stack] ?? -1) + 1;
     return { ...layer, position, stack, number: numbers[stack], loaded: false };
   });
-  return { id: message.run, info: message, layers, strongest: null, done: null };
+  return { id: message.run, info: message, layers, changes: [], strongest: null, done: null, effects: null, twinEffects: null };
 }
 
 export function addFrame(run, message) {

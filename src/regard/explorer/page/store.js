@@ -6,7 +6,7 @@ export const state = {
   base: null, run: null, other: null, changes: [],
   layer: 0, head: 0, window: null, hover: null, locked: null, beta: null, scope: "head",
   words: false, special: false, threshold: 0, top: 0, view: "both", alignment: true, contrast: false,
-  sort: "layer", colour: "attention", effects: null, twinEffects: null, progress: null,
+  sort: "layer", colour: "attention", progress: null,
   steps: [], step: null, generated: null, count: 12,
   length: null, costUnit: "flops", theme: "auto", busy: "", error: "", opened: false, asksFolder: false, lab: false,
 };

@@ -42,6 +42,7 @@ function message(model) {
 
 function inputs(model) {
   const kind = model?.kind ?? "text";
+  if (!state.live && !Object.values(state.input).some(Boolean)) return html`<span class="push"></span>`; // a trace alone
   if (kind === "image") return pictures();
   const write = (name) => (event) => { state.input = { ...state.input, [name]: event.target.value }; };
   const area = (name, label, hint) => html`<textarea id=${name} rows="1" spellcheck="false" dir="auto" aria-label=${label} placeholder=${hint} ?readonly=${!state.live} .value=${state.input[name] ?? ""} @input=${write(name)} @keydown=${entered}></textarea>`;

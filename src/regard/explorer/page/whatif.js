@@ -74,18 +74,28 @@ function fitting(mechanism) {
   return state.run.layers[state.layer].causal || !mechanism.causal;
 }
 
+// The mechanisms of the chosen heads, with the changes.
+function mechanismsNow() {
+  const { mechanism, head_mechanisms: mechanisms } = state.run.layers[state.layer];
+  if (!mechanisms) return mechanism ? [mechanism] : [];
+  return typeof state.head === "number" ? [mechanisms[state.head]] : mechanisms;
+}
+
 function dial(single) {
-  const channel = state.run.layers[state.layer].mechanism?.family === "channel";
+  const now = mechanismsNow();
+  const turns = now.every((mechanism) => mechanism.family === "softmax"); // others have no beta
   const scale = scaleHere();
-  const beta = state.beta ?? changed("beta") ?? ownBeta() ?? scale;
+  const length = state.base.layers[state.layer].qk_length;
+  const middle = !length || Math.abs(scale * Math.sqrt(length) - 1) < 1e-3 ? "1/√K" : "the model’s";
+  const beta = state.beta ?? changed("beta") ?? now[0]?.scale ?? scale;
   const place = placeOf(beta, scale);
   const value = beta === "inf" ? Infinity : beta;
-  return html`<div class="dial"><label for="beta">β <output id="betavalue">${channel ? "–" : exactNumber(value === Infinity ? Infinity : Number(value.toPrecision(4)))}</output></label>
-    <input id="beta" type="range" min="0" max=${END} step="1" list="marks" .value=${String(place)} ?disabled=${channel} title="Drag: the matrix follows at once. Let go: the model runs again."
+  return html`<div class="dial"><label for="beta">β <output id="betavalue">${turns ? exactNumber(value === Infinity ? Infinity : Number(value.toPrecision(4))) : "–"}</output></label>
+    <input id="beta" type="range" min="0" max=${END} step="1" list="marks" .value=${String(place)} ?disabled=${!turns} title=${turns ? "Drag: the matrix follows at once. Let go: the model runs again." : "This mechanism has no beta"}
       aria-label="Beta, from uniform over the model's own scale to argmax" aria-valuetext=${value === 0 ? "uniform" : value === Infinity ? "argmax" : exactNumber(value)}
       @pointerdown=${() => single && headScores(state.run, state.layer, state.head)} @focus=${() => single && headScores(state.run, state.layer, state.head)}
       @input=${dragged} @change=${released} @dblclick=${() => change("beta", null)}>
-    <div class="ends"><span>uniform</span><span>1/√K</span><span>argmax</span></div></div>`;
+    <div class="ends"><span>uniform</span><span>${middle}</span><span>argmax</span></div></div>`;
 }
 
 async function swapped(event) {
@@ -120,7 +130,7 @@ function hide() {
 
 function chips() {
   if (!state.changes.length) return nothing;
-  return html`<div class="changes">${state.changes.map((each, index) => html`<span class="chip change"><span>${changeWords(each)}</span><button aria-label=${`Take back: ${changeWords(each)}`} title="Take back" @click=${() => applyChanges(state.changes.filter((_, other) => other !== index))}>×</button></span>`)}
+  return html`<div class="changes">${state.changes.map((each, index) => html`<span class="chip change"><span title=${changeWords(each)}>${changeWords(each)}</span><button aria-label=${`Take back: ${changeWords(each)}`} title="Take back" @click=${() => applyChanges(state.changes.filter((_, other) => other !== index))}>×</button></span>`)}
     <button id="clear" class="link" @click=${() => applyChanges([])}>undo all</button>${state.compare.kind === "none" ? html`<button id="before" class="link" @click=${() => compareWith("before")}>side by side</button>` : nothing}</div>`;
 }
 
@@ -146,7 +156,7 @@ function output() {
   const moved = html`<p class="moved">${!isChanged ? nothing : html`
     ${done.divergence === null || done.divergence === undefined ? nothing : html`<span>KL <b id="kl">${exactNumber(done.divergence)}</b> nats</span>`}
     ${done.distance === null || done.distance === undefined ? nothing : html`<span>output moved <b id="moved">${percent(done.distance)}</b></span>`}`}</p>`;
-  const written = done.text ? html`<p class="written" id="written">${isChanged && state.base.done?.text !== done.text ? html`<s><bdi>${state.base.done?.text}</bdi></s> ` : nothing}<bdi>${done.text}</bdi></p>` : nothing;
+  const written = done.text ? html`<p class="written" id="written" title=${done.text}>${isChanged && state.base.done?.text !== done.text ? html`<s><bdi>${state.base.done?.text}</bdi></s> ` : nothing}<bdi>${done.text}</bdi></p>` : nothing;
   if (!before?.length || !after?.length) return html`${moved}${written}${isChanged || done.text || !state.live ? nothing : html`<p class="quiet tight">This model has no word predictions: the card will say how far its output moves.</p>`}`;
   const rows = after.map((entry) => ({ ...entry, before: before.find((other) => other.id === entry.id)?.probability ?? null }));
   const gone = before.filter((entry) => !after.some((other) => other.id === entry.id));

@@ -8,7 +8,8 @@ A pattern defines, for each query, some target keys:
     induction    the tokens that followed earlier occurrences of the query's token
 
 In cross-attention, positions of queries and keys are not comparable: previous, next, self and induction have no meaning
-there, and "same word" means source tokens with the same string. A ViT's patches are numbered row by row.
+there, and "same word" means source tokens with the same string; special tokens are no words. A ViT's patches are
+numbered row by row.
 
     mass      mean over rows of the weight on the targets
     baseline  mean over rows of targets / keys, counting only keys that the row's mask leaves visible

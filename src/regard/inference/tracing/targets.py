@@ -127,7 +127,7 @@ def _keys_by_pattern(
         targets["separator"] = marked[:, None]
     if layer.kind == "cross":
         if asked is not None and answered is not None:
-            mine, theirs = _numbered([[bare(t) for t in s] for s in asked], [[bare(t) for t in s] for s in answered])
+            mine, theirs = _numbered(_words(asked, "asked"), _words(answered, "answered"))
             targets["same word"] = mine[:, layer.rows, None] == theirs[:, None]
         return targets
     targets |= {"previous": (key == query - 1)[None], "next": (key == query + 1)[None], "self": (key == query)[None]}
@@ -153,6 +153,17 @@ def _separated(answered: Spoken, separators: Sequence[str] | Sequence[int] | Non
         return None
     marks = SEPARATORS if separators is None else set(separators)
     return torch.tensor([[token in marks for token in sequence] for sequence in answered])
+
+
+def _words(sequences: list[list[str]], side: str) -> list[list[str]]:
+    """Tokens without their marks; special tokens are no words, and equal to none of the other side."""
+    return [
+        [
+            f"{side} {token}" if word is None else bare(token)
+            for token, word in zip(tokens, word_ids(tokens), strict=True)
+        ]
+        for tokens in sequences
+    ]
 
 
 def _numbered(*groups: list[list[str]]) -> list[Tensor]:
