@@ -7,7 +7,9 @@ import re
 import pytest
 import torch
 
+import explored
 import explorer_pages
+import regard as rg
 from explorer_pages import (
     FITS,
     HOSTILE,
@@ -197,6 +199,26 @@ def test_a_deep_link_survives_a_reload(tab, explorer):
     tab.reload()
     settle(tab)
     assert state(tab, "input") == {"text": "c b a"}
+
+
+def test_a_model_of_a_folder_is_chosen_by_its_path_and_by_a_link(tab, explorer, tmp_path):
+    rg.save(explored.translator(), tmp_path / "mine")
+    path = str(tmp_path / "mine")
+    visit(tab, explorer)
+    tab.select_option("#menu", label="a folder…")
+    tab.fill("#folder", path)
+    tab.press("#folder", "Enter")
+    settle(tab)
+    tab.troubles[:] = [trouble for trouble in tab.troubles if "400" not in trouble]  # it was asked what it reads
+    assert (state(tab, "model"), state(tab, "error")) == (path, "")
+    tab.fill("#source", "a b c")
+    tab.press("#source", "Enter")
+    settle(tab)
+    tab.reload()
+    settle(tab)
+    assert (state(tab, "model"), state(tab, "error")) == (path, "")
+    assert tab.input_value("#source") == "a b c"
+    assert tab.locator("#menu").input_value() == path
 
 
 def test_the_keyboard(tab, explorer):

@@ -28,6 +28,7 @@ export async function start(newSource) {
   Object.assign(state, await source.models());
   Object.assign(state, { model: state.start?.model ?? "", input: state.start?.input ?? {} });
   const named = readAddress();
+  if (state.model && !modelNamed(state.model)) state.models.push(entryOf(state.model, state.input)); // a folder, in a link
   const model = modelNamed(state.model) ?? state.models.find((candidate) => candidate.installed) ?? state.models[0];
   if (!model) throw new Error("No model is here. `regard models` says how to install one.");
   state.model = model.name;
@@ -107,15 +108,21 @@ export function runModel(keepHead = false) {
   });
 }
 
+// A model that is not in the menu, by its path and what it reads.
+function entryOf(path, example) {
+  const kind = "source" in example ? "pair" : "image" in example ? "image" : "text";
+  return { name: path, title: path, kind, installed: true, example };
+}
+
 // A model by its path. What it reads is found by trying: the server's refusal names it.
 export async function openFolder(path) {
   const text = modelNamed("smollm2")?.example.text ?? "The quick brown fox jumps over the lazy dog.";
   const source = modelNamed("translator")?.example.source ?? text;
-  const kinds = [["text", { text }], ["pair", { source, target: null }], ["image", { image: state.pictures[0] ?? null }]];
+  const examples = [{ text }, { source, target: null }, { image: state.pictures[0] ?? null }];
   state.models = state.models.filter((model) => model.name !== path);
-  for (const [kind, example] of kinds) {
+  for (const example of examples) {
     const others = state.models.filter((model) => model.name !== path);
-    Object.assign(state, { models: [...others, { name: path, title: path, kind, installed: true, example }], model: path, input: { ...example } });
+    Object.assign(state, { models: [...others, entryOf(path, example)], model: path, input: { ...example } });
     await runModel();
     if (!/^(input|image): expected/.test(state.error)) return;
   }
