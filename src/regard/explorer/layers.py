@@ -223,7 +223,10 @@ def family(mechanism: Mechanism) -> Literal["softmax", "similarity", "recurrent"
 @contextmanager
 def watched(model: nn.Module, check: Callable[[], None]) -> Iterator[dict[str, list[AttentionRun]]]:
     """The runs of every attention module of ours, by its path, while the context lasts. `check` is called at each of
-    any model, and may raise to stop the pass."""
+    any model, and may raise to stop the pass.
+
+    A trace's definition has a mechanism's name and numbers; to compute a weight again takes the mechanism itself, with
+    its tensors and functions, and the bias."""
     attentions, _ = ours.find(model)
     theirs, _ = huggingface.find(model)
     runs: dict[str, list[AttentionRun]] = {}

@@ -82,7 +82,7 @@ function costCard(element, answer, place) {
 }
 
 function shortTitle(name) {
-  return mechanismTitle(name).replace(/ kernel$|^Linear attention, /g, "");
+  return mechanismTitle(name).replace(/ kernel$|^Linear attention, |^Softmax within a /g, "");
 }
 
 function drawPlot(answer, curves, crossing, length, place) {

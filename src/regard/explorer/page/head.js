@@ -313,8 +313,8 @@ function words(view, focus) {
   const place = document.getElementById("words");
   if (!place) return;
   if (!focus) {
-    const kind = view.preview ? "A preview; exact numbers are on their way." : state.live ? "" : "A saved page: numbers marked ≈ were stored in 8 bits.";
-    render(html`<span class="quiet">${kind} Point at a token or a cell; click to lock it, Shift-click to sum several.</span>`, place);
+    const kind = view.preview ? "A preview; exact numbers come." : state.live ? "" : "≈ marks numbers stored in 8 bits.";
+    render(html`<span class="quiet">${kind} Point at a cell; click to lock it, Shift-click to sum several.</span>`, place);
     return;
   }
   const { byRow, texts, more, best, many } = listed(view, focus);
