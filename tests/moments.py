@@ -66,6 +66,9 @@ def _collecting(frame: FrameType | None) -> bool:
 def main() -> None:
     end = sys.argv.index("--")
     moments = Moments(int(sys.argv[1]), sys.argv[2:end])
+    import hypothesis  # noqa: F401  -- not under test, and most of the calls (tests/test_imports.py interrupts torch's)
+    import torch  # noqa: F401
+
     from regard.commands import main
 
     sys.argv = ["regard", *sys.argv[end + 1 :]]

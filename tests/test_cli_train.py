@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -73,19 +74,23 @@ def test_a_run_leaves_a_folder_that_load_opens(regard, tmp_path):
     assert len(losses(run)) == 6
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_saves_and_says_how_to_go_on(regard, tmp_path, number):
+def test_a_signal_saves_and_says_how_to_go_on(regard, tmp_path):
     straight = regard("train", "translate", *TINY, "--steps", "8", "--out", "straight", cwd=tmp_path)
     assert straight.returncode == 0, straight.stderr
-    command = ["train", "translate", *TINY, "--steps", "8", "--out", "run", str(int(number))]
-    with started("-c", SIGNALLED, *command, cwd=tmp_path, env=ENVIRONMENT) as child:
-        out, err = child.communicate()
-    assert child.returncode == 130, err
-    assert "to resume: regard train resume run" in out
-    assert 3 <= len(losses(tmp_path / "run")) < 8
-    done = regard("train", "resume", "run", "--device", "cpu", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert losses(tmp_path / "run") == losses(tmp_path / "straight")
+    children = {}
+    with ExitStack() as stack:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            command = ["train", "translate", *TINY, "--steps", "8", "--out", number.name, str(int(number))]
+            child = started("-c", SIGNALLED, *command, cwd=tmp_path, env=ENVIRONMENT)
+            children[number.name] = stack.enter_context(child)
+        for run, child in children.items():
+            out, err = child.communicate()
+            assert child.returncode == 130, err
+            assert f"to resume: regard train resume {run}" in out
+            assert 3 <= len(losses(tmp_path / run)) < 8
+            done = regard("train", "resume", run, "--device", "cpu", cwd=tmp_path)
+            assert done.returncode == 0, done.stderr
+            assert losses(tmp_path / run) == losses(tmp_path / "straight")
 
 
 def test_torchrun_takes_the_same_command(regard, tmp_path):

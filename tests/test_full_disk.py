@@ -159,6 +159,8 @@ def test_ctrl_c_at_the_start_is_one_line(moment, processes, folder):
 
 # The demo
 
+SMALL = "from regard.commands import demo_page; demo_page.SIZES.update({'count': 2000, 'vocabulary-size': 400})\n"
+
 
 def descendants(parent: int) -> list[int]:
     """The processes that a process has started."""
@@ -187,7 +189,7 @@ def test_the_children_of_a_demo_end_with_it(processes, folder):
 @pytest.mark.slow
 def test_a_demo_on_a_full_disk_is_one_error(processes, folder):
     limit = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (5000, {resource.RLIM_INFINITY}))"
-    demo = processes.regard(["demo", "--out", "demo"], folder / "out.txt", cwd=folder, before=limit)
+    demo = processes.regard(["demo", "--out", "demo"], folder / "out.txt", cwd=folder, before=SMALL + limit)
     assert demo.wait() == 2, demo.text
     errors = [line for line in demo.text.splitlines() if "error" in line]
     assert len(errors) == 1, demo.text

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import regard as rg
 from regard.core.calls.call import Call
 from regard.core.families import features
-from regard.core.kernels import feature_attention, square_attention, step_attention
+from regard.core.kernels import feature_attention, square_attention, square_sizes, step_attention
 from regard.core.laws.case import within_budget
 from regard.core.masks.structure import padding_between
 from regard.core.paths import fused, fused_stream, stream
@@ -35,10 +35,10 @@ MECHANISMS = {
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch, launches):
     """Tiles so small that a few dozen tokens cross every border of chunks, segments, blocks and programs."""
-    square, feature = square_attention.tiles, feature_attention.tiles
+    square, feature = square_sizes.tiles, feature_attention.tiles
 
     def small_square(*sizes):
-        near = square_attention.Launch(32, 32, 4, 1)
+        near = square_sizes.Launch(32, 32, 4, 1)
         tiles = square(*sizes)
         few = replace(tiles, chunk=32, near=near, near_keys=near, far=near, sums=near, square=near)
         return replace(few, pull=tiles.pull._replace(rows=32), left=8, right=16)
@@ -47,10 +47,10 @@ def small_tiles(monkeypatch, launches):
         step = feature_attention.Launch(32, 4, 1)
         return replace(feature(*sizes), segment=32, sums=step, walk=step, walk_back=step)
 
-    monkeypatch.setattr(square_attention, "tiles", small_square)
+    monkeypatch.setattr(square_sizes, "tiles", small_square)
     monkeypatch.setattr(feature_attention, "tiles", small_feature)
     monkeypatch.setattr(fused, "FEW", 0)
-    square_attention._work.cache_clear()
+    square_sizes._work.cache_clear()
     feature_attention._work.cache_clear()
 
 
@@ -104,9 +104,9 @@ def test_parts_of_the_length_summed_side_by_side(monkeypatch):
 @pytest.mark.parametrize("name", ["quadratic", "taylor"])
 def test_half_precision_counts_by_a_product_with_ones(name, monkeypatch):
     """With float16 in place of bfloat16, which Triton's interpreter does not know."""
-    tiles = square_attention.tiles
-    monkeypatch.setattr(square_attention, "tiles", lambda *sizes: replace(tiles(*sizes), compute=tl.float16))
-    monkeypatch.setattr(square_attention.Work, "kind", torch.float16)
+    tiles = square_sizes.tiles
+    monkeypatch.setattr(square_sizes, "tiles", lambda *sizes: replace(tiles(*sizes), compute=tl.float16))
+    monkeypatch.setattr(square_sizes.Work, "kind", torch.float16)
     q, k, v = (torch.randn(1, 1, 100, 16).half() / 2 for _ in range(3))
     outs = [fused.run(Call(MECHANISMS[name], q, k, v, rg.causal))]
     for kind in (torch.float64, torch.float16):

@@ -17,7 +17,7 @@ def check(
     mechanisms: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[MECHANISM]…", help=f"Of {CHOICES}. Default: all shipped mechanisms.", show_default=False
+            metavar="[MECHANISM]…", help=f"One of {CHOICES}. Default: all shipped mechanisms.", show_default=False
         ),
     ] = None,
     user_mechanisms: Annotated[
@@ -28,19 +28,19 @@ def check(
     ] = None,
     law: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help=f"Of {', '.join(LAWS)}. May repeat. Default: all.", show_default=False),
+        typer.Option(metavar="NAME", help=f"One of {', '.join(LAWS)}. May repeat. Default: all.", show_default=False),
     ] = None,
     mask: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help=f"Of {', '.join(MASKS)}. May repeat. Default: all.", show_default=False),
+        typer.Option(metavar="NAME", help=f"One of {', '.join(MASKS)}. May repeat. Default: all.", show_default=False),
     ] = None,
     heads: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help=f"Of {', '.join(HEADS)}. May repeat. Default: all.", show_default=False),
+        typer.Option(metavar="NAME", help=f"One of {', '.join(HEADS)}. May repeat. Default: all.", show_default=False),
     ] = None,
     dtype: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help=f"Of {', '.join(DTYPES)}. May repeat. Default: all.", show_default=False),
+        typer.Option(metavar="NAME", help=f"One of {', '.join(DTYPES)}. May repeat. Default: all.", show_default=False),
     ] = None,
     qk_length: Annotated[
         int | None,

@@ -25,7 +25,7 @@ def cost(
     mechanism: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="NAME", help=f"Of {CHOICES}. May repeat. Default: softmax, quadratic.", show_default=False
+            metavar="NAME", help=f"One of {CHOICES}. May repeat. Default: softmax, quadratic.", show_default=False
         ),
     ] = None,
     user_mechanisms: Annotated[
@@ -59,7 +59,7 @@ def cost(
     batch: Annotated[int, typer.Option(min=1, max=WIDEST, metavar="N", help="Batch size.")] = 1,
     dtype: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help=f"Of {', '.join(DTYPES)}. Default: bfloat16, float32 with --measure."),
+        typer.Option(metavar="NAME", help=f"One of {', '.join(DTYPES)}. Default: bfloat16, float32 with --measure."),
     ] = None,
     mode: Annotated[
         str,

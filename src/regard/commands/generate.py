@@ -57,7 +57,9 @@ StateStorage = Annotated[
 ]
 Dtype = Annotated[
     str | None,
-    typer.Option(metavar="NAME", help=f"Of {', '.join(FILE_DTYPES)}. Default: the file's, float32 for .gguf files."),
+    typer.Option(
+        metavar="NAME", help=f"One of {', '.join(FILE_DTYPES)}. Default: the file's, float32 for .gguf files."
+    ),
 ]
 
 

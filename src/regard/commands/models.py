@@ -15,12 +15,12 @@ from regard.core.mechanisms.text import CHOICES, lookup
 
 LAYOUTS = ("huggingface", "regard")
 FILE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-ANY_SOURCE = f"Of {', '.join(NAMES)}; or a checkpoint folder; or a .gguf file."
+ANY_SOURCE = f"One of {', '.join(NAMES)}; or a checkpoint folder; or a .gguf file."
 MechanismName = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help=f"Another mechanism, of {CHOICES}. Default: the model's; if that is your own, it must be given.",
+        help=f"Another mechanism, one of {CHOICES}. Default: the model's; if that is your own, it must be given.",
     ),
 ]
 """A checkpoint imports no code, so the file of a user's mechanism must be given."""
@@ -74,7 +74,7 @@ def convert(
     dtype: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME", help=f"Of {', '.join(FILE_DTYPES)}. Default: the source's, float32 for .gguf files."
+            metavar="NAME", help=f"One of {', '.join(FILE_DTYPES)}. Default: the source's, float32 for .gguf files."
         ),
     ] = None,
     mechanism: MechanismName = None,

@@ -51,9 +51,11 @@ def view(
         bool, typer.Option("--lab", help="Open the lab's page: experiments of `regard lab`, with sliders.")
     ] = False,
     host: Annotated[
-        str, typer.Option(metavar="NAME", help="Where the page is; others than 127.0.0.1 let other machines in.")
+        str, typer.Option(metavar="NAME", help="The address to listen on; any but 127.0.0.1 lets other machines in.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, metavar="N", help="Of the page; 0: any free one.")] = 0,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, metavar="N", help="Port of the page; 0: any that is free.")
+    ] = 0,
     no_open: Annotated[bool, typer.Option("--no-open", help="Do not open a browser.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the address, or what was written, as JSON.")] = False,
 ) -> None:

@@ -1,4 +1,5 @@
-"""Softmax attention within a band of positions on a GPU: what is launched, and the operators. Kernels are in band.py.
+"""Softmax attention within a band of positions on a GPU: what is launched, and the operators. The kernels are
+in band.py and band_gradients.py.
 
 `mend` and `mend_backward` go over what another kernel, PyTorch's, has written: heads whose last query gave a number
 that is not finite are computed again. It sees every key of a causal call, so that is where a NaN or infinity shows.
@@ -13,13 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from regard.core.kernels.band import (
-    band_kernel,
-    band_keys_kernel,
-    band_queries_kernel,
-    mend_backward_kernel,
-    mend_kernel,
-)
+from regard.core.kernels.band import band_kernel, mend_kernel
+from regard.core.kernels.band_gradients import band_keys_kernel, band_queries_kernel, mend_backward_kernel
 from regard.core.kernels.launch import Launches, Layout, ceil_divide, launch, layout, limits, power_of_2, strides
 
 

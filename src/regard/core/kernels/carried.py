@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from regard.core.kernels import feature_attention, square_attention
+from regard.core.kernels import feature_attention, square_attention, square_sizes
 from regard.core.kernels.step_attention import Form
 
 
@@ -56,7 +56,7 @@ def pairs_of(
     i, j = left[:squares].long(), right[:squares].long()
     target = _feature(i, j)
     blocks = -(-qk_length // 16)
-    source = torch.zeros(blocks * (blocks + 1) * square_attention.UNIT, dtype=torch.long)
+    source = torch.zeros(blocks * (blocks + 1) * square_sizes.UNIT, dtype=torch.long)
     divided = torch.zeros(len(source))
     # Within a block of 16 the kernels hold both (i, j) and (j, i), and the state may hold one of them.
     for a, b in ((i, j), (j, i)):
@@ -79,9 +79,9 @@ class SquareSums:
     """Sums of a second-order polynomial, for keys and values of aligned lengths."""
 
     pairs: Pairs
-    tiles: square_attention.Tiles
+    tiles: square_sizes.Tiles
 
-    def unpack(self, sums: Tensor, normaliser: Tensor) -> square_attention.Sums:
+    def unpack(self, sums: Tensor, normaliser: Tensor) -> square_sizes.Sums:
         """From a state's sums (B, G, C, V) and normaliser (B, G, N)."""
         t, length, value_length = self.tiles, self.pairs.qk_length, sums.shape[3]
         a, b, _ = self.pairs.coefficients
@@ -99,7 +99,7 @@ class SquareSums:
         small = torch.cat([part.flatten(1) for part in parts], 1)
         return square, F.pad(small, (0, t.size - small.shape[1]))
 
-    def pack(self, kernel_sums: square_attention.Sums, like: Tensor) -> tuple[Tensor, Tensor]:
+    def pack(self, kernel_sums: square_sizes.Sums, like: Tensor) -> tuple[Tensor, Tensor]:
         """To a state's sums, shaped `like` others, and normaliser."""
         t, length, shape = self.tiles, self.pairs.qk_length, like.shape
         a, b, _ = self.pairs.coefficients
@@ -120,8 +120,8 @@ class SquareSums:
     ) -> tuple[Tensor, Any]:
         """The output of the last tokens of k and v, which come after those in the sums; and, if it folds, the sums with
         all of them."""
-        work = square_attention.work_of(q, k, v, *self.pairs.coefficients, True)
-        final = square_attention.no_sums(work, q) if folds else None
+        work = square_sizes.work_of(q, k, v, *self.pairs.coefficients, True)
+        final = square_sizes.no_sums(work, q) if folds else None
         if not work.queries:
             assert final is not None
             square_attention.fold(work, k, v, bounds, kernel_sums, final)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from regard.core.eager import recorded, untouched
-from regard.core.kernels import feature_attention, square_attention
+from regard.core.kernels import feature_attention, square_attention, square_sizes
 
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {}
 """What operators compute, as plain functions."""
@@ -51,7 +51,7 @@ def square(
     q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None, a: float, b: float, d: float, causal: bool, recorded: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attention with the kernel a + b q·k + d (q·k)²."""
-    work = square_attention.work_of(q, k, v, a, b, d, causal)
+    work = square_sizes.work_of(q, k, v, a, b, d, causal)
     return square_attention.forward(work, q, k, v, bounds, recorded)
 
 
@@ -68,7 +68,7 @@ def square_backward(
     a: float, b: float, d: float, causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of q, k and v."""
-    work = square_attention.work_of(q, k, v, a, b, d, causal)
+    work = square_sizes.work_of(q, k, v, a, b, d, causal)
     return square_attention.backward(work, grad, q, k, v, bounds, out, rest_out, den)
 
 

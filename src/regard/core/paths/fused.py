@@ -97,7 +97,7 @@ def aligned(x: Tensor) -> Tensor:
 
 def again(call: Call) -> Again | None:
     """What runs calls like this one."""
-    from regard.core.kernels import feature_attention, square_attention
+    from regard.core.kernels import feature_attention, square_attention, square_sizes
     from regard.core.kernels.launch import Chain
 
     mechanism: Any = call.mechanism
@@ -112,7 +112,7 @@ def again(call: Call) -> Again | None:
 
     if form == "square":
         a, b, d = mechanism.coefficients(call.qk_length)
-        square = square_attention.work_of(call.q, call.k, call.v, a, b, d, causal)
+        square = square_sizes.work_of(call.q, call.k, call.v, a, b, d, causal)
         return chained(lambda q, k, v: square_attention.forward(square, q, k, v, limits)[0])
     feature = feature_attention.work_of(call.q, call.k, call.v, form, causal)
     return chained(lambda q, k, v: feature_attention.forward(feature, q, k, v, limits)[0])

@@ -156,7 +156,7 @@ def _many(
     fold_to: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """`run` by the kernels of `fused`: the tokens that are folded and their queries first, then the others."""
-    from regard.core.kernels import carried, feature_attention, square_attention
+    from regard.core.kernels import carried, feature_attention, square_sizes
 
     first, value_length = max(0, fold_to - (k.shape[2] - q.shape[2])), v.shape[3]
     form = mechanism.fused_form
@@ -169,7 +169,7 @@ def _many(
     if pairs is None:
         layout: Any = carried.FeatureSums(form, feature_attention.tiles(*sizes))
     else:
-        layout = carried.SquareSums(pairs, square_attention.tiles(*sizes))
+        layout = carried.SquareSums(pairs, square_sizes.tiles(*sizes))
     kernel_sums, outs = layout.unpack(sums, normaliser), []
     for start, stop, low, high in ((0, first, 0, fold_to), (first, q.shape[2], fold_to, k.shape[2])):
         if low < high:
