@@ -225,7 +225,7 @@ def test_an_error_in_a_process_of_its_own() -> None:
 
 def test_an_interrupt_at_any_moment_is_one_line_and_exit_130(folder: Path) -> None:
     """While modules are imported, while the law is checked, and where hypothesis makes another exception of it."""
-    moments = [str(Path(__file__).with_name("moments.py")), "25000", "run_engine", "--"]
+    moments = [str(Path(__file__).with_name("moments.py")), "80000", "run_engine", "--"]
     done = finished(*moments, "check", "elu", *QUICK, cwd=folder)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
