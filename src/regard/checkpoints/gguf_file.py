@@ -20,7 +20,7 @@ from regard.checkpoints.sources import Shape, Source, count_elements, map_file, 
 from regard.core.extras import needed_for
 
 MOST_ITEMS = 2_000_000
-"""Of strings and nested arrays in the metadata, which take several times their bytes in memory. The largest
+"""The most strings and nested arrays in the metadata, which take several times their bytes in memory. The largest
 vocabularies with their merges have about 800,000."""
 MOST_DEPTH = 4
 MOST_AXES = 4

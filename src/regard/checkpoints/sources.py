@@ -30,7 +30,7 @@ MOST_JSON_BYTES = 32 * 2**20
 MOST_JSON_VALUES = 1_000_000
 """Parsed JSON takes many times the memory of its text, so values are counted first; large indices have 200,000."""
 MOST_OPCODES = 1_000_000
-"""Of the pickle in a .bin file; a tensor takes about thirty."""
+"""The most opcodes of the pickle in a .bin file; a tensor takes about thirty."""
 MOST_AXES = 16
 
 DTYPES = {

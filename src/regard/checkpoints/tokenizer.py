@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     import tokenizers
 
 MOST_BYTES = 128 * 2**20
-"""Of a tokenizer.json; the largest in use have about 35 MB."""
+"""The largest tokenizer.json that is read; the largest in use have about 35 MB."""
 
 ROLES = {
     "bos": "bos_token",

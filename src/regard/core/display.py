@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 WEIGHT_COLOURS = ("#ffffff", "#c6dcef", "#6aaed6", "#2171b5", "#08306b")
-"""Of weights from 0 to 1, with even steps between them."""
+"""Colours of weights from 0 to 1, with even steps between them."""
 HIDDEN = "#dfe3e8"
-"""Of pairs that a mask hides, which are not weights of 0."""
+"""The colour of pairs that a mask hides, which are not weights of 0."""
 MASK_COLOURS = ("#eef1f5", "#2b5c8a")
-"""Of pairs that are hidden, and of pairs that are visible."""
+"""Colours of hidden and of visible pairs."""
 LARGEST = 256
 """Cells a side of a picture: of longer sequences a cell shows the largest number of several."""
 _RULE = "rgba(128,128,128,.35)"
@@ -131,7 +131,7 @@ def _png(panels: Sequence[Tensor], palette: Sequence[tuple[int, int, int]]) -> H
 
 
 def _between(stops: Sequence[str], count: int) -> list[tuple[int, int, int]]:
-    """So many colours from the first stop to the last."""
+    """`count` colours from the first stop to the last."""
     colours = []
     for number in range(count):
         place = number * (len(stops) - 1) / (count - 1)

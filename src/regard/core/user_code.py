@@ -63,9 +63,9 @@ def is_user_code(function: Callable[..., Any]) -> bool:
 
 
 _safe: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""By mechanism: formulas, with shapes, that were observed not to write to their inputs."""
+"""For each mechanism, the formulas and shapes that were observed not to write to their inputs."""
 MOST_SHAPES = 256
-"""So many of them are remembered: each step of a stream has a new shape."""
+"""How many of them are remembered: each step of a stream has a new shape."""
 COPIED = 1 << 20
 """Inputs of up to this many numbers are copied. Above, watching the operators takes less time, at any size."""
 

@@ -1,6 +1,6 @@
 """A server in a thread of this process, for the live page in a notebook.
 
-The page stands in a frame of another page, the notebook, whose address nobody here knows. Any page may frame it, but
+The page is in a frame of the notebook's page, whose address the server does not know. Any page may frame it, but
 only with its address, which has the token; without it there is no page to frame.
 """
 

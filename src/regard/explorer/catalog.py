@@ -56,7 +56,7 @@ class Entry:
     note: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """As the page reads it."""
+        """JSON values, for the page."""
         example: dict[str, Any] | None = None
         if isinstance(self.example, Text):
             example = {"text": self.example.text}

@@ -29,7 +29,7 @@ class HeadChange:
     beta: float | None = None
     mechanism: str | Mechanism | None = None
     window: int | None = None
-    """Each query sees so many keys before it and after it, and itself."""
+    """A sliding window: how many keys before and after itself a query sees."""
 
     def applies(self, layer: int, head: int) -> bool:
         """Whether it changes this head."""

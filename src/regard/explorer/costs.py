@@ -31,7 +31,7 @@ class Curve:
     state_bytes: tuple[int, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """As the page reads it."""
+        """JSON values, for the page."""
         return {"flops": self.flops, "bytes": self.bytes, "state_bytes": self.state_bytes}
 
 

@@ -29,7 +29,7 @@ SECONDS = 30.0
 MOST_WORD = 40
 """Characters of a parameter's value."""
 MOST_ROWS = 200
-"""Of the table that an experiment measured."""
+"""The most rows of an experiment's table."""
 _FORKS = "forkserver" in multiprocessing.get_all_start_methods()
 _INLINE = ((r"\*\*(.+?)\*\*", r"<strong>\1</strong>"), (r"\*(.+?)\*", r"<em>\1</em>"), (r"`(.+?)`", r"<code>\1</code>"))
 

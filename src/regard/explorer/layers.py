@@ -25,7 +25,7 @@ RELATIVE = "relative_attention_num_buckets"
 """What the configs of Hugging Face models with T5's bias have."""
 ARGUMENTS = inspect.signature(Attend.forward)
 Owner = Literal["tokens", "sources", "channels"]
-"""Whose places rows and columns are."""
+"""What the rows or the columns of a table of weights stand for."""
 TITLES = {
     "softmax": ("Softmax", "exp(β q·k) / Σ exp(β q·k)"),
     "softcap": ("Softmax, soft-capped", "softmax of c tanh(β q·k / c)"),
@@ -65,7 +65,7 @@ class LayerView:
     queries: Owner
     keys: Owner
     window: int | None = None
-    """Of a picture in windows, the one that is shown; None for a layer without windows."""
+    """The window of a picture that is shown; None for a layer without windows."""
 
     def at_window(self, window: int | None) -> "LayerView":
         """The same layer with another of its windows; itself for None."""
@@ -79,14 +79,14 @@ class LayerView:
         return replace(self, window=window)
 
     def _alone(self, tensor: Tensor) -> Float[Tensor, "H N D"]:
-        """Of the first sequence, and of the window."""
+        """The part of the first sequence, and of the window that is shown."""
         if self.traced.windows is None:
             return tensor[0]
         return tensor[0, self.window if tensor.shape[1] > 1 else 0]
 
     @property
     def weights(self) -> Float[Tensor, "H T S"]:
-        """Of the one sequence."""
+        """The weights of the first sequence."""
         return self._alone(self.traced.need("weights"))
 
     @property

@@ -5,11 +5,11 @@ from regard.inference.trace import trace
 from regard.models.base import ImageModel, TextModel
 
 MOST_TOKENS = 2048
-"""Of a sequence."""
+"""The most tokens of a sequence."""
 MOST_WEIGHTS = 320_000_000
-"""Of all layers and heads of a pass, layers · heads · T · S: 1.3 GB."""
+"""The most weights of a pass, layers · heads · T · S: 1.3 GB."""
 MOST_BYTES = 2 * 2**30
-"""Of all snapshots that are kept, besides the two newest."""
+"""The most memory of all snapshots but the two newest."""
 MOST_MODELS = 3
 """Models in memory."""
 

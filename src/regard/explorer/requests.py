@@ -12,7 +12,7 @@ from regard.explorer.changes import HeadChange, beta_of
 from regard.explorer.subject import Input, Pair, Picture, Text
 
 MOST_CHARACTERS = 100_000
-"""Of a text, before it is cut into tokens."""
+"""The longest text, before it is cut into tokens."""
 MOST_CHANGES = 256
 MOST_STEPS = 64
 """New tokens of one generation."""
@@ -34,7 +34,7 @@ class RunRequest:
     changes: tuple[HeadChange, ...] = ()
     twin: bool = False
     lane: str = ""
-    """Of several passes of one lane, the newest replaces those before it."""
+    """The lane of the pass: a newer pass in the same lane replaces it."""
 
 
 def parsed(body: bytes) -> dict[str, Any]:

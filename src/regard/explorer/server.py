@@ -51,7 +51,7 @@ KINDS = {
 }
 MOST_BODY = 2**20
 MOST_PICTURE_BODY = 8 * 2**20
-"""Of a request that may carry a picture."""
+"""The most bytes of a request that may carry a picture."""
 TOKEN_MARK = '<meta name="regard-token" content="">'
 COOKIE = "regard_token"
 

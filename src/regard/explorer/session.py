@@ -91,7 +91,7 @@ class Session:
             return self.snapshots[name]
 
     def keep(self, snapshot: Snapshot) -> None:
-        """Keep a snapshot, and drop those that nobody asked for the longest, beyond the memory for all."""
+        """Keep a snapshot, and drop those that were not asked for the longest, beyond the memory for all."""
         with self._lock:
             self.snapshots[snapshot.name] = snapshot
             while len(self.snapshots) > 2 and sum(kept.nbytes for kept in self.snapshots.values()) > MOST_BYTES:

@@ -45,7 +45,7 @@ class Snapshot:
     """A pass."""
 
     name: str
-    """By which a page refers to it."""
+    """The name by which a page refers to it."""
     subject: Subject
     origin: Subject
     """The same with the trained model, if this is its random twin."""
@@ -63,7 +63,7 @@ class Snapshot:
     generated: int | None = None
     """The position of the first generated token."""
     seconds: float = 0.0
-    """Of the pass."""
+    """How long the pass took."""
 
     def layer(self, index: int, window: int | None = None) -> LayerView:
         """A layer by its number, at one of its windows if it has any; ValueError if there is none."""
@@ -119,7 +119,7 @@ class Snapshot:
 
     @property
     def nbytes(self) -> int:
-        """Of its tensors."""
+        """The bytes of its tensors."""
         layers = [tensor for view in self.layers for name in KEEP if (tensor := getattr(view.traced, name)) is not None]
         added = [view.bias for view in self.layers if view.bias is not None]
         output = [self.output.values] if self.output.logits is None else [self.output.values, self.output.logits]

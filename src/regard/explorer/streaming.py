@@ -40,7 +40,7 @@ class Ticket:
 
 
 class Lanes:
-    """Of the computations in a lane only the newest goes on."""
+    """Lanes of computations: a newer computation stops those before it in its lane."""
 
     def __init__(self) -> None:
         self._newest: dict[str, Ticket] = {}

@@ -16,7 +16,7 @@ from regard.models.base import GenerativeModel, ImageModel, Model, TextModel
 
 Kind = Literal["text", "pair", "image"]
 MOST_PIXELS = 16_000_000
-"""Of a picture that is decoded; a small file can unpack to any size."""
+"""The most pixels of a picture: a small file can unpack to any size."""
 LARGEST_PICTURE = 224
 """The longer side of a picture for models that take any size."""
 

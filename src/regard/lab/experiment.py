@@ -184,7 +184,7 @@ class Experiment:
     formula: str
     """LaTeX."""
     condition: str = ""
-    """Under which condition the statement holds, if it holds under one."""
+    """The condition under which the statement holds, if there is one."""
     instead: str = ""
     """What holds in its place, if it does not."""
     needs: tuple[str, ...] = ()

@@ -51,11 +51,11 @@ class DaViTConfig(ImageConfig):
 
     embedding_dim: tuple[int, ...] = (96, 192, 384, 768)
     num_layers: tuple[int, ...] = (1, 1, 3, 1)
-    """Of each stage; a layer is a window attention half and a channel attention half."""
+    """Layers of each stage; a layer is a window attention half and a channel attention half."""
     num_heads: tuple[int, ...] = (3, 6, 12, 24)
-    """Of attention in windows."""
+    """Heads of window attention, for each stage."""
     num_groups: tuple[int, ...] = (3, 6, 12, 24)
-    """Of channels that attend to each other."""
+    """Groups of channels that attend to each other, for each stage."""
     patch_size: tuple[int, ...] = (7, 2, 2, 2)
     patch_stride: tuple[int, ...] = (4, 2, 2, 2)
     patch_padding: tuple[int, ...] = (3, 0, 0, 0)
@@ -69,7 +69,7 @@ class DaViTConfig(ImageConfig):
     norm_epsilon: float = 1e-5
     activation: str = "gelu"
     attention_bias: bool = True
-    """Of queries, keys and values."""
+    """Whether queries, keys and values have a bias."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -49,7 +49,7 @@ class DecoderConfig(TextConfig):
     qk_length: int | None = None
     value_length: int | None = None
     hidden_dim: int | None = None
-    """Of the position-wise network; 4 · embedding_dim if not given."""
+    """Hidden units of the position-wise network; 4 · embedding_dim if not given."""
     context_length: int = 2048
     positions: Positions = "rotary"
     rotary_base: float = 10000.0
@@ -238,7 +238,7 @@ class Decoder(GenerativeModel):
         rule = as_mask(mask)
         place = places(tokens, rule, state)
         if self.config.positions == "learned":
-            # Padding takes no position. Under torch.compile nobody can read how much padding there is.
+            # Padding takes no position. Under torch.compile the amount of padding cannot be read.
             reach = past + tokens.shape[1] if place.ndim == 1 or not readable(place) else int(place.max()) + 1
             check_length("tokens", reach, self.config.context_length)
         return self.stack(self.embed(tokens, place), rule, positions=place, state=state)

@@ -43,7 +43,7 @@ class EncoderConfig(TextConfig):
     num_heads: int
     num_kv_heads: int | None = None
     hidden_dim: int | None = None
-    """Of the position-wise network; 4 · embedding_dim if not given."""
+    """Hidden units of the position-wise network; 4 · embedding_dim if not given."""
     factor_dim: int | None = None
     """Width of the embedding table, if it is narrower than the model (ALBERT)."""
     num_shared: int | None = None

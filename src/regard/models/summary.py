@@ -59,7 +59,7 @@ class Summary:
     unit: str
     """The FLOPs are those of one token, or of one image."""
     length: int | tuple[int, int]
-    """Of the text; of an image's sides, both if they differ."""
+    """The length of the text; the side of an image, both sides if they differ."""
     flops: int
     state_per_token: int
     """Bytes that each token adds to the decoding state; 0 for a model that does not generate."""

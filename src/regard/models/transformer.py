@@ -53,17 +53,17 @@ class TransformerConfig(TextConfig):
     target_vocabulary_size: int | None = None
     """If given, the target has a separate embedding; if not, source and target share one."""
     num_decoder_layers: int | None = None
-    """As many as the encoder's if not given."""
+    """Layers of the decoder; as many as the encoder's if not given."""
     num_kv_heads: int | None = None
     qk_length: int | None = None
     value_length: int | None = None
     hidden_dim: int | None = None
-    """Of the position-wise network; 4 · embedding_dim if not given."""
+    """Hidden units of the position-wise networks; 4 · embedding_dim if not given."""
     context_length: int = 512
     """The size of the table of learned positions, and the default capacity of `start`."""
     positions: Positions = "sinusoidal"
     num_buckets: int = 32
-    """Of relative positions."""
+    """Buckets of relative positions."""
     longest_distance: int = 128
     """All larger distances share one relative position."""
     encoder_window: Window | None = None

@@ -53,21 +53,21 @@ class VisionConfig(ImageConfig):
     num_layers: int
     num_heads: int
     num_kv_heads: int | None = None
-    """Of keys and values; as many as num_heads if not given."""
+    """Heads of keys and values; as many as num_heads if not given."""
     window_radius: int | None = None
     """How many patches away a patch sees others, down and across; all of them if not given."""
     hidden_dim: int | None = None
-    """Of the position-wise network; 4 · embedding_dim if not given."""
+    """Hidden units of the position-wise network; 4 · embedding_dim if not given."""
     head: Literal["linear", "mlp"] = "linear"
     """`mlp` has a hidden tanh layer and is used for pre-training; `linear` for fine-tuning."""
     representation_dim: int | None = None
-    """Of the MLP head's hidden layer; embedding_dim if not given."""
+    """Width of the MLP head's hidden layer; embedding_dim if not given."""
     positions: Literal["learned", "none"] = "learned"
     norm: str = "layer"
     norm_epsilon: float = 1e-6
     activation: str = "gelu"
     attention_bias: bool = True
-    """Of queries, keys and values."""
+    """Whether queries, keys and values have a bias."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -115,7 +115,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 def check(path: Path, hashed: slice) -> dict[str, Any]:
     """The manifest of a checkpoint; CheckpointError unless it has the manifest's files, with the right sizes and, for
     the files in the slice `hashed`, the right checksums. Other files in its folder (a file manager's .DS_Store) are
-    ignored. A file that is there and cannot be read is an OSError: it is not damage, and nobody may train over it."""
+    ignored. A file that is there and cannot be read is an OSError: it is not damage, and must not be trained over."""
     manifest = read_manifest(path)
     try:
         for name, expected in manifest["files"].items():

@@ -81,7 +81,7 @@ def writing(folder: Path, place: Place) -> Iterator[None]:
 
 
 def writer(folder: str | Path) -> str | None:
-    """Who writes into a folder: a process, in words; None if nobody does."""
+    """The process that writes into a folder, in words; None if there is no such process."""
     path = Path(folder).resolve()
     if (os.getpid(), path) in _folders:
         return "this process"

@@ -69,7 +69,7 @@ class Report:
     step: int
     steps: int
     results: dict[str, float] = field(default_factory=dict)
-    """Of the best evaluation, whose model is in the run's folder."""
+    """The results of the best evaluation, whose model is in the run's folder."""
     loss: float = math.nan
     seconds: float = 0.0
     """Since the run began, evaluations and checkpoints included, pauses between a kill and a resume excluded."""

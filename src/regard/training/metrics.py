@@ -169,7 +169,7 @@ class _Log(io.RawIOBase):
 
 
 class _Board:
-    """A file of TensorBoard's events. torch's writer has a thread, whose errors nobody could catch."""
+    """A file of TensorBoard's events. torch's writer has a thread, whose errors could not be caught."""
 
     def __init__(self, folder: Path, step: int) -> None:
         from tensorboard.compat.proto import event_pb2, summary_pb2

@@ -57,9 +57,9 @@ class Settings:
     recompute: bool = option(False, "Recompute activations of blocks in the backward pass: less memory.")
     compile: bool = option(False, "Compile the model with torch.compile.")
     evaluate_every: int | None = option(None, "Steps between evaluations; a tenth of the run if not given.")
-    save_every: int | None = option(None, "Steps between checkpoints; as often as evaluations if not given.")
+    save_every: int | None = option(None, "Steps between checkpoints; those between evaluations if not given.")
     keep: int = option(2, "How many checkpoints to keep.")
-    patience: int | None = option(None, "Stop early after so many evaluations without a better result.")
+    patience: int | None = option(None, "Stop early after this many evaluations without a better result.")
     wandb: bool = option(False, "Log to Weights & Biases, too: offline, in the run's folder wandb/.")
     seed: int = option(0, "Seed of weights, the order of examples and everything else that is random.", fixed=True)
 

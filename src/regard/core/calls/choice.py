@@ -39,7 +39,8 @@ class Path:
     """Whether it reads int8 keys and values directly; for other paths they are dequantized first."""
     step: Callable[[Call, Tensor, Tensor, int | None], Stepped | None] | None = None
     """For a call of one query over a KV cache on a GPU without gradients, its new key and value, and the window's
-    `before`: a function that computes such calls and stores key and value in the cache; None if there is none."""
+    `before`: a function that computes such calls and stores key and value in the cache; None if the path has no such
+    function."""
     again: Callable[[Call], Again | None] | None = None
     """For a call on a GPU without gradients: a function that runs calls like it without the set-up; None if there is
     none (repeats.py)."""

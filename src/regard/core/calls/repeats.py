@@ -28,7 +28,7 @@ _kept_runs: dict[Any, Any] = {}
 
 
 def key_of(q: Any, k: Any, v: Any, mechanism: Any, mask: Any) -> tuple[Any, ...] | None:
-    """By what a call is kept; None if it is not to be."""
+    """The key under which a call is kept; None if it must not be kept."""
     if not (type(q) is type(k) is type(v) is Tensor and _launched(q)):
         return None
     if mask is not None and not isinstance(mask, Band):  # others are mostly made for one call
@@ -42,7 +42,7 @@ def key_of(q: Any, k: Any, v: Any, mechanism: Any, mask: Any) -> tuple[Any, ...]
 
 
 def step_key(q: Any, k: Any, v: Any, mechanism: Any, mask: Any, state: Any) -> tuple[Any, ...] | None:
-    """By what the step of a state by one token is kept; None if it is not to be."""
+    """The key under which a state's step by one token is kept; None if it must not be kept."""
     if not (isinstance(q, Tensor) and _launched(q)) or q.ndim != 4 or q.shape[2] != 1:
         return None
     key = key_of(q, k, v, mechanism, mask)

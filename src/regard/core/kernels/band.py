@@ -65,8 +65,8 @@ def numbers_of(base, start, end, ROWS: tl.constexpr, OTHER: tl.constexpr):
 
 @triton.jit
 def span_of(first, last, low, high, before, after, BEFORE: tl.constexpr, AFTER: tl.constexpr, STEP: tl.constexpr):
-    """Of queries at [first, last]: the first key that one of them sees, the steps of keys that all of them see, and the
-    end of the keys that one of them sees."""
+    """For queries at [first, last]: the first key that one of them sees, the steps of keys that all of them see, and
+    the end of the keys that one of them sees."""
     full_low, full_high = low, high
     if BEFORE:
         low, full_low = tl.maximum(low, first - before), tl.maximum(low, last - before)
@@ -176,7 +176,7 @@ def band_kernel(
 
 @triton.jit
 def part_of(PARTS, part, head, heads, total, sequences):
-    """Of one of the packed sequences: its batch row, its first token, where its numbers per query begin, its length."""
+    """A packed sequence: its batch row, its first token, where its numbers per query begin, its length."""
     batch, origin = tl.load(PARTS + part).to(tl.int64), tl.load(PARTS + sequences + part).to(tl.int64)
     return batch, origin, (batch * heads + head) * total + origin, tl.load(PARTS + 2 * sequences + part)
 

@@ -37,7 +37,7 @@ class Launch(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Of the forward pass, and of the gradients of queries and of keys."""
+    """Tiles of the forward pass, and of the gradients of queries and of keys."""
 
     forward: Launch
     queries: Launch
@@ -76,7 +76,7 @@ class Work:
     flags: dict[str, Any]
     """What every kernel is compiled for."""
     lengths: dict[str, Any]
-    """Of heads, as they are and as powers of 2."""
+    """Head dimensions, as they are and as powers of 2."""
     tiles: Tiles
     launches: Launches = field(default_factory=dict)
 

@@ -97,7 +97,7 @@ def queries_of(
     q_base, g_base, o_base, LSE, q_row, g_row, o_row, t, queries,
     C: tl.constexpr, V: tl.constexpr, CB: tl.constexpr, VB: tl.constexpr,
 ):  # fmt: skip
-    """Of a tile of queries: themselves, the gradients of their outputs, log-sum-exps in base 2, and delta. Queries that
+    """A tile of queries: the queries, the gradients of their outputs, log-sum-exps in base 2, and delta. Queries that
     see nothing, or a number that is not finite, have an infinite log-sum-exp and pass nothing on."""
     c, v = tl.arange(0, CB), tl.arange(0, VB)
     lse = tl.load(LSE + t, mask=t < queries, other=float("inf"))

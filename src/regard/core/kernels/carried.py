@@ -26,11 +26,11 @@ class Pairs:
     right: Tensor
     scale: Tensor
     source: Tensor
-    """Which of the state's squares a feature of quadratic.py is …"""
+    """For each feature of quadratic.py, the index of the same product among the state's features."""
     divided: Tensor
-    """… over its scale; 0 where it is none."""
+    """1 over the scale of that product; 0 for a feature of quadratic.py that is padding."""
     target: Tensor
-    """Which feature of quadratic.py a square of the state's is."""
+    """For each product among the state's features, the index of quadratic.py's feature."""
 
     @property
     def tables(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -100,7 +100,7 @@ class SquareSums:
         return square, F.pad(small, (0, t.size - small.shape[1]))
 
     def pack(self, kernel_sums: square_sizes.Sums, like: Tensor) -> tuple[Tensor, Tensor]:
-        """To a state's sums, shaped `like` others, and normaliser."""
+        """The state's sums, shaped `like` others, and normaliser, from the kernels' layout."""
         t, length, shape = self.tiles, self.pairs.qk_length, like.shape
         a, b, _ = self.pairs.coefficients
         square, small = kernel_sums
@@ -143,7 +143,7 @@ class FeatureSums:
         return torch.cat([padded, F.pad(normaliser.flatten(0, 1), (0, t.c - features))], 1)
 
     def pack(self, kernel_sums: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-        """To a state's sums, shaped `like` others, and normaliser."""
+        """The state's sums, shaped `like` others, and normaliser, from the kernels' layout."""
         t, shape = self.tiles, like.shape
         sums, first = kernel_sums.split([t.c * t.v, t.c], 1)
         sums = sums.unflatten(1, (t.c, t.v))[:, : shape[2], : shape[3]]

@@ -14,7 +14,7 @@ from regard.core.kernels.decode import decode_kernel, merge_kernel
 from regard.core.kernels.launch import Launches, Layout, ceil_divide, launch, layout, limits, power_of_2, strides
 
 MULTIPROCESSORS = 132
-"""Of an H200. On others the keys are split a little finer or coarser than is best."""
+"""Multiprocessors of an H200. On other GPUs the keys are split a little finer or coarser than is best."""
 
 
 MOST_ROWS = 64
@@ -104,7 +104,7 @@ class Work:
     width: int
     """qk_length and value_length, rounded up to a power of 2."""
     bytes_per_number: int
-    """Of queries."""
+    """Bytes of a number of the queries."""
     scale: float
     causal: bool
     before: int | None
@@ -171,7 +171,7 @@ class Part(NamedTuple):
     stop: int = FOREVER
     """The position after the last."""
     scales: tuple[Tensor, Tensor] | None = None
-    """Of int8 keys and values."""
+    """The scales of int8 keys and values."""
     members: Tensor | None = None
     """The batch rows of queries that have each row of keys, (parents, most) and -1 where there are fewer; None if each
     has its own. Rows with the same keys must have the same bounds."""

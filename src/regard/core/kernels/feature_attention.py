@@ -84,7 +84,7 @@ class Work:
 
     @property
     def shift(self) -> int:
-        """Where the first query stands."""
+        """The position of the first query."""
         return self.keys - self.queries if self.causal else 0
 
     @cached_property

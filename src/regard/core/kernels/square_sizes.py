@@ -93,7 +93,7 @@ def tiles(qk_length: int, value_length: int, dtype: torch.dtype) -> Tiles:
 
 
 Sums = tuple[Tensor, Tensor]
-"""Of some keys, float32: the square (lines, features, V) and the small sums (lines, size), lines being B · G."""
+"""Sums over keys, float32: the square (lines, features, V) and the small sums (lines, size), lines being B · G."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,7 +116,7 @@ class Work:
 
     @property
     def shift(self) -> int:
-        """Where the first query stands."""
+        """The position of the first query."""
         return self.keys - self.queries if self.causal else 0
 
     @property
@@ -135,7 +135,7 @@ class Work:
 
     @property
     def rest(self) -> float:
-        """What is left of the kernel beside d·(q·k + b/2d)², over d."""
+        """The rest of the kernel besides d·(q·k + b/2d)², over d."""
         rest = self.a - self.b * self.b / (4 * self.d)
         return rest / self.d if abs(rest) > 1e-12 else 0.0
 

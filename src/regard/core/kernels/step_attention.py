@@ -34,7 +34,7 @@ class Form(NamedTuple):
 
 
 Tables = tuple[Tensor, Tensor, Tensor] | None
-"""Of the form "square": the coordinates of each feature, and its scale."""
+"""For the form "square": the coordinates of each feature, and its scale."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -220,7 +220,7 @@ class _Pair(Mask):
 
 
 class And(_Pair):
-    """Both must hold."""
+    """A mask that shows what both of two masks show."""
 
     def __call__(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return self.left(batch, head, query, key) & self.right(batch, head, query, key)
@@ -246,7 +246,7 @@ class And(_Pair):
 
 
 class Or(_Pair):
-    """At least one must hold."""
+    """A mask that shows what either of two masks shows."""
 
     def __call__(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return self.left(batch, head, query, key) | self.right(batch, head, query, key)

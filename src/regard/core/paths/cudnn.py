@@ -1,6 +1,6 @@
 """cuDNN's softmax attention on a GPU, called by name: the fastest there is for long sequences.
 
-SDPA chooses a backend by switches that are one for all threads of the process, so nobody may turn them for one call.
+SDPA chooses a backend by switches that all threads of the process share, so they may not be turned for a call.
 cuDNN makes a plan for each new shape, some 17 ms, so it is asked for round lengths alone.
 
 It hides a key by weight 0, and 0 · NaN is NaN. A second kernel, of ours, looks at each head's last query, which sees
@@ -26,7 +26,7 @@ numbers, and for shorter heads. With gradients cuDNN is faster at any length."""
 
 
 _CUDNN = torch._scaled_dot_product_cudnn_attention
-"""As PyTorch's own functions call it: 19 µs less than `torch.ops.aten` takes."""
+"""The function that PyTorch's own functions call: 19 µs less than `torch.ops.aten` takes."""
 
 
 def cannot(call: Call) -> str | None:

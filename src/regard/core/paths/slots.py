@@ -2,7 +2,7 @@
 
 A CUDA graph runs the same kernels on the same memory each time. So a slot holds room for all tokens to come, writes
 each new one at a place that it reads on the GPU, and attends to as many keys as there are by then. A slot is made of a
-state and gives one back; between the two it is written over with every token, and nobody else may hold it.
+state and gives one back; between the two it is written over with every token, and nothing else may keep it.
 """
 
 from dataclasses import dataclass, replace
@@ -23,7 +23,7 @@ from regard.core.states.key_values import KeyValueState
 
 @dataclass(eq=False)
 class Clock:
-    """Where a batch of sequences stands, on its device; every slot of a model reads the same one."""
+    """The positions of a batch of sequences, on its device; all slots of a model read the same clock."""
 
     length: Tensor
     """Tokens met, the newest included, (1,) int32."""
@@ -46,7 +46,7 @@ class Clock:
         self.newest.add_(1)
 
     def places(self, batch: int) -> Tensor:
-        """Where the newest token stands in each sequence: how many real ones come before it, (B, 1)."""
+        """The position of the newest token in each sequence: how many real tokens come before it, (B, 1)."""
         if self.low is None:
             return self.newest.expand(batch, 1)
         return (self.newest - self.low)[:, None]

@@ -116,7 +116,7 @@ class State:
 
     @property
     def layout(self) -> Any:
-        """By what a token's step is kept for states like this one (repeats.py); None if it is not to be."""
+        """The key under which a token's step is kept for states like this (repeats.py); None if it must not be kept."""
         return None
 
     def extended(

@@ -40,11 +40,12 @@ class Generated(str):
     """Why it ended: `stop` (a stop token, or a stop string, also one that contains the end token), `end` (an end
     token), `length` (max_new_tokens), `context` (the context is full) or `interrupted`."""
     log_probabilities: list[float] | None
-    """Of each token, by the model's logits before temperature, top-k and so on; None unless requested."""
+    """The log-probability of each token, by the model's logits before temperature, top-k and so on; None unless
+    requested."""
     alternatives: list[list[tuple[int, float]]] | None
     """The likeliest tokens of each step and their probabilities, likeliest first; None unless requested."""
     score: float | None
-    """Of a beam: the sum of its log-probabilities, divided by length ** length_penalty."""
+    """The score of a beam: the sum of its log-probabilities, divided by length ** length_penalty."""
 
     def __new__(
         cls,

@@ -244,7 +244,7 @@ class Place:
     def __init__(self, changes: Iterable[Change]) -> None:
         self.changes, self.numbers, self.seen = tuple(changes), dict[nn.Module, int](), set[int]()
         self.keys = 0
-        """Of the longest sequence in a changed run."""
+        """The number of keys of the longest sequence in a changed run."""
 
     def enter(self, module: nn.Module, number: int) -> None:
         """A module begins a run of this number."""

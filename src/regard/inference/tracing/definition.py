@@ -35,7 +35,7 @@ class Definition:
     """The mechanism's other fields: numbers and texts as they are, of tensors and functions the kind."""
 
     def to_json(self) -> dict[str, Any]:
-        """As a dict for JSON, which has no infinity.
+        """A dict for JSON, which has no infinity.
 
         >>> Definition(name="Softmax", scale=float("inf")).to_json()["scale"]
         'inf'
@@ -50,7 +50,7 @@ class Definition:
 
     @classmethod
     def from_json(cls, entry: dict[str, Any]) -> "Definition":
-        """Of a dict that `to_json` made; ValueError for another.
+        """The definition in a dict that `to_json` made; ValueError for another dict.
 
         >>> Definition.from_json(Definition(name="Elu", options={"n": 3}).to_json())
         Definition(name='Elu', scale=None, softcap=None, bias=False, options={'n': 3})

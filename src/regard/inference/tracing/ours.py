@@ -49,7 +49,7 @@ def readers(model: nn.Module) -> Readers:
 
 
 def _of_positions(output: Any) -> Tensor | None:
-    """Logits of a whole pass; not those of chosen positions, (N, D), whose places nobody knows here."""
+    """Logits of a whole pass; not those of chosen positions, (N, D), since their places are unknown here."""
     return output if isinstance(output, Tensor) and output.ndim == 3 else None
 
 

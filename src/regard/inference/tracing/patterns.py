@@ -48,7 +48,7 @@ LETTERS = ("P", "N", "F", "/", "W", "S", "I", "D")
 LABELLED = 0.4
 """The score from which a pattern labels a head."""
 LEAST_ROWS = 2
-"""A pattern labels a head if at least so many rows could show it: a single repeated word is no induction head."""
+"""A pattern labels a head if at least this many rows could show it: a single repeated word is no induction head."""
 DIFFUSE = "diffuse"
 NEARLY_UNIFORM = 0.5
 """The score of uniform from which a head without a pattern is diffuse."""

@@ -207,7 +207,7 @@ class Trace:
     """What `trace` recorded: `layers`, the strings of the `tokens`, the `predictions`. Prints as a list of its layers.
 
     The tokens are those that were given, or those of the input ids where the model has a tokenizer; `source_tokens` are
-    those of an encoder-decoder's source. None where nobody knows them: in pictures, or in streams that began before the
+    those of an encoder-decoder's source. None where they are unknown: in pictures, or in streams that began before the
     trace.
 
     >>> import regard as rg, torch

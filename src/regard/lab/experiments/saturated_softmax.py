@@ -15,7 +15,7 @@ from regard.lab.registry import experiment
 
 SOFTMAX = rg.Softmax(beta=1.0)
 MOVED = 1.0
-"""By how much every score is moved."""
+"""How far every score is moved."""
 _SMALLEST = 5e-324
 """The smallest float64 above 0."""
 

@@ -54,7 +54,7 @@ ACCENTS = {
     "overbrace": "limits(overbrace({}))",
 }
 SIZES = {f"{size}{side}" for size in ("big", "Big", "bigg", "Bigg") for side in ("", "l", "r")}
-"""Before brackets, which Typst keeps at the size of a letter."""
+"""LaTeX's commands for large brackets, which Typst keeps at the size of a letter."""
 TEXTS = ("text", "textrm", "mathrm", "operatorname", "texttt")
 ESCAPED = dict.fromkeys("{}%$&#_", "") | {"|": "‖"}
 MATRICES = {"matrix": "#none", "pmatrix": '"("', "bmatrix": '"["', "vmatrix": '"|"', "Vmatrix": '"‖"'}

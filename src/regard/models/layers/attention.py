@@ -107,7 +107,7 @@ def _stray(kind: str, mechanism: Mechanism, tensors: list[Tensor]) -> ValueError
 
 
 def _captured_names(mechanism: Mechanism) -> dict[str, Tensor]:
-    """Tensors that the functions of a mechanism refer to and that are none of its fields."""
+    """Tensors that the functions of a mechanism refer to and that are not among its fields."""
     formulas = [] if mechanism.shipped else [value for value in vars(type(mechanism)).values() if callable(value)]
     functions = [value for value in vars(mechanism).values() if not isinstance(value, Tensor | nn.Module)]
     return {name: tensor for function in (*functions, *formulas) for name, tensor in named_tensors(function).items()}

@@ -45,7 +45,7 @@ class Judgement(NamedTuple):
     """A loss term about the second passage."""
 
     name: str
-    """As metrics and results name it."""
+    """Its name in metrics and results."""
     labels: str
     """The key of its labels in a batch."""
     head: Callable[[Encoder, Tensor, Mask], Tensor]
