@@ -115,7 +115,7 @@ LAWS: dict[str, Law] = {
         Law("curved", "second derivatives are the plain formula's, or refused", curved, double_only, SHORT),
         Law(
             "cost",
-            "FLOPs equal the counted ones, whole and streamed; state bytes the held ones",
+            "FLOPs equal the counted ones, whole and streamed; state bytes those that are stored",
             costs_agree,
             always,
             SHORT,
