@@ -112,6 +112,25 @@ def test_a_formula_that_writes_at_some_sizes_changes_nothing_at_any(
         assert all(torch.equal(tensor, other) for tensor, other in zip((q, k, v), before, strict=True))
 
 
+HIDING: dict[str, Any] = {
+    "vmap": lambda call, v: torch.vmap(call)(v[None])[0],
+    "grad": lambda call, v: torch.func.vjp(call, v)[0],
+    "compiled": lambda call, v: torch.compile(call, backend="eager")(v),
+}
+
+
+@pytest.mark.parametrize("how", HIDING)
+@pytest.mark.parametrize("name", WRITING)
+def test_a_formula_that_writes_where_nothing_can_be_watched_writes_to_copies(name: str, how: str) -> None:
+    mechanism, (q, k, v) = WRITING[name](), torch.randn(3, 1, 2, 5, 4).unbind()
+    before = q.clone(), k.clone()
+    torch.compiler.reset()
+    out = HIDING[how](lambda v: rg.attend(q, k, v, mechanism), v)
+    assert torch.equal(q, before[0])
+    assert torch.equal(k, before[1])
+    assert out.shape == v.shape
+
+
 @torch.no_grad()
 def test_a_stream_copies_no_keys_for_a_users_formula_and_remembers_few_shapes() -> None:
     """Every step has a new length."""

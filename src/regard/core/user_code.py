@@ -75,9 +75,12 @@ def read_only(mechanism: "Mechanism", name: str, formula: Callable[..., Any], *t
     cache. For new shapes the formula gets copies, or its operators are watched, so that nothing is lost; later it gets
     the tensors themselves, and their version counters show a write that depends on numbers, after the fact. Tensors
     made in inference mode have no version counter, but copies made outside of it do. A write to `x.data` is not
-    noticed where nothing is watched."""
-    if not runs_user_code(mechanism) or torch.compiler.is_compiling() or transformed():
+    noticed where nothing is watched. Under transforms and torch.compile nothing can be watched: the formula gets
+    copies, which inductor leaves out."""
+    if not runs_user_code(mechanism):
         return formula(*tensors)
+    if torch.compiler.is_compiling() or transformed():
+        return formula(*[tensor.clone() for tensor in tensors])
     plain = untouched()  # nothing to copy or watch under a dispatch mode, which may count operators or memory
     watch: AbstractContextManager[object] = nullcontext()
     if plain:
