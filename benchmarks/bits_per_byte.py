@@ -29,7 +29,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
     parts = lm.split_documents(documents(options.data))
-    train, held_out = ([document.text for document in part] for part in parts)
+    train, held_out = ([document.text for document in part] for part in (parts[0], parts[1] + parts[2]))
     raw = [text.encode() for text in train], [text.encode() for text in held_out]
     result = {"modules": len(held_out), "bytes": sum(map(len, raw[1]))}
     result["xz"] = xz_bits_per_byte(b"".join(raw[0]), raw[1])

@@ -104,11 +104,11 @@ def written(task, model, device) -> list[str]:
     """The peer's greedy translations; it has no KV cache, so every step computes the whole target again."""
     texts = {}
     tokenizer = task.model.tokenizer
-    sizes = task.held_out.sizes
+    sizes = task.validation.sizes
     order = sorted(range(len(sizes)), key=sizes.__getitem__)
     for start in range(0, len(order), 200):
         part = order[start : start + 200]
-        batch = {name: tensor.to(device) for name, tensor in task.held_out.batch(part).items()}
+        batch = {name: tensor.to(device) for name, tensor in task.validation.batch(part).items()}
         source = batch["source"]
         hidden = torch.arange(source.shape[1], device=device) >= batch["source_lengths"][:, None]
         with torch.autocast(device.type, torch.bfloat16):
@@ -144,7 +144,7 @@ def main() -> None:
     folder, device = options.run / options.side, torch.device(options.device)
     (folder / "data").mkdir(parents=True, exist_ok=True)
     task = translate.build(translate.Options(data=(options.data,), **OPTIONS), folder / "data", settings.seed)
-    pairs = task.held_out.pairs
+    pairs = task.validation.pairs
     began = time.perf_counter()
     result = {"pairs": len(task.sizes()), "held_out": len(pairs), "steps": options.steps, "options": OPTIONS}
     if options.side == "ours":

@@ -68,7 +68,7 @@ def measure(name: str, seed: int, steps: int, sentences: int, device: str) -> tu
         settings = Settings(steps=steps, seed=seed, **SETTINGS)
         train(task, settings, folder, place=Place(0, 1, torch.device(device)), watch=lambda report: None)
         lines = read_metrics(folder)
-    model, pairs = task.model.eval(), task.held_out.pairs
+    model, pairs = task.model.eval(), task.validation.pairs
     translations = [str(text) for text in translate.translate(model, [source for source, _ in pairs], beams=1)]
     trained = [line for line in lines if "loss" in line]
     evaluations = [{"step": line["step"], **line["evaluation"]} for line in lines if "evaluation" in line]

@@ -110,9 +110,10 @@ def test_the_embedded_classes():
     assert sum(counts.values()) == len(examples)
     modules = [module for modules in AREAS.values() for module in modules]
     assert len(set(modules)) == len(modules)
-    train, held_out = split_labelled(examples)
-    assert 0.05 < len(held_out) / len(examples) < 0.15
-    assert not {text for _, text in train} & {text for _, text in held_out}
+    train, validation, test = split_labelled(examples)
+    for part, other in ((validation, test), (test, train)):
+        assert 0.03 < len(part) / len(examples) < 0.07
+        assert not {text for _, text in train + other} & {text for _, text in part}
 
 
 def test_results_are_right(table_file, tmp_path):
@@ -121,7 +122,7 @@ def test_results_are_right(table_file, tmp_path):
         task.model.classes.weight.zero_()
         task.model.classes.bias.copy_(torch.tensor([0.0, 0.0, 9.0]))
         results = task.evaluate(task.model.eval())
-    labels = task.held_out.labels
+    labels = task.validation.labels
     share = (labels == 2).mean()
     assert results["accuracy"] == pytest.approx(share)
     assert results["macro F1"] == pytest.approx(2 * share / (1 + share) / 3)

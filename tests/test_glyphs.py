@@ -57,7 +57,7 @@ def test_glyphs_are_legible_and_their_typefaces_held_out():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"split": "valid", "count": 1}, "split: expected train or test, got 'valid'"),
+        ({"split": "valid", "count": 1}, "split: expected train, validation, test, got 'valid'"),
         ({"split": "train", "count": 0}, "count: expected a whole number of at least 1, got 0"),
         ({"split": "train", "count": 1, "size": 4}, "size: expected a whole number of at least 8, got 4"),
     ],

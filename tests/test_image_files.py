@@ -12,15 +12,19 @@ import torch
 from PIL import Image
 
 from image_files import idx, random_bytes, write_idx, write_pictures
-from regard.training.data.held_out import chance
-from regard.training.data.images import CIFAR10, CIFAR_TRAIN, FASHION, IDX, read_images
+from regard.training.data.held_out import chance, split
+from regard.training.data.images import CIFAR10, CIFAR_TRAIN, FASHION, IDX, read_images, read_test
 
 
 @pytest.mark.parametrize("zipped", [False, True])
 def test_idx_files_come_as_they_are(tmp_path, zipped):
     images = read_images(write_idx(tmp_path, zipped=zipped))
-    assert torch.equal(images.train.images[:, 0], torch.from_numpy(random_bytes(12, 8, 8)))
-    assert images.train.images.shape == (12, 1, 8, 8)
+    # Those to validate with are chosen by a hash of their numbers, some of each class.
+    kept = sorted(set.union(*(set(split(range(label, 12, 3), str, test=False)[1]) for label in range(3))))
+    pictures = torch.from_numpy(random_bytes(12, 8, 8))[:, None]
+    assert images.validation.labels.tolist() == [number % 3 for number in kept]
+    assert torch.equal(images.validation.images, pictures[kept])
+    assert torch.equal(images.train.images, pictures[[number for number in range(12) if number not in kept]])
     assert images.train.images.dtype == torch.uint8
     assert images.test.labels.tolist() == [0, 1, 2, 0, 1, 2]
     assert images.class_names == ("0", "1", "2")
@@ -31,7 +35,7 @@ def test_idx_files_come_as_they_are(tmp_path, zipped):
 def test_the_plain_file_is_read_where_both_are(tmp_path):
     write_idx(tmp_path)
     (tmp_path / f"{IDX[0]}.gz").write_bytes(b"nothing")
-    assert len(read_images(tmp_path).train.labels) == 12
+    assert len(read_images(tmp_path).train.labels) == 8
 
 
 IDX_FAULTS = {
@@ -108,11 +112,13 @@ def write_cifar(folder: Path) -> Path:
 
 
 def test_cifars_binary_files(tmp_path):
-    images = read_images(write_cifar(tmp_path))
-    third = torch.from_numpy(random_bytes(4, 3073, seed=2))[:, 1:].view(4, 3, 32, 32)
-    assert torch.equal(images.train.images[8:12], third)
-    assert images.train.labels[8:12].tolist() == [2, 1, 2, 3]
-    assert (len(images.train.labels), len(images.test.labels)) == (20, 4)
+    images = read_images(write_cifar(tmp_path), test=write_cifar(tmp_path))
+    rows = torch.cat([torch.from_numpy(random_bytes(4, 3073, seed=number)) for number in range(5)])
+    everything = torch.cat([images.train.images, images.validation.images])
+    assert sorted(map(bytes, everything.flatten(1).numpy())) == sorted(map(bytes, rows[:, 1:].contiguous().numpy()))
+    assert torch.equal(images.test.images, torch.from_numpy(random_bytes(4, 3073, seed=5))[:, 1:].view(4, 3, 32, 32))
+    assert images.test.labels.tolist() == [5, 1, 2, 3]
+    assert (len(images.train.labels), len(images.validation.labels)) == (17, 3)
     assert (images.class_names, images.mirrored) == (CIFAR10, True)
 
 
@@ -148,9 +154,13 @@ def write_sprites(folder: Path) -> Path:
 
 
 def test_cifar_as_pictures_of_rows(tmp_path):
-    images = read_images(write_sprites(tmp_path))
+    write_sprites(tmp_path)
+    (tmp_path / "train_lables.json").write_text("[0, 0, 1, 1, 2, 3, 4, 5, 6, 7]")
+    images = read_images(tmp_path)
     second = torch.from_numpy(random_bytes(2, 1024, 3, seed=1)).view(2, 32, 32, 3).permute(0, 3, 1, 2)
-    assert torch.equal(images.train.images[2:4], second)
+    assert images.validation.labels.tolist() == [0, 1]
+    assert images.train.labels.tolist() == list(range(8))
+    assert [bool((images.train.images[1] == picture).all()) for picture in second].count(True) == 1
     assert images.test.labels.tolist() == [3, 4]
 
 
@@ -175,17 +185,42 @@ def test_pictures_are_held_out_by_their_names_in_every_class_that_has_two(tmp_pa
     (write_pictures(tmp_path, {"cat": 12, "dog": 2, "owl": 1}) / "cat" / "notes.txt").write_text("not a picture")
     images = read_images(tmp_path)
     assert images.class_names == ("cat", "dog", "owl")
-    assert images.test.labels.tolist() == [0, 1]
-    assert images.test.images[0, 0, 0, 0] == min(range(12), key=lambda number: chance(f"cat/{number:02}.png"))
-    assert images.train.labels.tolist() == [0] * 11 + [1, 2]
-    assert images.train.images.shape == (13, 1, 4, 6)
+    assert images.validation.labels.tolist() == [0, 0, 1]
+    assert images.test.labels.tolist() == [0]
+    ranked = sorted(range(12), key=lambda number: chance(f"cat/{number:02}.png"))
+    assert images.validation.images[:2, 0, 0, 0].tolist() == sorted(ranked[:2])
+    assert images.test.images[0, 0, 0, 0] == ranked[2]
+    assert images.train.labels.tolist() == [0] * 9 + [1, 2]
+    assert images.train.images.shape == (11, 1, 4, 6)
+
+
+def test_folders_to_validate_and_to_test_with(tmp_path):
+    write_pictures(tmp_path / "data", {"cat": 12, "dog": 12})
+    write_pictures(tmp_path / "more", {"dog": 3})
+    images = read_images(tmp_path / "data", tmp_path / "more", tmp_path / "data")
+    assert (len(images.train.labels), images.validation.labels.tolist(), len(images.test.labels)) == (24, [1] * 3, 24)
+    images = read_images(tmp_path / "data", test=tmp_path / "more")
+    assert (len(images.train.labels), len(images.validation.labels), len(images.test.labels)) == (18, 6, 3)
+    for wrong, message in (
+        (write_pictures(tmp_path / "a", {"cow": 3}), r"a/cow: expected a class of the training images \(cat, dog\)"),
+        (
+            write_idx(tmp_path / "b", classes=2),
+            r"b: expected images of 4×6 and 1 channels, as those to train on, got 8×8",
+        ),
+        (write_idx(tmp_path / "c"), r"c, record 3: expected a label from 0 to 1, got 2"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            read_images(tmp_path / "data", wrong)
+    like = images.train.images.expand(-1, 3, -1, -1)
+    assert read_test(tmp_path / "more", images.class_names, like).images.shape == (3, 3, 4, 6)
 
 
 def test_train_and_test_folders_are_taken_as_they_are(tmp_path):
     write_pictures(tmp_path / "train", {"cat": 3, "dog": 3}, mode="RGB", suffix="jpg")
     write_pictures(tmp_path / "test", {"dog": 2}, mode="L")
     images = read_images(tmp_path)
-    assert images.train.images.shape == (6, 3, 4, 6)
+    assert images.train.images.shape == (4, 3, 4, 6)
+    assert images.validation.labels.tolist() == [0, 1]
     assert images.test.labels.tolist() == [1, 1]
     (tmp_path / "test" / "dog").rename(tmp_path / "test" / "wolf")
     with pytest.raises(ValueError, match=r"test/wolf: expected a class of the training images \(cat, dog\)"):

@@ -122,7 +122,8 @@ def test_broken_utf8_is_named_by_file_and_line(tmp_path):
 
 
 def test_the_standard_librarys_split_is_of_whole_modules():
-    train_side, held_out = lm.split_documents(documents())
+    train_side, validation, test = lm.split_documents(documents())
+    held_out = validation + test
     assert 0.03 < len(held_out) / (len(train_side) + len(held_out)) < 0.07
     assert not {document.path for document in train_side} & {document.path for document in held_out}
 
@@ -317,7 +318,7 @@ def test_bits_per_byte_of_a_model_that_knows_nothing(corpus, tmp_path):
     task = built(corpus, tmp_path)
     for parameter in task.model.parameters():
         parameter.zero_()
-    texts = [document.text for document in task.held_out]
+    texts = [document.text for document in task.validation]
     count = sum(len(plain_ids(task.model.tokenizer, text)) for text in texts)
     size = sum(len(text.encode()) for text in texts)
     assert size > sum(map(len, texts))  # letters of two bytes count two
@@ -359,7 +360,7 @@ def test_evaluations_look_at_a_part_of_a_large_held_out_text(tmp_path, monkeypat
     monkeypatch.setattr(lm, "EXCERPTS", 120)
     corpus = written(tmp_path / "c", **{f"{at:03}_txt": prose(at, 40) for at in range(200)})
     task = built(corpus, tmp_path / "run")
-    assert len(task.held_out) > 3
+    assert len(task.validation) > 3
     assert [len(excerpt) for excerpt in task.excerpts] == [50, 50, 20]
 
 
@@ -397,7 +398,7 @@ def test_training_beats_what_it_must(tmp_path):
     run = tmp_path / "run"
     run.mkdir()
     task = lm.build(options, run, seed=0)
-    texts = [document.text for document in task.held_out]
+    texts = [document.text for document in task.validation]
     report = train(task, Settings(steps=80, warmup=10, learning_rate=1e-2, batch_tokens=512), run)
     after = lm.bits_per_byte(task.model, texts)
     assert report.finished

@@ -19,7 +19,8 @@ import torch
 
 import regard as rg
 from forked import Forks, forks
-from regard.training import Settings, recipes, train
+from regard.training import Settings, recipes, run_file, train
+from regard.training.data.held_out import split
 from regard.training.lock import one_writer, writer
 from regard.training.metrics import read_metrics
 from regard.training.parallel import Place
@@ -260,18 +261,18 @@ def pairs(folder, last):
     (folder / "pairs.tsv").write_text("".join([*rows[:-1], f"mot 79\t{last}\n"]))
 
 
-def held_out_pair(folder, _):
-    """Change the last held-out pair."""
-    _, held_out = translate.split(translate.read_pairs(folder / "pairs.tsv"), key=lambda pair: pair[0], count=5)
+def held_out_pair(folder, which):
+    """Change the last pair to validate or to test with."""
     path = folder / "pairs.tsv"
-    path.write_text(path.read_text().replace(f"\t{held_out[-1][1]}\n", "\tanother\n"))
+    _, validation, test = split(translate.read_pairs(path), key=lambda pair: pair[0], count=5)
+    path.write_text(path.read_text().replace(f"\t{(test if which == 'test' else validation)[-1][1]}\n", "\tanother\n"))
 
 
 def texts(folder, which):
     (folder / "texts").mkdir(exist_ok=True)
     documents = {f"{n}.txt": f"This is text {n}.\n" * 20 for n in range(40)}
-    train_part, held_out = lm.split(list(documents), key=str, share=lm.HELD_OUT)
-    changed = {"": None, "trained": train_part[-1], "held out": held_out[-1]}[which]
+    trained, validation, test = split(list(documents), key=str, share=lm.HELD_OUT)
+    changed = {"": None, "trained": trained[-1], "validation": validation[-1], "test": test[-1]}[which]
     for name, text in documents.items():
         (folder / "texts" / name).write_text(text.replace("text", "test") if name == changed else text)
 
@@ -290,11 +291,17 @@ DATA = {
         lambda folder: pairs(folder, "word 79"),
         lambda folder: pairs(folder, "word 80"),
     ),
-    "translate: a held-out pair": (
+    "translate: a pair to validate with": (
         "translate",
         {"data": ("pairs.tsv",), "held_out": 5, "num_layers": 1, **TINY},
         lambda folder: pairs(folder, "word 79"),
-        lambda folder: held_out_pair(folder, None),
+        lambda folder: held_out_pair(folder, "validation"),
+    ),
+    "translate: a pair to test with": (
+        "translate",
+        {"data": ("pairs.tsv",), "held_out": 5, "num_layers": 1, **TINY},
+        lambda folder: pairs(folder, "word 79"),
+        lambda folder: held_out_pair(folder, "test"),
     ),
     "lm: the last document": (
         "lm",
@@ -302,11 +309,17 @@ DATA = {
         lambda folder: texts(folder, ""),
         lambda folder: texts(folder, "trained"),
     ),
-    "lm: a held-out document": (
+    "lm: a document to validate with": (
         "lm",
         {"data": "texts", "vocabulary_size": 300, "num_layers": 1, **TINY},
         lambda folder: texts(folder, ""),
-        lambda folder: texts(folder, "held out"),
+        lambda folder: texts(folder, "validation"),
+    ),
+    "lm: a document to test with": (
+        "lm",
+        {"data": "texts", "vocabulary_size": 300, "num_layers": 1, **TINY},
+        lambda folder: texts(folder, ""),
+        lambda folder: texts(folder, "test"),
     ),
 }
 
@@ -374,5 +387,5 @@ def test_a_run_of_the_first_version_goes_on(tmp_path, monkeypatch):
     (tmp_path / "run/run.json").write_text(json.dumps(values))
     assert train(*reopen(tmp_path / "run", ALONE), tmp_path / "run").finished
     values = json.loads((tmp_path / "run/run.json").read_text())
-    assert values["regard"] == 2
+    assert values["regard"] == run_file.VERSION
     assert values["data"] == task.fingerprint()

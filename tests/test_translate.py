@@ -135,7 +135,7 @@ class TestTask:
         lines.append(f"{'long ' * 300}\t{'long ' * 300}\n")
         (tmp_path / "pairs.tsv").write_text("".join(lines), encoding="utf-8")
         task = made(tmp_path, data=(str(tmp_path / "pairs.tsv"),), held_out=10)
-        assert len(task.sizes()) + len(task.held_out.pairs) in (60, 61)
+        assert len(task.sizes()) + len(task.validation.pairs) + len(task.tested.pairs) in (60, 61)
         assert max(task.sizes()) < 100
         assert "pairs.tsv" in task.card().data
         assert str(tmp_path) not in task.card().data

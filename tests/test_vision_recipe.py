@@ -60,6 +60,7 @@ def tiny(count: int = 24, mirrored: bool = False) -> Images:
     return Images(
         name="tiny",
         train=Split(pictures, labels),
+        validation=Split(pictures[10:], labels[10:]),
         test=Split(pictures[:10], labels[:10]),
         class_names=("a", "b", "c"),
         mirrored=mirrored,
@@ -126,12 +127,13 @@ def test_evaluation_is_over_all_test_images(monkeypatch):
         logits = model(pixels(task.images.test.images))
     labels = task.images.test.labels
     monkeypatch.setattr(vision, "TESTED", 4)
-    results = task.evaluate(model)
+    results = task.test(model)
+    assert task.evaluate(model) != results
     assert results["accuracy"] == pytest.approx((logits.argmax(-1) == labels).float().mean().item())
     assert results["loss"] == pytest.approx(F.cross_entropy(logits, labels).item(), rel=1e-6)
     assert len(task.samples(model)) == 6
-    assert task.samples(model)[0].startswith("a: classified as ")
-    assert "24 training images of 8×8 pixels, 10 test images" in task.card().data
+    assert task.samples(model)[0].startswith("b: classified as ")
+    assert "24 training images of 8×8 pixels, 14 to validate with, 10 test images" in task.card().data
     assert task.watched[0] in results
 
 
@@ -167,11 +169,12 @@ def test_both_models_learn(model, tmp_path):
         shift=0,
     )
     task = build(options, tmp_path, seed=0)
+    task.images = replace(task.images, validation=task.images.train)
     optimizer = torch.optim.AdamW(task.model.parameters(), lr=3e-3)
     before = task.evaluate(task.model.eval())["loss"]
     task.model.train()
     for epoch in range(40):
-        batch = task.batch(range(60), epoch)
+        batch = task.batch(range(len(task.sizes())), epoch)
         (task.totals(task.model, batch)["classes"] / 60).backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -85,6 +85,13 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...]]] = {
             "regard train my_file.py:MyTask --steps 2000",
         ),
     ),
+    "evaluate": (
+        "evaluate",
+        (
+            "regard evaluate runs/translate",
+            "regard evaluate runs/classify --data labels.tsv --data more.tsv --json",
+        ),
+    ),
     "translate": (
         "translate",
         (
@@ -112,7 +119,7 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
 }
 """For each command, the module with the function of its name, and the examples at the end of its help."""
-EXTRA = {"train": "train", "demo": "train"}
+EXTRA = {"train": "train", "evaluate": "train", "demo": "train"}
 """The extra that a command needs completely. For other commands, an error names the smallest extra with the package."""
 
 

@@ -4,7 +4,7 @@ import json
 import os
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
@@ -184,6 +184,17 @@ def _record(row: Row, names: Sequence[str], width: int) -> Iterator[str]:
             line = ""
     if line:
         yield line
+
+
+def result_rows(columns: Mapping[str, Mapping[str, float]], title: str) -> list[dict[str, str]]:
+    """Rows of a table of results by name, with a column for each kind of examples.
+
+    >>> result_rows({"validation": {"loss": 0.25, "accuracy": 0.5}, "test": {"loss": 0.3}}, "model")[1]
+    {'model': 'accuracy', 'validation': '0.5', 'test': ''}
+    """
+    names = dict.fromkeys(name for results in columns.values() for name in results)
+    cells = {column: {name: f"{value:.4g}" for name, value in results.items()} for column, results in columns.items()}
+    return [{title: name, **{column: cells[column].get(name, "") for column in columns}} for name in names]
 
 
 def print_json(value: Any) -> None:

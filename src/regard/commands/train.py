@@ -13,7 +13,7 @@ from rich.markup import escape
 
 from regard.commands import leaving_at_once
 from regard.commands.commands import COMMANDS, command, documentation, examples, group
-from regard.commands.common import output, print_json, print_table
+from regard.commands.common import output, print_json, print_table, result_rows
 from regard.core.masks import Window
 from regard.core.masks.text import WINDOW, window_from_text
 from regard.training import recipes
@@ -185,14 +185,15 @@ def _show(report: "Report", folder: Path, as_json: bool) -> None:
             "loss": report.loss,
             "tokens_per_second": report.tokens_per_second,
             "results": report.results,
+            "test": report.test,
         }
         from regard.training.metrics import without_nan
 
         print_json(without_nan(values))
     else:
         if report.results:
-            rows = [{"best result": name, "": f"{value:.4g}"} for name, value in report.results.items()]
-            print_table(rows, right=("",))
+            columns = {"validation": report.results, **({"test": report.test} if report.test else {})}
+            print_table(result_rows(columns, "best model"), right=list(columns))
         output().print(f"{report.step:,} steps, {report.tokens_per_second:,.0f} tokens/s -> {folder}", markup=False)
     if report.interrupted:
         words = f"saved after step {report.step:,}; to resume: regard train resume {folder}"

@@ -14,6 +14,7 @@ from regard.core.extras import needed_for
 if TYPE_CHECKING:
     from regard.models.layers.lora import Lora as Lora
     from regard.models.layers.lora import adapt as adapt
+    from regard.training.evaluation import evaluate as evaluate
     from regard.training.fingerprint import digest as digest
     from regard.training.loop import Report as Report
     from regard.training.loop import train as train
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "regard.models.layers.lora": "Lora adapt",
+    "regard.training.evaluation": "evaluate",
     "regard.training.fingerprint": "digest",
     "regard.training.loop": "Report train",
     "regard.training.metrics": "Logger",

@@ -16,7 +16,7 @@ SHIPPED = "regard."
 def check_task(task: Task) -> None:
     """Raise ValueError unless the terms of the loss have totals and counts, and `evaluate` gives what is `watched`.
 
-    The model is evaluated once, in eval mode; random states stay as they are.
+    The model is evaluated and tested once, in eval mode; random states stay as they are.
 
     >>> import torch
     >>> from regard.training.checked import check_task
@@ -24,7 +24,7 @@ def check_task(task: Task) -> None:
     >>> task = SimpleNamespace(watched=("los", "least"), model=torch.nn.Linear(1, 1), sizes=lambda: [1])
     >>> task.batch, task.counts = lambda indices, epoch: {"x": torch.ones(1, 1)}, lambda batch: {"loss": 1}
     >>> task.totals = lambda model, batch: {"loss": model(batch["x"]).sum()}
-    >>> task.evaluate = lambda model: {"loss": 1.0}
+    >>> task.evaluate = task.test = lambda model: {"loss": 1.0}
     >>> check_task(task)
     Traceback (most recent call last):
     ValueError: watched: expected a result of evaluate (loss), got 'los'
@@ -43,10 +43,12 @@ def check_task(task: Task) -> None:
             batch = task.batch(list(range(min(TRIED, len(task.sizes())))), 0)
             _check_terms(task, {key: tensor.to(device) for key, tensor in batch.items()})
             results = task.evaluate(model)
+            tested = task.test(model)
     finally:
         model.train(training)
-    if not isinstance(results, Mapping) or not all(isinstance(value, int | float) for value in results.values()):
-        raise ValueError(f"evaluate: expected numbers by name, got {results!r:.200}")
+    for which, values in (("evaluate", results), ("test", tested)):
+        if not isinstance(values, Mapping) or not all(isinstance(value, int | float) for value in values.values()):
+            raise ValueError(f"{which}: expected numbers by name, got {values!r:.200}")
     if name not in results:
         raise ValueError(f"watched: expected a result of evaluate ({', '.join(results)}), got {name!r}")
 

@@ -30,10 +30,11 @@ from regard.training.ahead import Course, Step, Turn, steps
 from regard.training.average import Average
 from regard.training.checked import check_task
 from regard.training.checkpoint_folders import listed
+from regard.training.evaluation import MODEL, best_weights, better
 from regard.training.lock import writing
 from regard.training.metrics import Logger, Metrics, check_loggers, with_nan, without_nan
 from regard.training.optimizer import adamw, clip, memory, rate
-from regard.training.parallel import Objective, Place, placed, resharded, spread, unsynchronised
+from regard.training.parallel import Measure, Objective, Place, placed, resharded, spread, unsynchronised
 from regard.training.progress import progress
 from regard.training.records import environment, write_card, write_curves, write_model
 from regard.training.settings import Settings
@@ -70,6 +71,8 @@ class Report:
     steps: int
     results: dict[str, float] = field(default_factory=dict)
     """The results of the best evaluation, whose model is in the run's folder."""
+    test: dict[str, float] = field(default_factory=dict)
+    """The results of that model on test examples, which choose nothing: measured once, at the end of the run."""
     loss: float = math.nan
     seconds: float = 0.0
     """Since the run began, evaluations and checkpoints included, pauses between a kill and a resume excluded."""
@@ -197,6 +200,7 @@ class _Run:
         self.turn = Turn([], 0, 0)
         self.step, self.tokens, self.seconds = 0, 0, 0.0
         self.best: dict[str, float] | None = None
+        self.tested: dict[str, float] = {}
         self.stale = 0
         self.pending: deque[_Pending] = deque()
         self.loss = math.nan
@@ -229,6 +233,8 @@ class _Run:
     def go(self) -> Report:
         try:
             interrupted = self._loop()
+            if not interrupted:
+                self._test()
         finally:
             if self.metrics is not None:
                 self.metrics.close()
@@ -324,26 +330,45 @@ class _Run:
         return pending.event.query() if self.place.world == 1 else len(self.pending) > QUEUED
 
     def _evaluate(self) -> None:
-        with nullcontext() if self.average is None else self.average.used(), resharded(self.runner):
+        with nullcontext() if self.average is None else self.average.used():
             self._judge()
 
     def _judge(self) -> None:
         """Evaluate the weights as they are, and keep the model if it is the best so far."""
-        self.objective.eval()
-        eager = torch.compiler.set_stance("force_eager") if self.settings.compile else nullcontext()
-        with torch.no_grad(), self._precision(), eager:
-            results = self.runner(None) if self.place.sharded else self.objective(None)
+        results = self._measured(self.task.evaluate)
         name, way = self.task.watched
-        better = self.best is None or _better(self.best[name], results[name], way)
-        self.stale = 0 if better else self.stale + 1
-        if better:
+        best = self.best is None or better(self.best[name], results[name], way)
+        self.stale = 0 if best else self.stale + 1
+        if best:
             self.best = dict(results)
-            write_model(self.objective, self.folder / "model", self.place)
+            write_model(self.objective, self.folder / MODEL, self.place)
+        self.objective.eval()
         lines = tuple(self.task.samples(self.task.model)) if self._speaks() else ()
         self.objective.train()
         if self.metrics is not None:
             self.metrics.log(self.step, results, "evaluation")
         self.watch(self._report(kind="evaluated", results=results, samples=lines))
+
+    def _test(self) -> None:
+        """Measure the best model on the test examples."""
+        if self.best is None or not (self.folder / MODEL).is_dir():
+            return
+        with best_weights(self.objective.model, self.folder, self.place):
+            self.tested = self._measured(self.task.test)
+        if self.tested:
+            if self.metrics is not None:
+                self.metrics.log(self.step, self.tested, "test")
+                self.metrics.flush()
+            words = ", ".join(f"{name} {value:.4g}" for name, value in self.tested.items())
+            self.watch(self._report(kind="message", message=f"test of the best model: {words}"))
+
+    def _measured(self, measure: Measure) -> dict[str, float]:
+        self.objective.eval()
+        eager = torch.compiler.set_stance("force_eager") if self.settings.compile else nullcontext()
+        with torch.no_grad(), self._precision(), eager, resharded(self.runner):
+            results: dict[str, float] = (self.runner if self.place.sharded else self.objective)(measure)
+        self.objective.train()
+        return results
 
     def _speaks(self) -> bool:
         return self.place.first and not self.place.sharded
@@ -409,19 +434,13 @@ class _Run:
             "step": self.step,
             "steps": self.settings.steps,
             "results": self.best or {},
+            "test": self.tested,
             "loss": self.loss,
             "seconds": self.seconds,
             "tokens_per_second": self.tokens / passed,
             "early": self._tired(),
         }
         return Report(**{**values, **changes})
-
-
-def _better(before: float, now: float, way: Literal["least", "most"]) -> bool:
-    """Whether a result is better than the best so far; any number is better than NaN."""
-    if math.isnan(before):
-        return not math.isnan(now)
-    return now < before if way == "least" else now > before
 
 
 def _moved(batch: Batch, device: torch.device) -> Batch:

@@ -82,8 +82,8 @@ class Logger(Protocol):
     3 training 0.5
     """
 
-    def log(self, step: int, values: Mapping[str, float], kind: Literal["training", "evaluation"]) -> None:
-        """The numbers of a step, or those of an evaluation after it."""
+    def log(self, step: int, values: Mapping[str, float], kind: Literal["training", "evaluation", "test"]) -> None:
+        """The numbers of a step, those of an evaluation after it, or those of the test at the end."""
 
     def close(self) -> None:
         """The run has ended, or was stopped."""
@@ -100,7 +100,7 @@ def check_loggers(settings: Settings) -> None:
 
 class Metrics:
     """The loggers of a run that continues after `step`. Records of later steps, which are computed again after a kill,
-    are removed from metrics.jsonl."""
+    are removed from metrics.jsonl, and the test, which is measured at the end."""
 
     def __init__(self, folder: Path, step: int, loggers: Sequence[Logger] = (), *, wandb: bool = False) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -111,7 +111,7 @@ class Metrics:
         if wandb:
             self._loggers.append(_WeightsAndBiases(folder))
 
-    def log(self, step: int, values: Mapping[str, float], kind: Literal["training", "evaluation"]) -> None:
+    def log(self, step: int, values: Mapping[str, float], kind: Literal["training", "evaluation", "test"]) -> None:
         """Tell all loggers."""
         for logger in self._loggers:
             logger.log(step, values, kind)
@@ -131,13 +131,13 @@ class _Lines:
     """metrics.jsonl."""
 
     def __init__(self, folder: Path, step: int) -> None:
-        kept = [record for record in read_metrics(folder) if record["step"] <= step]
+        kept = [record for record in read_metrics(folder) if record["step"] <= step and "test" not in record]
         write_text(folder / FILE, "".join(map(_line, kept)))
         self._file = _Log(folder / FILE)
         self.flush, self.close = self._file.flush, self._file.close
 
     def log(self, step: int, values: Mapping[str, float], kind: str) -> None:
-        record = {"step": step, **({kind: values} if kind == "evaluation" else values)}
+        record = {"step": step, **(values if kind == "training" else {kind: values})}
         self._file.write(_line(record).encode())
 
 

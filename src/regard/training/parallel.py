@@ -6,7 +6,7 @@ between machines: weights are gathered within a machine only.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from regard.training.task import Batch, Task, Totals
 
+Measure = Callable[[Any], dict[str, float]]
+"""Results of a model: a task's `evaluate` or `test`."""
 Strategy = Literal["ddp", "fsdp", "hsdp"]
 STRATEGIES = get_args(Strategy)
 
@@ -111,14 +113,14 @@ def placed(device: str | None = None, strategy: str = "ddp") -> Iterator[Place]:
 
 
 class Objective(nn.Module):
-    """A task's totals as a module's forward pass, which DDP and FSDP wrap; without a batch, the task's evaluation."""
+    """A task's totals as a module's forward pass, which DDP and FSDP wrap; or a measure of the model: `evaluate`."""
 
     def __init__(self, task: Task) -> None:
         super().__init__()
         self.model, self.task = task.model, task
 
-    def forward(self, batch: Batch | None) -> Totals | dict[str, float]:
-        return self.task.evaluate(self.model) if batch is None else self.task.totals(self.model, batch)
+    def forward(self, batch: Batch | Measure) -> Totals | dict[str, float]:
+        return batch(self.model) if callable(batch) else self.task.totals(self.model, batch)
 
 
 def spread(objective: Objective, place: Place, precision: str = "float32") -> nn.Module:

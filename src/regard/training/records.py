@@ -116,7 +116,8 @@ def write_card(task: Task, settings: Settings, folder: Path, report: "Report") -
     """Write a run's README.md, its model card: model, data, results, settings."""
     card = task.card()
     model: Any = task.model
-    rows = "\n".join(f"| {name} | {value:.4g} |" for name, value in report.results.items())
+    tested = {name: f"{value:.4g}" for name, value in report.test.items()}
+    rows = "\n".join(f"| {name} | {value:.4g} | {tested.get(name, '')} |" for name, value in report.results.items())
     count = sum(parameter.numel() for parameter in model.parameters())
     mechanism = getattr(getattr(model, "config", None), "mechanism", None)
     extra = f", mechanisms=[{type(mechanism).__name__}]" if mechanism is not None and not is_shipped(mechanism) else ""
@@ -129,7 +130,8 @@ def write_card(task: Task, settings: Settings, folder: Path, report: "Report") -
         + f"Trained for {report.step:,} of {settings.steps:,} steps"
         + (", stopped early." if report.early else "."),
         "## Data\n" + card.data,
-        "## Results on held-out examples, of the best evaluation\n| | |\n|---|---|\n" + rows,
+        "## Results\nValidation chose this model; the test was measured once, at the end.\n\n"
+        "| | validation | test |\n|---|---|---|\n" + rows,
         *(["![curves](curves.png)"] if (folder / "curves.png").exists() else []),
         f"## Use\n{card.use}\n\n```python\n{code}\n```",
         "## Settings\n```json\n" + json.dumps(settings.to_json(), indent=1) + "\n```",

@@ -15,7 +15,7 @@ from regard.training.settings import Settings
 from regard.training.task import Task
 
 FILE = "run.json"
-VERSION = 2
+VERSION = 3
 
 
 def read(folder: Path) -> dict[str, Any]:
@@ -45,7 +45,7 @@ def write(folder: Path, values: Mapping[str, Any]) -> None:
     >>> import tempfile
     >>> from regard.training import Settings, run_file
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     run_file.write(Path(folder), {"regard": 2, "settings": Settings(batch_size=8).to_json()})
+    ...     run_file.write(Path(folder), {"regard": 3, "settings": Settings(batch_size=8).to_json()})
     ...     run_file.read(Path(folder))["settings"]["batch_size"]
     8
     """
@@ -83,6 +83,7 @@ def confirmed(values: Mapping[str, Any], task: Task, settings: Settings, folder:
     if values.get("data", data) != data and not (values["regard"] == 1 and values["data"] == sampled(task)):
         raise ValueError(
             f"data: expected the examples the run began with, got others; {folder} cannot resume with them"
+            + ("; runs of an earlier version held out other examples" if values["regard"] < VERSION else "")
         )
     defaults: dict[str, Any] = {"recipe": None, "options": {}, "changes": []}
     now = {"regard": VERSION, "task": task.name, "model": model, "data": data}

@@ -170,9 +170,9 @@ def _remembered(options: Any) -> dict[str, Any]:
     values = asdict(options)
     if values.get("mechanism") is not None:
         values["mechanism"] = absolute(values["mechanism"])
-    for name in ("data", "start"):
+    for name in ("data", "validation_data", "test_data", "start"):
         if isinstance(path := values.get(name), str):
-            values[name] = _whole_path(path) if name == "data" or Path(path).exists() else path
+            values[name] = _whole_path(path) if name != "start" or Path(path).exists() else path
         elif path is not None:
             values[name] = [_whole_path(part) for part in path]
     return values

@@ -104,7 +104,17 @@ class Task(ABC):
 
     @abstractmethod
     def evaluate(self, model: Any) -> dict[str, float]:
-        """Results on held-out examples, `watched` among them. The model is in eval mode, without gradients."""
+        """Results on validation examples, `watched` among them: they choose the best model. The model is in eval mode,
+        without gradients."""
+
+    def test(self, model: Any) -> dict[str, float]:
+        """Results on test examples, measured once, at the end, of the best model; none if there are no such examples.
+        They choose nothing."""
+        return {}
+
+    def measure(self, model: Any, paths: Sequence[str]) -> dict[str, float]:
+        """Results on the examples of files: `regard evaluate RUN --data FILE`."""
+        raise ValueError(f"data: expected a task that reads files by `measure`, got {type(self).__name__}")
 
     def fingerprint(self) -> str:
         """A hash of all data: a run refuses to resume with other data. By default it covers sizes, some examples, and

@@ -22,7 +22,7 @@ def load_arrays(path: Path, *names: str) -> list[NDArray[Any]]:
     [array([0, 1, 2])]
     """
     try:
-        with np.load(path) as file:
+        with path.open("rb") as opened, np.load(opened) as file:
             return [file[name] for name in names]
     except (EOFError, LookupError, TypeError, ValueError, NotImplementedError, zipfile.BadZipFile, zlib.error) as error:
         reason = str(error) or type(error).__name__

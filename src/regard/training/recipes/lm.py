@@ -43,7 +43,7 @@ from regard.models.base import Model, expect
 from regard.models.decoder import Decoder, DecoderConfig
 from regard.models.padded_rows import pad_ranges, pad_rows
 from regard.training.batches import Integers
-from regard.training.data.held_out import chance, split
+from regard.training.data.held_out import chance, parts, split
 from regard.training.data.text import SUFFIXES, Document, Tokens, documents, plain_ids, write_tokens
 from regard.training.data.vocabulary import train_bpe
 from regard.training.fingerprint import digest
@@ -56,8 +56,8 @@ HELD_OUT = 0.05
 """The share of the documents that is held out."""
 SAMPLE = 16 * 2**20
 """Bytes of text that the vocabulary is learned from."""
-EXCERPT, EXCERPTS = 8_000, 80_000
-"""Characters of each held-out document, and of all together, that evaluations during training use."""
+EXCERPT, EXCERPTS, TESTED = 8_000, 80_000, 800_000
+"""Characters of each document to validate with, and of all together, that evaluations use; characters of the test."""
 TOGETHER = 8192
 """Tokens per batch of an evaluation."""
 
@@ -72,6 +72,12 @@ class Options:
     """
 
     data: str | None = option(None, "A folder or a file of text; the Python standard library's source if not given.")
+    validation_data: str | None = option(
+        None, "A folder or a file of text that chooses the best model; part of --data if not given."
+    )
+    test_data: str | None = option(
+        None, "A folder or a file of text to measure the best model with, at the end; likewise."
+    )
     suffix: tuple[str, ...] = option(SUFFIXES, "Suffixes of the files to read from a folder.")
     vocabulary_size: int = option(4096, "Tokens of the vocabulary, at most.")
     context_length: int = option(256, "Tokens of a row: the context that a prediction can have.", also="--context")
@@ -150,25 +156,33 @@ def build(options: Options, folder: Path, seed: int) -> "LanguageModelling":
     torch.Size([2, 32])
     """
     every = documents(None if options.data is None else Path(options.data), options.suffix)
-    train, held_out = split_documents(every)
+    others = [
+        None if path is None else documents(Path(path), options.suffix, name=name, least=1)
+        for name, path in (("validation_data", options.validation_data), ("test_data", options.test_data))
+    ]
+    train, validation, test = parts(every, _name, *others, share=HELD_OUT)
     tokenizer = _vocabulary(train, options.vocabulary_size, folder)
     tokens = write_tokens(folder / "train.tokens", train, tokenizer)
     torch.manual_seed(seed)
     model = Decoder(options.config(tokenizer.vocabulary_size))
     model.tokenizer = tokenizer
-    return LanguageModelling(options, model, tokens, held_out, seed)
+    return LanguageModelling(options, model, tokens, validation, test, seed)
 
 
-def split_documents(documents: Sequence[Document]) -> tuple[list[Document], list[Document]]:
-    """Documents to train on, and held-out documents, split by name.
+def split_documents(documents: Sequence[Document]) -> tuple[list[Document], list[Document], list[Document]]:
+    """Documents to train on, to validate with and to test with, split by name.
 
     >>> from regard.training.data.text import documents
     >>> from regard.training.recipes.lm import split_documents
-    >>> train, held_out = split_documents(documents())
-    >>> 0.02 < len(held_out) / (len(train) + len(held_out)) < 0.08
+    >>> train, validation, test = split_documents(documents())
+    >>> 0.02 < len(validation + test) / len(train + validation + test) < 0.08
     True
     """
-    return split(documents, key=lambda document: document.name, share=HELD_OUT)
+    return split(documents, _name, share=HELD_OUT)
+
+
+def _name(document: Document) -> str:
+    return document.name
 
 
 def _vocabulary(train: Sequence[Document], size: int, folder: Path) -> Tokenizer:
@@ -205,11 +219,18 @@ class LanguageModelling(Task):
     model: Decoder
 
     def __init__(
-        self, options: Options, model: Decoder, tokens: Tokens, held_out: Sequence[Document], seed: int
+        self,
+        options: Options,
+        model: Decoder,
+        tokens: Tokens,
+        validation: Sequence[Document],
+        test: Sequence[Document],
+        seed: int,
     ) -> None:
-        self.options, self.model, self.tokens, self.held_out, self.seed = options, model, tokens, held_out, seed
+        self.options, self.model, self.tokens, self.seed = options, model, tokens, seed
+        self.validation, self.tested = validation, test
         self.pieces = None if options.packed else _Pieces(tokens.starts, options.context_length)
-        self.excerpts = _excerpts(held_out)
+        self.excerpts = list(_excerpts(validation, EXCERPT, EXCERPTS))
 
     def sizes(self) -> Integers:
         if self.pieces is not None:
@@ -222,7 +243,8 @@ class LanguageModelling(Task):
         return self._packed(chosen, epoch) if self.pieces is None else self._single(self.pieces, chosen, epoch)
 
     def fingerprint(self) -> str:
-        texts = (digest(document.name, document.text) for document in self.held_out)  # one in memory at a time
+        others = (*self.validation, *self.tested)
+        texts = (digest(document.name, document.text) for document in others)  # one in memory at a time
         return digest(self.tokens.ids, self.tokens.starts, *texts)
 
     def _packed(self, indices: Integers, epoch: int) -> Batch:
@@ -253,9 +275,21 @@ class LanguageModelling(Task):
         return {"loss": _nats(model, batch)}
 
     def evaluate(self, model: Model) -> dict[str, float]:
-        """Loss, perplexity and bits per byte of excerpts of held-out documents: the first `EXCERPT` characters of
-        each, `EXCERPTS` in all, in rows of a context. The function `bits_per_byte` measures whole documents."""
-        nats, count, size = _measured(model, self.excerpts, self.options.context_length)
+        """Loss, perplexity and bits per byte of excerpts of the documents to validate with: the first `EXCERPT`
+        characters of each, `EXCERPTS` in all, in rows of a context."""
+        return self._results(model, self.excerpts)
+
+    def test(self, model: Model) -> dict[str, float]:
+        """The same of the documents to test with, whole, `TESTED` characters in all."""
+        return self._results(model, _excerpts(self.tested, TESTED, TESTED)) if self.tested else {}
+
+    def measure(self, model: Model, paths: Sequence[str]) -> dict[str, float]:
+        """The same of all text of files and folders."""
+        files = [part for path in paths for part in documents(Path(path), self.options.suffix, least=1)]
+        return self._results(model, (document.text for document in files))
+
+    def _results(self, model: Model, texts: Iterable[str]) -> dict[str, float]:
+        nats, count, size = _measured(model, texts, self.options.context_length)
         return {
             "loss": nats / count,
             "perplexity": math.exp(min(nats / count, 700)),
@@ -269,7 +303,8 @@ class LanguageModelling(Task):
         rows = "packed" if self.options.packed else "one document per row"
         return Card(
             data=f"{count:,} documents of {text}, {len(self.tokens.ids):,} tokens, in rows of "
-            f"{self.options.context_length} ({rows}); {len(self.held_out):,} others held out.",
+            f"{self.options.context_length} ({rows}); {len(self.validation):,} others to validate with, "
+            f"{len(self.tested):,} to test with.",
             use="Continues text like its training data: `regard generate`.",
         )
 
@@ -323,7 +358,7 @@ def bits_per_byte(model: Model, texts: Iterable[str]) -> float:
     ...     _ = (Path(folder) / "some.txt").write_text("To be, or not to be.\\n" * 100)
     ...     small = lm.Options(data=f"{folder}/some.txt", **sizes)
     ...     task = lm.build(small, Path(folder), seed=0)
-    ...     0 < lm.bits_per_byte(task.model, (document.text for document in task.held_out)) < 9
+    ...     0 < lm.bits_per_byte(task.model, (document.text for document in task.tested)) < 9
     True
     """
     trained = model.training
@@ -391,14 +426,13 @@ def _nats(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(precise, batch["targets"].flatten(), ignore_index=IGNORED, reduction="sum")
 
 
-def _excerpts(held_out: Sequence[Document]) -> list[str]:
-    """The excerpts that evaluations during training use."""
-    excerpts, room = [], EXCERPTS
-    for document in sorted(held_out, key=lambda document: chance(document.name)):
+def _excerpts(documents: Sequence[Document], most: int, room: int) -> Iterator[str]:
+    """The beginnings of documents, of at most so many characters each and in all."""
+    for document in sorted(documents, key=lambda document: chance(document.name)):
         if room > 0:
-            excerpts.append(document.text[: min(EXCERPT, room)])
-            room -= len(excerpts[-1])
-    return excerpts
+            excerpt = document.text[: min(most, room)]
+            room -= len(excerpt)
+            yield excerpt
 
 
 def _context(model: Model) -> int:

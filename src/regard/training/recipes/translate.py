@@ -29,7 +29,7 @@ from regard.models.base import Model, expect
 from regard.models.padded_rows import pad_ranges
 from regard.models.transformer import Transformer, TransformerConfig
 from regard.training.data.domain import Domain
-from regard.training.data.held_out import split
+from regard.training.data.held_out import parts
 from regard.training.data.pairs import Pair, read_pairs
 from regard.training.data.phrasebook import Swap, phrasebook
 from regard.training.data.vocabulary import train_bpe
@@ -44,8 +44,10 @@ if TYPE_CHECKING:
 PAD, START, END = 0, 1, 2
 LONGEST = 256
 """Tokens of a source or a target, at most; longer pairs are left out."""
-TRANSLATED = 200
-"""How many held-out sentences an evaluation translates."""
+TRANSLATED, TESTED = 200, 1000
+"""How many sentences an evaluation translates, and the test at the end, at most."""
+HELD_OUT, SHARE = 1000, 0.05
+"""Pairs to validate with, and as many to test with: so many, of files this share if it is less, but 3 of 12."""
 TOGETHER = 64
 """Sentences per batch of an evaluation."""
 SHIPPED = Path(__file__).parents[2] / "shipped" / "translator"
@@ -62,7 +64,11 @@ class Options:
 
     data: tuple[str, ...] = option((), "Files or folders of pairs: .tsv, .po, .mo. The phrase-book if none.")
     count: int = option(100000, "Phrase-book sentences to train on.")
-    held_out: int = option(1000, "Pairs kept for evaluation.")
+    validation_data: tuple[str, ...] = option((), "Files of pairs that choose the best model; part of --data if none.")
+    test_data: tuple[str, ...] = option((), "Files of pairs to measure the best model with, at the end; likewise.")
+    held_out: int | None = option(
+        None, f"Pairs kept to validate with, and as many to test with; {HELD_OUT:,} if not given, or a tenth for both."
+    )
     vocabulary_size: int = option(3072, "Tokens of the vocabulary that both languages share, at most.")
     embedding_dim: int = option(128, "Embedding dimension.")
     num_layers: int = option(2, "Layers of the encoder, and of the decoder.")
@@ -81,8 +87,10 @@ class Options:
 
     def __post_init__(self) -> None:
         for name, least in (("count", 1), ("held_out", 1), ("vocabulary_size", 8), ("beams", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name}: expected at least {least}, got {getattr(self, name)}")
+            if (value := getattr(self, name)) is not None and value < least:
+                raise ValueError(f"{name}: expected at least {least}, got {value}")
+        if self.held_out is not None and self.validation_data:
+            raise ValueError(f"held_out: expected none with validation_data, got {self.held_out}")
         if not 0 <= self.label_smoothing < 1:
             raise ValueError(f"label_smoothing: expected at least 0 and below 1, got {self.label_smoothing}")
         check_causal(self.mechanism)
@@ -125,11 +133,7 @@ def build(options: Options, folder: Path, seed: int) -> "Translation":
     >>> len(task.sizes()), sorted(task.batch([0, 1], epoch=0))
     (100, ['source', 'source_lengths', 'target', 'target_lengths'])
     """
-    if options.data:
-        train, held_out = split(read_pairs(options.data), key=lambda pair: pair[0], count=options.held_out)
-    else:
-        train = phrasebook("train", options.count, seed)
-        held_out = phrasebook("held_out", options.held_out, seed)
+    train, validation, test = _pairs(options, seed)
     tokenizer = Tokenizer.from_folder(folder)
     if tokenizer is None:
         tokenizer = train_bpe((text for pair in train for text in pair), options.vocabulary_size)
@@ -138,7 +142,21 @@ def build(options: Options, folder: Path, seed: int) -> "Translation":
     torch.manual_seed(seed)
     model = Transformer(options.config(tokenizer.vocabulary_size))
     model.tokenizer = tokenizer
-    return Translation(options, model, train, held_out)
+    return Translation(options, model, train, validation, test)
+
+
+def _pairs(options: Options, seed: int) -> tuple[list[Pair], list[Pair], list[Pair]]:
+    """Pairs to train on, to validate with, and to test with."""
+    validation, test = (read_pairs(paths) if paths else None for paths in (options.validation_data, options.test_data))
+    if options.data:
+        pairs = read_pairs(options.data)
+        few = min(HELD_OUT, max(3, int(SHARE * len(pairs))), max(1, len(pairs) // 4))
+        return parts(pairs, lambda pair: pair[0], validation, test, count=options.held_out or few)
+    count = options.held_out or HELD_OUT
+    others = phrasebook("held_out", 2 * count, seed)
+    if validation is None:
+        return phrasebook("train", options.count, seed), others[:count], others[count:] if test is None else test
+    return phrasebook("train", options.count, seed), validation, test or []
 
 
 class _Rows:
@@ -159,9 +177,11 @@ class _Rows:
 class _Examples:
     """Pairs as tokens: sources with [END], targets with [START] and [END]."""
 
-    def __init__(self, pairs: Sequence[Pair], tokenizer: Tokenizer) -> None:
+    def __init__(self, name: str, pairs: Sequence[Pair], tokenizer: Tokenizer) -> None:
         rows = [(tokenizer.encode(source), [START, *tokenizer.encode(target)]) for source, target in pairs]
         fits = [at for at, row in enumerate(rows) if max(map(len, row)) <= LONGEST]
+        if not fits:
+            raise ValueError(f"{name}: expected pairs of at most {LONGEST} tokens, got none")
         self.pairs = [pairs[at] for at in fits]
         self.sources = _Rows([rows[at][0] for at in fits])
         self.targets = _Rows([rows[at][1] for at in fits])
@@ -185,13 +205,19 @@ class Translation(Task):
     name: ClassVar[str] = "translate"
     model: Transformer
 
-    def __init__(self, options: Options, model: Transformer, train: Sequence[Pair], held_out: Sequence[Pair]) -> None:
+    def __init__(
+        self,
+        options: Options,
+        model: Transformer,
+        train: Sequence[Pair],
+        validation: Sequence[Pair],
+        test: Sequence[Pair] = (),
+    ) -> None:
         assert model.tokenizer is not None
         self.options, self.model, self.label_smoothing = options, model, options.label_smoothing
-        self.train, self.held_out = _Examples(train, model.tokenizer), _Examples(held_out, model.tokenizer)
-        for name, examples in (("data", self.train), ("held_out", self.held_out)):
-            if not examples.pairs:
-                raise ValueError(f"{name}: expected pairs of at most {LONGEST} tokens, got none")
+        self.train = _Examples("data", train, model.tokenizer)
+        self.validation = _Examples("validation_data", validation, model.tokenizer)
+        self.tested = _Examples("test_data", test, model.tokenizer) if test else None
 
     def sizes(self) -> Sequence[int]:
         return self.train.sizes
@@ -200,7 +226,10 @@ class Translation(Task):
         return self.train.batch(indices)
 
     def fingerprint(self) -> str:
-        return digest(self.train.pairs, self.held_out.pairs, self.train.sources.tokens, self.train.targets.tokens)
+        tested = [] if self.tested is None else self.tested.pairs
+        return digest(
+            self.train.pairs, self.validation.pairs, tested, self.train.sources.tokens, self.train.targets.tokens
+        )
 
     def counts(self, batch: Batch) -> dict[str, int]:
         return {"loss": int((batch["target_lengths"] - 1).sum())}
@@ -210,35 +239,48 @@ class Translation(Task):
         return {"loss": F.cross_entropy(logits, labels, reduction="sum", label_smoothing=self.label_smoothing)}
 
     def evaluate(self, model: Model) -> dict[str, float]:
-        """Loss without label smoothing and token accuracy on all held-out pairs; the share of exact translations and
-        BLEU on the first `TRANSLATED`."""
+        """Loss without label smoothing and token accuracy on all pairs to validate with; the share of exact
+        translations and BLEU on the first `TRANSLATED`."""
+        return self._results(model, self.validation, TRANSLATED)
+
+    def test(self, model: Model) -> dict[str, float]:
+        """The same of the pairs to test with; the first `TESTED` are translated."""
+        return {} if self.tested is None else self._results(model, self.tested, TESTED)
+
+    def measure(self, model: Model, paths: Sequence[str]) -> dict[str, float]:
+        """The same of all pairs of files."""
+        assert self.model.tokenizer is not None
+        return self._results(model, _Examples("data", read_pairs(paths), self.model.tokenizer), None)
+
+    def _results(self, model: Model, examples: _Examples, translated: int | None) -> dict[str, float]:
         loss, right, count = 0.0, 0, 0
-        for indices in _by_size(self.held_out.sizes):
-            batch = {name: tensor.to(model.device) for name, tensor in self.held_out.batch(indices).items()}
+        for indices in _by_size(examples.sizes):
+            batch = {name: tensor.to(model.device) for name, tensor in examples.batch(indices).items()}
             logits, labels = _predictions(model, batch)
             loss += float(F.cross_entropy(logits.float(), labels, reduction="sum"))
             right += int((logits.argmax(-1) == labels).sum())
             count += len(labels)
-        scores = quality(model, self.held_out.pairs[:TRANSLATED], beams=self.options.beams)
+        scores = quality(model, examples.pairs[:translated], beams=self.options.beams)
         return {"loss": loss / count, "accuracy": right / count, **scores}
 
     def card(self) -> Card:
         options = self.options
-        trained, held_out = len(self.train.pairs), len(self.held_out.pairs)
+        trained, validated = len(self.train.pairs), len(self.validation.pairs)
+        tested = 0 if self.tested is None else len(self.tested.pairs)
         if options.data:
             names = ", ".join(Path(path).name for path in options.data)
-            data = f"{trained:,} pairs of {names}; {held_out:,} others held out."
+            data = f"{trained:,} pairs of {names}; {validated:,} others to validate with, {tested:,} to test with."
         else:
             data = (
-                f"{trained:,} sentences of the embedded French-English phrase-book; {held_out:,} held-out sentences "
-                "have combinations of words that these do not have."
+                f"{trained:,} sentences of the embedded French-English phrase-book; {validated:,} to validate with and "
+                f"{tested:,} to test with, of combinations of words that these do not have."
             )
         if _sacrebleu() is None:
             data += " BLEU was not measured, because sacrebleu is not installed."
         return Card(data=data, use="Translates sentences like those it was trained on: `regard translate`.")
 
     def samples(self, model: Model) -> list[str]:
-        pairs = self.held_out.pairs[:3]
+        pairs = self.validation.pairs[:3]
         translations = translate(model, [source for source, _ in pairs], beams=self.options.beams)
         return [f"{source} → {text} ({target})" for (source, target), text in zip(pairs, translations, strict=True)]
 

@@ -29,7 +29,7 @@ from regard.models.vision import VisionConfig
 from regard.training.batches import Integers
 from regard.training.data.draws import draws
 from regard.training.data.glyphs import CHARACTERS, glyphs
-from regard.training.data.images import Images, pixels, read_images
+from regard.training.data.images import Images, Split, pixels, read_images, read_test
 from regard.training.fingerprint import digest
 from regard.training.recipes.started import started
 from regard.training.settings import Settings, option
@@ -40,23 +40,26 @@ from regard.training.task import Batch, Card, Task, Totals
 class Shape:
     """The sizes of a model. For a DaViT these are the sizes of its first stage, and the layers of each stage."""
 
-    patch_size: int
+    patch_size: int | None
+    """None: by the size of the images."""
     embedding_dim: int
     num_layers: tuple[int, ...]
     num_heads: int
 
 
-SHAPES = {"vit": Shape(7, 96, (4,), 3), "davit": Shape(4, 32, (1, 1), 1)}
+SHAPES = {"vit": Shape(None, 96, (4,), 3), "davit": Shape(4, 32, (1, 1), 1)}
 """The default sizes."""
 WINDOWS = ("window_radius", "window_size")
 FIXED = ("model", "patch_size", "embedding_dim", "num_layers", "num_heads", "num_kv_heads", *WINDOWS)
 """Options that fine-tuning refuses: the model that it starts from determines them."""
+PATCH, PATCHES = 7, 256
+"""The largest default patch, unless there would be more patches than this."""
 TRAIN_GLYPHS, TEST_GLYPHS = 20_000, 2_000
 GLYPH_SIZE = 28
 TESTED = 500
 """Images per batch of an evaluation."""
 SHOWN = 6
-"""Test images that are printed with their class after an evaluation."""
+"""Validation images that are printed with their class after an evaluation."""
 CHANGES = 7
 """Random numbers per image: shift down, shift across, mirroring, and height, width, top and left of the erased part."""
 
@@ -73,13 +76,24 @@ class Options:
     data: str | None = option(
         None, "A folder: IDX files (MNIST, Fashion-MNIST), CIFAR-10, or pictures by class. Rendered glyphs if none."
     )
+    validation_data: str | None = option(
+        None, "A folder of images, as for --data, that choose the best model; part of --data if not given."
+    )
+    test_data: str | None = option(
+        None, "A folder of images to measure the best model with, at the end; the test set of --data, or part of it."
+    )
     size: int | None = option(None, f"Side of a rendered glyph's image; {GLYPH_SIZE} if not given.")
     start: str | None = option(None, "A run or a checkpoint to fine-tune: its model, with a new head.")
     model: Literal["vit", "davit"] | None = option(None, "vit or davit; vit if not given.")
     head: Literal["linear", "mlp"] = option(
         "linear", "The head of a ViT: linear, or for pre-training mlp, with a hidden layer."
     )
-    patch_size: int | None = option(None, "Side of a patch in pixels; for a DaViT the stride of its first stage.")
+    patch_size: int | None = option(
+        None,
+        "Side of a patch in pixels; if not given, the largest up to "
+        f"{PATCH} that divides the images, or the smallest with at most {PATCHES} patches. For a DaViT the stride of "
+        "its first stage, 4 if not given.",
+    )
     embedding_dim: int | None = option(
         None, "Embedding dimension; for a DaViT that of its first stage, doubled at each further stage."
     )
@@ -156,7 +170,7 @@ class Options:
 
     def config(self, images: Images) -> VisionConfig | DaViTConfig:
         """The model's config for these images."""
-        shape = self.shape
+        shape, sides = self.shape, _sides(images)
         shared: dict[str, Any] = {
             "num_channels": images.train.images.shape[1],
             "num_classes": len(images.class_names),
@@ -166,8 +180,8 @@ class Options:
         }
         if self.model != "davit":
             return VisionConfig(
-                image_size=_sides(images),
-                patch_size=shape.patch_size,
+                image_size=sides,
+                patch_size=shape.patch_size or default_patch(*sides),
                 embedding_dim=shape.embedding_dim,
                 num_layers=shape.num_layers[0],
                 num_heads=shape.num_heads,
@@ -176,6 +190,7 @@ class Options:
                 head=self.head,
                 **shared,
             )
+        assert shape.patch_size is not None
         stages = len(shape.num_layers)
         further = stages - 1
         kernel = max(3, 2 * shape.patch_size - 1)
@@ -192,6 +207,19 @@ class Options:
             window_size=self.window_size or 7,
             **shared,
         )
+
+
+def default_patch(high: int, wide: int) -> int:
+    """The side of a patch for images of this size: the largest up to `PATCH` that divides both sides, or the smallest
+    with at most `PATCHES` patches.
+
+    >>> from regard.training.recipes.vision import default_patch
+    >>> [default_patch(side, side) for side in (8, 16, 28, 32, 64, 224)]
+    [4, 4, 7, 4, 4, 14]
+    """
+    divisors = [size for size in range(1, max(1, min(high, wide) // 2) + 1) if high % size == wide % size == 0]
+    small = max(size for size in divisors if size <= PATCH)
+    return next((size for size in divisors if size >= small and high * wide <= PATCHES * size * size), small)
 
 
 def _text(numbers: Sequence[int]) -> str:
@@ -220,7 +248,8 @@ def build(options: Options, folder: Path, seed: int) -> "Vision":
     """
     if options.start is not None and not (folder / "start").is_dir():
         resolve(options.start)  # fail before reading images, which takes seconds
-    images = _rendered(options, seed) if options.data is None else read_images(Path(options.data))
+    others = [None if path is None else Path(path) for path in (options.validation_data, options.test_data)]
+    images = _rendered(options, seed, *others) if options.data is None else read_images(Path(options.data), *others)
     torch.manual_seed(seed)
     return Vision(_model(options, images, folder), images, options, seed)
 
@@ -252,7 +281,8 @@ class Vision(Task):
         return batch
 
     def fingerprint(self) -> str:
-        return digest(self.images.class_names, *self.images.train, *self.images.test)
+        images = self.images
+        return digest(images.class_names, *images.train, *images.validation, *images.test)
 
     def counts(self, batch: Batch) -> dict[str, int]:
         return {"classes": len(batch["labels"])}
@@ -280,8 +310,21 @@ class Vision(Task):
         return F.cross_entropy(wide, labels, reduction="none", label_smoothing=self.label_smoothing)
 
     def evaluate(self, model: Model) -> dict[str, float]:
-        """Accuracy and loss on all test images."""
-        images, labels = self.images.test
+        """Accuracy and loss on all validation images."""
+        return self._results(model, self.images.validation)
+
+    def test(self, model: Model) -> dict[str, float]:
+        """The same of all test images."""
+        return self._results(model, self.images.test) if len(self.images.test.labels) else {}
+
+    def measure(self, model: Model, paths: Sequence[str]) -> dict[str, float]:
+        """The same of all images of folders: of their test sets, if they have some."""
+        images = self.images
+        parts = [read_test(Path(path), images.class_names, images.train.images) for path in paths]
+        return self._results(model, Split(*map(torch.cat, zip(*parts, strict=True))))
+
+    def _results(self, model: Model, split: Split) -> dict[str, float]:
+        images, labels = split
         right, loss = torch.zeros((), device=model.device), torch.zeros((), dtype=torch.float64, device=model.device)
         for low in range(0, len(labels), TESTED):
             truth = labels[low : low + TESTED].to(model.device)
@@ -291,7 +334,7 @@ class Vision(Task):
         return {"accuracy": right.item() / len(labels), "loss": loss.item() / len(labels)}
 
     def samples(self, model: Model) -> list[str]:
-        images, labels = self.images.test
+        images, labels = self.images.validation
         guesses = self._logits(model, images[:SHOWN]).softmax(-1).max(-1)
         names = self.images.class_names
         return [
@@ -307,9 +350,13 @@ class Vision(Task):
 
     def card(self) -> Card:
         high, wide = _sides(self.images)
-        train, test, names = len(self.images.train.labels), len(self.images.test.labels), self.images.class_names
+        train, validation, test = (
+            f"{len(split.labels):,}" for split in (self.images.train, self.images.validation, self.images.test)
+        )
+        names = self.images.class_names
         return Card(
-            data=f"{self.images.name}: {train:,} training images of {high}×{wide} pixels, {test:,} test images.",
+            data=f"{self.images.name}: {train} training images of {high}×{wide} pixels, {validation} to validate with, "
+            f"{test} test images.",
             use=f"Classifies images into {len(names)} classes: {', '.join(names)[:300]}. Pixels are from -1 to 1.",
         )
 
@@ -359,13 +406,21 @@ def _stretch(side: int, share: Float[Tensor, "B"], place: Float[Tensor, "B"]) ->
     return (pixel >= first.round()[:, None]) & (pixel < (first + share * side).round()[:, None])
 
 
-def _rendered(options: Options, seed: int) -> Images:
-    size = options.size or GLYPH_SIZE
+def _rendered(options: Options, seed: int, validation: Path | None, test: Path | None) -> Images:
+    size, names = options.size or GLYPH_SIZE, tuple(CHARACTERS)
+    train = glyphs("train", TRAIN_GLYPHS, size=size, seed=seed)
+
+    def others(path: Path | None, part: Literal["validation", "test"]) -> Split:
+        if path is not None:
+            return read_test(path, names, train.images)
+        return glyphs(part, TEST_GLYPHS, size=size, seed=seed)
+
     return Images(
         name="letters and digits in matplotlib's typefaces, some of them held out",
-        train=glyphs("train", TRAIN_GLYPHS, size=size, seed=seed),
-        test=glyphs("test", TEST_GLYPHS, size=size, seed=seed),
-        class_names=tuple(CHARACTERS),
+        train=train,
+        validation=others(validation, "validation"),
+        test=others(test, "test"),
+        class_names=names,
     )
 
 
