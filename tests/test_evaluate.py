@@ -67,8 +67,8 @@ def own_files(recipe, folder):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_run_is_measured_again_bitwise(recipe, regard, tmp_path):
     write_data(tmp_path)
-    given = zip(RECIPES[recipe][::2], RECIPES[recipe][1::2], strict=True)
-    flags = [word for pair in given if pair[0] != "--held-out" for word in pair]
+    pairs = zip(RECIPES[recipe][::2], RECIPES[recipe][1::2], strict=True)
+    flags = [word for pair in pairs if pair[0] != "--held-out" for word in pair]
     flags += [*SMALL, *own_files(recipe, tmp_path), "--evaluate-every", "2"]
     done = regard("train", recipe, *flags, "--steps", "4", "--out", "run")
     run = tmp_path / "run"

@@ -41,7 +41,7 @@ class Net(nn.Module):
         self.again = self.head  # tied
 
     def forward(self, x):
-        return self.head(self.second(self.drop(self.norm(self.first(x)).relu())))
+        return self.head(self.second(self.drop(self.norm(self.first(x.to(self.head.weight))).relu())))
 
 
 class Sums(Task):

@@ -67,6 +67,13 @@ class Counting(Task):
         return {"loss": float(self.totals(model, batch)["next"]) / self.counts(batch)["next"]}
 
 
+class Tested(Counting):
+    """With a test that gives what the evaluation gave."""
+
+    def test(self, model):
+        return self.evaluate(model)
+
+
 @pytest.fixture(autouse=True)
 def figures(request, monkeypatch):
     """Curves are most of the time of a small run: they are drawn for one."""
@@ -415,7 +422,7 @@ def test_a_signal_that_is_ignored_stays_so():
 
 
 def adapted():
-    task = Counting()
+    task = Tested()
     adapt(task.model, Lora(rank=2))
     return task
 
@@ -474,13 +481,13 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 import torch
 torch.set_num_threads(1)
-from test_training import Counting, adapted, check_gathered, check_shards, settings
+from test_training import Tested, adapted, check_gathered, check_shards, settings
 from regard.training import train
 from regard.training.parallel import placed
 with placed("cpu", sys.argv[3]) as place:
     for steps in (6, 12):  # the second goes on from the checkpoint of the first
         changes = {"precision": "float64", "schedule": "constant", "ema": 0.8, "steps": steps, "save_every": 3}
-        train(Counting(), settings(**changes), Path(sys.argv[2]), place=place)
+        train(Tested(), settings(**changes), Path(sys.argv[2]), place=place)
         train(adapted(), settings(**changes), Path(sys.argv[2], "adapted"), place=place)
     if sys.argv[3] == "fsdp":
         check_shards(place)
@@ -513,6 +520,10 @@ def test_many_processes_are_one(tmp_path, strategy, machines, processes):
             _, err = launcher.communicate()
             assert launcher.returncode == 0, err[-3000:]
     for folder in (".", "adapted"):
+        records = read_metrics(tmp_path / "many" / folder)
+        best = min(record["evaluation"]["loss"] for record in records if "evaluation" in record)
+        last = {"step": 12, "test": {"loss": pytest.approx(best, abs=1e-10)}}
+        assert records[-1] == last, "the best weights are tested"
         assert losses(tmp_path / "many" / folder) == pytest.approx(losses(tmp_path / "one" / folder), abs=1e-10)
         loaded = rg.load(tmp_path / "many" / folder / "model").state_dict()
         for name, tensor in rg.load(tmp_path / "one" / folder / "model").state_dict().items():

@@ -7,14 +7,14 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from regard.checkpoints.adapters import FILE as ADAPTERS
 from regard.checkpoints.modules import load_module
 from regard.checkpoints.sources import open_folder, open_safetensors
-from regard.models.layers.lora import lora_of, trained_tensors
+from regard.models.layers.lora import PARTS, lora_of, trained_tensors
 from regard.training import run_file, store
 from regard.training.metrics import read_metrics
-from regard.training.parallel import Place
 from regard.training.settings import Settings
 from regard.training.task import Task
 
@@ -121,37 +121,32 @@ def _load_last(model: nn.Module, folder: Path, averaged: bool) -> int | None:
 
 
 def _load_best(model: nn.Module, folder: Path) -> None:
-    if lora_of(model) is None:
+    """Give a model the weights of a run's best, or its shards of them."""
+    tensors = model.state_dict()
+    if lora_of(model) is None and not any(isinstance(tensor, DTensor) for tensor in tensors.values()):
         load_module(folder / MODEL, model)
-    else:
-        model.load_state_dict(_adapted_tensors(model, folder), strict=False)
-
-
-def _adapted_tensors(model: nn.Module, folder: Path) -> dict[str, Tensor]:
-    """The tensors of a run's best model, whose adapters are in a file of their own or merged into its weights."""
+        return
     alone = folder / MODEL / ADAPTERS
     source = open_safetensors(alone) if alone.exists() else open_folder(folder / MODEL)
-    tensors = {name: source.read(name) for name in source.shapes}
-    if alone.exists():
-        return tensors
-    return tensors | {
-        name: torch.zeros_like(part) for name, part in model.state_dict().items() if name.endswith("lora_B")
-    }
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            if name in source.shapes:
+                whole = source.read(name).to(tensor)
+                tensor.copy_(_shard(whole, tensor) if isinstance(tensor, DTensor) else whole)
+            elif name.endswith(PARTS[1]):  # the adapters are merged into the weights
+                tensor.zero_()
+
+
+def _shard(whole: Tensor, tensor: DTensor) -> DTensor:
+    return distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
 
 
 @contextmanager
-def best_weights(model: nn.Module, folder: Path, place: Place) -> Iterator[None]:
-    """Give a model that is trained in this run's folder its best weights for a while. All processes call this."""
+def best_weights(model: nn.Module, folder: Path) -> Iterator[None]:
+    """Give a model that is trained in this run's folder its best weights for a while."""
     kept = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     training = model.training
-    if place.sharded:
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-
-        whole: dict[str, Any] = _adapted_tensors(model, folder) if place.first else {}
-        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
-        set_model_state_dict(model, whole, options=options)
-    else:
-        _load_best(model, folder)
+    _load_best(model, folder)
     try:
         yield
     finally:

@@ -353,7 +353,7 @@ class _Run:
         """Measure the best model on the test examples."""
         if self.best is None or not (self.folder / MODEL).is_dir():
             return
-        with best_weights(self.objective.model, self.folder, self.place):
+        with best_weights(self.objective.model, self.folder):
             self.tested = self._measured(self.task.test)
         if self.tested:
             if self.metrics is not None:
