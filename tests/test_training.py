@@ -67,7 +67,7 @@ class Counting(Task):
         return {"loss": float(self.totals(model, batch)["next"]) / self.counts(batch)["next"]}
 
 
-class Tested(Counting):
+class Measured(Counting):
     """With a test that gives what the evaluation gave."""
 
     def test(self, model):
@@ -422,7 +422,7 @@ def test_a_signal_that_is_ignored_stays_so():
 
 
 def adapted():
-    task = Tested()
+    task = Measured()
     adapt(task.model, Lora(rank=2))
     return task
 
@@ -481,13 +481,13 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 import torch
 torch.set_num_threads(1)
-from test_training import Tested, adapted, check_gathered, check_shards, settings
+from test_training import Measured, adapted, check_gathered, check_shards, settings
 from regard.training import train
 from regard.training.parallel import placed
 with placed("cpu", sys.argv[3]) as place:
     for steps in (6, 12):  # the second goes on from the checkpoint of the first
         changes = {"precision": "float64", "schedule": "constant", "ema": 0.8, "steps": steps, "save_every": 3}
-        train(Tested(), settings(**changes), Path(sys.argv[2]), place=place)
+        train(Measured(), settings(**changes), Path(sys.argv[2]), place=place)
         train(adapted(), settings(**changes), Path(sys.argv[2], "adapted"), place=place)
     if sys.argv[3] == "fsdp":
         check_shards(place)
