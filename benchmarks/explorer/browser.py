@@ -16,6 +16,8 @@ FLAGS = (
     "--disable-sync",
 )  # fmt: skip
 PROBE = (Path(__file__).parent / "page.js").read_text()
+UNPACKED = """[...performance.getEntriesByType("navigation"), ...performance.getEntriesByType("resource")]
+  .filter(({ name }) => !name.includes("/api/")).reduce((size, entry) => size + entry.decodedBodySize, 0)"""
 LOCAL = re.compile(r"(http://127\.0\.0\.1:|file:|data:|blob:|about:)")
 
 
@@ -122,6 +124,7 @@ def opened(page: Page, address: str) -> dict[str, float]:
         "bytes_before_first": traffic.bytes_until((times["origin"] + times["first"]) / 1e3),
         "bytes_before_all": traffic.bytes_until((times["origin"] + times["all"]) / 1e3),
         "page_bytes": traffic.page_bytes(),
+        "page_bytes_unpacked": page.evaluate(UNPACKED),
     }
 
 

@@ -104,7 +104,8 @@ def page_of_512(figures: Figures, browser: Browser, address: str) -> None:
         pages.opened(page, where)  # the first pass of a server is slower
     with pages.tab(browser) as page:
         measured = pages.opened(page, where)
-        figures.add("page: HTML, styles, scripts", measured["page_bytes"] / 1e3, "kB", 150)
+        sizes = {name: measured[name] for name in ("page_bytes", "page_bytes_unpacked")}
+        figures.add("page: HTML, styles, scripts, as it is sent", measured["page_bytes"] / 1e3, "kB", 150, sizes)
         figures.add("received before the first draw", measured["bytes_before_first"] / 1e6, "MB", 1.5, measured)
         figures.add("first draw", measured["first"], "s", 1, measured)
         for what, measure, goal in (
