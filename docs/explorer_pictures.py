@@ -196,7 +196,7 @@ def served(vision_model: rg.VisionTransformer | None) -> Iterator[str]:
 
     entries = [entry for entry in catalog() if entry.kind != "image"]
     if vision_model is not None:
-        title = "Vision Transformer, letters and digits"
+        title = "Vision Transformer"
         entries.append(Entry(name="vision", title=title, kind="image", example=None))
     with listen("127.0.0.1", 0) as opened:
         place = Place(host="127.0.0.1", port=opened.getsockname()[1])
