@@ -22,6 +22,7 @@ with needed_for("a picture"):
     from matplotlib.colors import LinearSegmentedColormap, ListedColormap
     from matplotlib.colors import to_rgba as to_rgba
     from matplotlib.figure import Figure as Figure
+    from matplotlib.image import AxesImage
     from matplotlib.layout_engine import ConstrainedLayoutEngine
     from matplotlib.lines import Line2D as Line2D
     from matplotlib.patches import Patch as Patch
@@ -81,6 +82,16 @@ def lattice(axes: Axes, rows: int, columns: int) -> None:
     axes.tick_params(which="both", length=0, labelcolor=INK)
     for spine in axes.spines.values():
         spine.set_color(RULE)
+
+
+def colour_bar(
+    figure: Figure, image: AxesImage, axes: Axes | Sequence[Axes], label: str, *, extend: str = "neither"
+) -> None:
+    """What the colours of a heat map mean, beside it."""
+    bar = figure.colorbar(image, ax=axes, shrink=0.85, extend=extend)
+    bar.set_label(label, fontsize=8.5, color=QUIET)
+    bar.ax.tick_params(labelsize=8, color=RULE, labelcolor=INK)
+    bar.outline.set_visible(False)
 
 
 def grid_shape(panels: int, most: int = 3) -> tuple[int, int]:

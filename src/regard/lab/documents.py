@@ -30,4 +30,6 @@ def place(claim: str) -> tuple[tuple[int, str], ...]:
     >>> place("004.12.3") < place("004.12.10") < place("004.12.10a")
     True
     """
-    return tuple((int(number), letters) for number, letters in re.findall(r"(\d+)(\D*)", claim))
+    number, *parts = claim.split(".")
+    split = (re.fullmatch(r"(\d*)(.*)", part) for part in parts)
+    return ((list(DOCUMENTS).index(number), ""), *((int(part[1] or 0), part[2]) for part in split if part))

@@ -283,7 +283,7 @@ class Outcome:
                 "measured": number(check.measured),
                 "tolerance": number(check.tolerance),
                 "interval": "" if check.interval is None else "{} … {}".format(*map(number, check.interval)),
-                "result": f"{check.result} (a time)" if check.timed else check.result,
+                "result": "measured here" if check.timed else check.result,
             }
             for group, checks in self.groups()
             for check in checks

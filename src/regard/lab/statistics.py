@@ -43,6 +43,40 @@ def variance(samples: Tensor) -> Estimate:
     return mean((samples - samples.mean()).square() * len(samples) / (len(samples) - 1))
 
 
+def median(samples: Tensor) -> Estimate:
+    """The median of independent samples of any distribution: its interval ends at two of the samples.
+
+    >>> median(torch.arange(101.0))
+    Estimate(value=50.0, interval=(27.0, 73.0))
+    """
+    ranked = samples.double().flatten().sort().values
+    # How many samples are below the median is binomial, with standard deviation √n/2.
+    low = max(0, math.floor(len(ranked) / 2 - DEVIATIONS * math.sqrt(len(ranked)) / 2 - 0.5))
+    return Estimate(ranked.median().item(), (ranked[low].item(), ranked[-1 - low].item()))
+
+
+def ratio(above: Tensor, below: Tensor) -> Estimate:
+    """The mean of `above` over the mean of `below`, of independent pairs of samples.
+
+    >>> ratio(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([2.0, 4.0, 6.0]))
+    Estimate(value=0.5, interval=(0.5, 0.5))
+    """
+    above, below = above.double().flatten(), below.double().flatten()
+    value, size = (above.mean() / below.mean()).item(), below.mean().item()
+    error = (above - value * below).std().item() / size / math.sqrt(len(above))
+    return Estimate(value, (value - DEVIATIONS * error, value + DEVIATIONS * error))
+
+
+def over(above: Estimate, below: Estimate) -> Estimate:
+    """An estimate over another that is above 0, where both are: the interval is as wide as theirs allow.
+
+    >>> over(Estimate(4.0, (2.0, 6.0)), Estimate(2.0, (1.0, 2.0)))
+    Estimate(value=2.0, interval=(1.0, 6.0))
+    """
+    (low, high), (least, most) = above.interval, below.interval
+    return Estimate(above.value / below.value, (low / most, high / least))
+
+
 def slope(x: Sequence[float], y: Sequence[float]) -> float:
     """The slope of the straight line nearest to points, by least squares; of powers, pass logarithms.
 

@@ -183,7 +183,8 @@ function statement(chosen, outcome) {
 }
 
 function counted({ checks }) {
-  return `${checks.filter((check) => check.result.startsWith("passed")).length} of ${checks.length} checks passed`;
+  const results = checks.map((check) => check.result).filter((result) => result !== "measured here");
+  return results.length ? `${results.filter((result) => result === "passed").length} of ${results.length} checks passed` : "times, measured here";
 }
 
 function numbers(outcome) {
@@ -201,8 +202,8 @@ function checksTable({ checks }) {
 }
 
 function checkRow(check) {
-  const good = check.result.startsWith("passed"), bad = check.result.startsWith("failed");
-  return html`<tr title=${`${check.result}; tolerance ${check.tolerance}${check.interval ? `, interval ${check.interval}` : ""}`}><td class="what"><span class=${good ? "good" : bad ? "bad" : "quiet"} aria-label=${check.result}>${good ? "✓" : bad ? "✗" : "?"}</span> ${check.what}</td><td>${check.predicted}</td><td>${check.measured}</td></tr>`;
+  const sign = { passed: "✓", failed: "✗", undecided: "?" }[check.result] ?? "–", good = check.result === "passed", bad = check.result === "failed";
+  return html`<tr title=${`${check.result}; tolerance ${check.tolerance}${check.interval ? `, interval ${check.interval}` : ""}`}><td class="what"><span class=${good ? "good" : bad ? "bad" : "quiet"} aria-label=${check.result}>${sign}</span> ${check.what}</td><td>${check.predicted}</td><td>${check.measured}</td></tr>`;
 }
 
 function measuredTable({ columns, rows, left_out: more }) {

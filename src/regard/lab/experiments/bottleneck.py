@@ -101,7 +101,7 @@ def _last_length(num_heads: int, length: int) -> int:
 
 def _figure(rows: Sequence[dict[str, int]], dims: Sequence[int], num_heads: int) -> Figure:
     figure = new_figure(
-        9.5,
+        8.5,
         4,
         title="Projections cost more up to n = 2d, scores and sums of values beyond",
         note=f"{num_heads} heads. Left: self-attention, by the library's formulas. Right: layers that ran.",
@@ -114,7 +114,7 @@ def _figure(rows: Sequence[dict[str, int]], dims: Sequence[int], num_heads: int)
         left.plot(lengths, [part.attention.flops for part in parts], "--", color=colour, label=f"attention, d = {d}")
         n = turning_point(d)
         left.plot(n, 8 * n * d**2, "o", color=colour)
-        left.annotate(f"n = 2d = {n}", (n, 8 * n * d**2), xytext=(-64, 5), textcoords="offset points", fontsize=8)
+        left.annotate(f"n = 2d = {n}", (n, 8 * n * d**2), xytext=(6, -11), textcoords="offset points", fontsize=8)
         mine = [row for row in rows if row["d"] == d]
         formula = [layer_flops(row["n_t"], row["n_s"], d) for row in mine]
         right.plot(formula, [row["FLOPs"] for row in mine], "o", color=colour, label=f"d = {d}")

@@ -217,9 +217,9 @@ def _timed(rows: Sequence[dict[str, Any]], dim: int) -> list[Check]:
 
 def _figure(rows: Sequence[dict[str, Any]], dim: int) -> Figure:
     figure = new_figure(
-        11.5,
+        8.5,
         4,
-        title="Softmax grows with the square of the length, the quadratic kernel with the length",
+        title="Softmax grows with the square of the length, the quadratic kernel linearly",
         note=f"D = M = {dim}, one head, float32. Points: counted, or timed, as attention runs. Lines: formulas, of "
         "bytes for softmax's weights alone and at most for inputs, outputs and sums; of times, powers of N. The "
         "backward pass of softmax is that of its plain formula.",
@@ -247,6 +247,13 @@ def _figure(rows: Sequence[dict[str, Any]], dim: int) -> Figure:
     for axes, length, words in ((panels[0], equal, "equal"), (panels[2], _crossing(rows), "equally fast")):
         if length is not None and lengths[0] <= length <= lengths[-1]:
             axes.axvline(length, color=COLOURS[6], linewidth=1, linestyle="--")
-            side = "right" if length > (lengths[0] * lengths[-1]) ** 0.5 else "left"
-            axes.text(length, axes.get_ylim()[0], f" {words} at {length:,.0f} ", fontsize=8, va="bottom", ha=side)
+            axes.text(
+                length,
+                axes.get_ylim()[0],
+                f" {words} at {length:,.0f}",
+                fontsize=8,
+                va="bottom",
+                ha="right",
+                rotation=90,
+            )
     return figure

@@ -112,9 +112,9 @@ def _equal(name: str, differences: Tensor) -> Check:
 def _figure(weights: Tensor, apart: Tensor, mended: Tensor, radius: int) -> Figure:
     length = len(weights)
     figure = new_figure(
-        9.5,
+        8.5,
         3.8,
-        title="Equal weights for neighbours are a convolution, except at the edges, where they are larger",
+        title="Equal weights for neighbours are a convolution, except at the edges",
         note="Scores: T5's bias by distance, 0 for neighbours and −10,000 for others. conv1d pads with zeros.",
     )
     picture, axes = figure.subplots(1, 2, width_ratios=(1, 1.5))

@@ -88,7 +88,7 @@ def _counted(d: int, n: int, seed: int) -> dict[str, int]:
 def _figure(rows: Sequence[dict[str, int]]) -> Figure:
     longest, widest = max(row["N"] for row in rows), max(row["D"] for row in rows)
     figure = new_figure(
-        9.5,
+        8.5,
         4,
         title="A bias has D numbers, not one: counts of modules and the formulas for them",
         note="Points: counted. Lines: the formulas. Crosses: the document's formulas for biases.",

@@ -102,7 +102,7 @@ def _moved(
 def _figure(rows: Sequence[tuple[str, str, float]], length: int) -> Figure:
     figure = new_figure(
         8,
-        0.27 * len(rows) + 1.5,
+        0.21 * len(rows) + 1.3,
         title="Permuted inputs give permuted outputs unless order is used",
         note=f"{length} inputs, float64, random layers. The largest difference relative to the largest output.",
     )

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 import regard as rg
-from regard.core.style import COLOURS, QUIET, Figure, Line2D, dress, new_figure
+from regard.core.style import COLOURS, RULE, Figure, Line2D, dress, new_figure
 from regard.inference.tracing.patterns import LETTERS, PATTERNS
-from regard.lab.experiment import Between, Check, Measurements
+from regard.lab.experiment import Between, Check, Measurements, Rule
 from regard.lab.registry import experiment
-from regard.lab.statistics import generator
+from regard.lab.statistics import DEVIATIONS, Estimate, generator, mean
 from regard.lab.trained import initialise, trained, untrained
 from regard.models.base import TextModel
 
@@ -24,6 +24,8 @@ TEXT = (
 """Words that come again, for heads that look for the last time."""
 CHANCE = 0.01
 """The share of heads with random weights that are above their own 99th percentile."""
+REDRAWN = 200
+"""How often twins are drawn again from the twins, to see how far the count of heads depends on them."""
 FEW = 0.05
 """The most of a twin's heads that are above the 99th percentile of the other twins: those of a twin are alike."""
 
@@ -87,17 +89,17 @@ def head_patterns(
         bar = percentile(untrained_scores)
         above = best.scores > bar[:, None]
         checks += [
-            Check(
-                name=f"{name}: heads above the 99th percentile, of {above.numel()}",
-                predicted=above.numel() // 2 + 1,
-                measured=above.sum().item(),
-                rule="at least",
+            _check(
+                f"{name}: heads above the 99th percentile, of {above.numel()}",
+                "at least",
+                above.numel() // 2 + 1,
+                _counted(best.scores, untrained_scores, random),
             ),
-            Check(
-                name=f"{name}: share of a twin's heads above that of the other twins",
-                predicted=FEW,
-                measured=_above_the_others(untrained_scores),
-                rule="at most",
+            _check(
+                f"{name}: share of a twin's heads above that of the other twins",
+                "at most",
+                FEW,
+                mean(_above_the_others(untrained_scores)),
             ),
         ]
         rows += [
@@ -132,27 +134,44 @@ def _best(model: TextModel, ids: Tensor, strings: Sequence[str], layers: int) ->
     return Best(torch.tensor(scores), names)
 
 
-def _above_the_others(scores: Tensor) -> float:
-    """The share of the heads (L, N, H) of all twins that are above the percentile of the other twins."""
+def _counted(scores: Tensor, untrained_scores: Tensor, random: torch.Generator) -> Estimate:
+    """How many trained heads (L, H) are above the percentile of the twins' heads (L, N, H). The interval comes from the
+    bootstrap: the standard deviation of that count over twins that are drawn from the twins."""
+    twins = untrained_scores.shape[1]
+    drawn = torch.randint(twins, (REDRAWN, twins), generator=random)
+    counts = [int((scores > percentile(untrained_scores[:, some])[:, None]).sum()) for some in drawn]
+    count = int((scores > percentile(untrained_scores)[:, None]).sum())
+    wide = DEVIATIONS * torch.tensor(counts).double().std().item()
+    return Estimate(count, (count - wide, count + wide))
+
+
+def _above_the_others(scores: Tensor) -> Tensor:
+    """Of each twin (L, N, H), the share of its heads that are above the percentile of the other twins, (N,)."""
     twins = range(scores.shape[1])
     bars = [percentile(scores[:, [other for other in twins if other != twin]]) for twin in twins]
-    return (scores > torch.stack(bars, 1)[..., None]).double().mean().item()
+    return (scores > torch.stack(bars, 1)[..., None]).double().mean((0, 2))
+
+
+def _check(name: str, rule: Rule, predicted: float, estimate: Estimate) -> Check:
+    return Check(name=name, predicted=predicted, measured=estimate.value, rule=rule, interval=estimate.interval)
 
 
 def _figure(shown: Mapping[str, tuple[Best, Tensor, Tensor]], twins: int) -> Figure:
     figure = new_figure(
-        10.5,
+        8.5,
         4.3,
         title="Trained heads look at something; heads with random weights at nothing in particular",
-        note=f"Letters: heads of the trained model, by their best pattern. Grey: all heads of {twins} twins with "
-        "random weights; line: their 99th percentile.",
+        note="Letters: heads of the trained model, by their best pattern. Grey: from the lowest to the highest head "
+        f"of {twins} twins with random weights; line: their 99th percentile.",
     )
     panels = figure.subplots(1, len(shown), sharey=True)
     styles = dict(zip(PATTERNS[:-1], zip(COLOURS, LETTERS, strict=False), strict=True))
     present: set[str] = set()
     for axes, (name, (best, random, bar)) in zip(panels, shown.items(), strict=True):
+        axes.bar(
+            range(len(bar)), random.amax(1) - random.amin(1), bottom=random.amin(1), width=0.8, color=RULE, zorder=1
+        )
         for layer, (scores, patterns) in enumerate(zip(best.scores.tolist(), best.names, strict=True)):
-            axes.plot([layer] * random.shape[1], random[layer], "_", color=QUIET, alpha=0.15, markersize=6, zorder=1)
             for pattern in dict.fromkeys(patterns):
                 mine = [score for score, other in zip(scores, patterns, strict=True) if other == pattern]
                 colour, letter = styles[pattern]
@@ -161,7 +180,7 @@ def _figure(shown: Mapping[str, tuple[Best, Tensor, Tensor]], twins: int) -> Fig
         steps = range(len(bar))
         axes.plot(steps, bar, color="black", linewidth=1, drawstyle="steps-mid")
         above = int((best.scores > bar[:, None]).sum())
-        title = f"{MODELS[name]}: {above} of {best.scores.numel()} heads above the line"
+        title = f"{MODELS[name]}:\n{above} of {best.scores.numel()} heads above the line"
         dress(axes, title=title, x="layer", y="best score" if axes is panels[0] else "")
         axes.set_yscale("symlog", linthresh=0.01)
         axes.set_yticks([0, 0.01, 0.1, 1], ["0", "0.01", "0.1", "1"])

@@ -110,9 +110,9 @@ def _score_flops(layer: rg.MultiHeadAttention, x: torch.Tensor) -> int:
 
 def _figure(rows: Sequence[dict[str, int]], dim: int, length: int) -> Figure:
     figure = new_figure(
-        9.5,
+        8.5,
         3.9,
-        title="Heads of length D/H cost as much as a single head; their weights are D², not D²/H",
+        title="Heads of length D/H cost what a single head does: D² weights, not D²/H",
         note=f"D = {dim}, N = {length}. Points: counted of real layers. Lines: formulas.",
     )
     left, right = figure.subplots(1, 2)

@@ -11,7 +11,7 @@ import regard as rg
 from regard.core.style import COLOURS, Figure, dress, new_figure
 from regard.lab.experiment import Between, Check, Measurements
 from regard.lab.registry import experiment
-from regard.lab.statistics import generator, power
+from regard.lab.statistics import Estimate, generator, power, ratio
 
 ROUNDING = 1e-12
 SMALL = 0.01
@@ -67,15 +67,15 @@ def key_scale(
     score = (q[:, 0, 0] * k[:, 0, 0]).sum(-1, keepdim=True) * dim**-0.5
     along = v[:, 0, 0] - before
     moves = {alpha: _scaled(q, k, v, alpha) - before for alpha in sorted({*alphas, *NEAR} - {1.0})}
-    errors = {}
-    for alpha, moved in moves.items():
-        wrong = (first_order((alpha - 1) * score, weight) * along - moved).norm(dim=-1)
-        errors[alpha] = wrong.mean().item(), moved.norm(dim=-1).mean().item()
-    relative = {alpha: error / size for alpha, (error, size) in errors.items()}
+    wrong = {
+        alpha: (first_order((alpha - 1) * score, weight) * along - moved).norm(dim=-1) for alpha, moved in moves.items()
+    }
+    sizes = {alpha: moved.norm(dim=-1) for alpha, moved in moves.items()}
+    relative = {alpha: ratio(wrong[alpha], sizes[alpha]) for alpha in moves}
     chosen = [alpha for alpha in moves if alpha in alphas]
     statement = [_small(alpha, relative[alpha]) for alpha in chosen]
     within = [_small(alpha, relative[alpha]) for alpha in moves if abs(alpha - 1) <= SMALL * 1.01]
-    growth = power([alpha - 1 for alpha in NEAR], [errors[alpha][0] for alpha in NEAR])
+    growth = power([alpha - 1 for alpha in NEAR], [wrong[alpha].mean().item() for alpha in NEAR])
     within.append(Check(name="exponent of α − 1 in the error, near 1", predicted=2, measured=growth, tolerance=0.05))
     instead = [
         Check(
@@ -89,8 +89,8 @@ def key_scale(
     rows = [
         {
             "alpha": alpha,
-            "mean ‖ΔH‖": errors[alpha][1],
-            ERROR: relative[alpha],
+            "mean ‖ΔH‖": sizes[alpha].mean().item(),
+            ERROR: relative[alpha].value,
         }
         for alpha in moves
     ]
@@ -113,12 +113,13 @@ def _scaled(q: Tensor, k: Tensor, v: Tensor, alpha: float) -> Tensor:
     return rg.attend(q, scaled, v)[:, 0, 0]
 
 
-def _small(alpha: float, relative: float) -> Check:
+def _small(alpha: float, relative: Estimate) -> Check:
     return Check(
         name=f"{ERROR}, α = {alpha:g}",
         predicted=SMALL,
-        measured=relative,
+        measured=relative.value,
         rule="at most",
+        interval=relative.interval,
     )
 
 
@@ -126,7 +127,7 @@ def _figure(
     rows: Sequence[dict[str, float]], steps: dict[float, float], score: Tensor, weight: Tensor, length: float
 ) -> Figure:
     figure = new_figure(
-        9.5,
+        8.5,
         3.8,
         title="The first order is the tangent at α = 1: right near it, wrong away from it",
         note="Left: a query with a high score for the key. Right: mean error over mean change; the line has slope 1.",

@@ -112,7 +112,7 @@ def _row(over: str, n: int, d: int, c: int, m: int, mechanism: rg.FeatureMechani
 
 def _figure(rows: Sequence[dict[str, Any]], length: int) -> Figure:
     figure = new_figure(
-        11,
+        8.5,
         3.9,
         title="Twice the dimension, four times the FLOPs: linear attention costs N·C·M",
         note=f"N = {length} where it is fixed; D, C and M are 16 where they are. Points: counted as attention runs, "

@@ -110,9 +110,9 @@ def _measured(kind: str, side: int, radius: int, tokens: int, seed: int) -> tupl
 
 def _figure(rows: Sequence[dict[str, Any]], sides: Sequence[int], radius: int, tokens: int) -> Figure:
     figure = new_figure(
-        9.5,
+        8.5,
         4,
-        title="Windows cost less but need many layers; a global token joins all patches in two",
+        title="Windows cost less but need many layers; with a global token it is two",
         note=f"Window radius {radius}, global tokens: {tokens}. Points: weights above 0. Lines: formulas.",
     )
     left, right = figure.subplots(1, 2)

@@ -201,7 +201,7 @@ def _moves(case: Case) -> Check:
 
 def _figure(cases: Sequence[Case]) -> Figure:
     figure = new_figure(
-        9.5,
+        8.5,
         5.4,
         title="With the right masks the padding moves nothing; without one of them it does",
         note="Largest change of an output in float64 when tokens and amount of the padding change. Dotted: rounding.",

@@ -119,7 +119,7 @@ def _visible(layer: rg.MultiHeadAttention, x: Tensor) -> int:
 
 def _figure(rows: Sequence[dict[str, float]], dim: int) -> Figure:
     figure = new_figure(
-        9.5,
+        8.5,
         4,
         title="A new token adds a row of weights; no old query sees its key",
         note=f"D = {dim}. Points: counted as the layer runs. Lines: the formula, and the cost of the whole sequence.",

@@ -81,7 +81,7 @@ def norm_dependence(
 
 def _figure(sizes: dict[str, Tensor], output: tuple[int, int]) -> Figure:
     figure = new_figure(
-        9.5,
+        8.5,
         3.0,
         title="What one output depends on: its row, or its column",
         note=f"Size of the derivative of output {output} (ring) by each input, relative to the largest; roots of them.",
@@ -91,6 +91,6 @@ def _figure(sizes: dict[str, Tensor], output: tuple[int, int]) -> Figure:
         axes.imshow((size / size.max()).sqrt(), cmap=WEIGHT_MAP, vmin=0, vmax=1)
         axes.plot(output[1], output[0], "o", color=COLOURS[4], markerfacecolor="none", markeredgewidth=1.5)
         lattice(axes, *size.shape)
-        dress(axes, title=name, x="entry of the vector j", y="vector of the batch i")
+        dress(axes, title=name, x="entry of the vector j", y="vector of the batch i" if name == "LayerNorm" else "")
         axes.grid(visible=False, which="major")
     return figure

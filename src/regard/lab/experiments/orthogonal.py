@@ -87,9 +87,9 @@ def _orthonormal(n: int, random: torch.Generator) -> Tensor:
 
 def _figure(rows: Sequence[dict[str, float]], seed: int) -> Figure:
     figure = new_figure(
-        9.5,
+        8.5,
         3.6,
-        title="An identity would keep a weight of 1; softmax comes near it only for a large β",
+        title="Softmax comes near the identity, a weight of 1, only for a large β",
         note="Lines: formula. Points: weights of the library. n orthonormal keys, queries equal to them.",
     )
     axes, *maps = figure.subplots(1, 3, width_ratios=(1.7, 1, 1))

@@ -147,7 +147,7 @@ def _close(name: str, first: Tensor, second: Tensor) -> Check:
 
 def _figure(convolved: Sequence[float], linear: Sequence[float], logits: dict[str, tuple[Tensor, Tensor]]) -> Figure:
     figure = new_figure(
-        9.5,
+        8.5,
         4.2,
         title="Patches are a convolution, and only positions tell their order",
         note="On the line both are equal. Random weights, float64.",

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import regard as rg
-from regard.core.style import WEIGHT_MAP, Figure, lattice, new_figure
+from regard.core.style import WEIGHT_MAP, Figure, colour_bar, lattice, new_figure
 from regard.lab.experiment import Between, Check, Measurements
 from regard.lab.registry import experiment
 from regard.lab.statistics import generator
@@ -151,7 +151,8 @@ def _figure(printed: Tensor, ours: Tensor, padded: int) -> Figure:
         lattice(axes, *weights.shape)
         axes.axhline(padded - 0.5, color="black", linewidth=1)
         axes.set_title(title, fontsize=9.5, loc="left")
+        axes.tick_params(labelsize=8)
         axes.set_xlabel("key", fontsize=8.5)
     panels[0].set_ylabel("query", fontsize=8.5)
-    figure.colorbar(image, ax=panels, shrink=0.8, extend="max", label="weight")
+    colour_bar(figure, image, panels, "weight", extend="max")
     return figure

@@ -78,7 +78,7 @@ def quadratic_features(
 
 def _figure(rows: Sequence[dict[str, float]], length: int) -> Figure:
     figure = new_figure(
-        9.5,
+        8.5,
         3.9,
         title="(q·k + 1)² has (D + 1)(D + 2)/2 features, and both forms agree to rounding",
         note=f"{length} queries and keys, float64. In running sums the features are kept in blocks, rounded up.",
@@ -101,7 +101,8 @@ def _figure(rows: Sequence[dict[str, float]], length: int) -> Figure:
     right.set_yscale("log")
     for axes in (left, right):
         axes.set_xscale("log", base=2)
-        axes.legend(fontsize=8, frameon=False)
+    left.legend(fontsize=8, frameon=False)
+    right.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(0, 0.93))
     dress(left, title="number of features", x="head dimension D", y="C")
     dress(right, title="score form against features", x="head dimension D", y="relative difference")
     return figure

@@ -103,7 +103,7 @@ def _seconds(compute: Callable[[torch.Tensor], object], x: torch.Tensor) -> floa
 
 def _figure(rows: Sequence[dict[str, float]], dim: int) -> Figure:
     figure = new_figure(
-        9.5,
+        8.5,
         4,
         title="A recurrent network waits for every token, attention takes them all at once",
         note=f"D = {dim}, batch 1, float32, threads: {torch.get_num_threads()}. FLOPs by the formulas.",

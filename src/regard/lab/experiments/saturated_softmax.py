@@ -160,24 +160,23 @@ def _plain(scores: Sequence[float], kind: torch.dtype) -> float:
 
 def _figure(scores: Sequence[float], exact: Tensor) -> Figure:
     figure = new_figure(
-        10,
+        8.5,
         4,
         title="The further apart the scores, the less the output moves with them",
         note="Scores z = (" + ", ".join(f"{score:g}" for score in scores) + "), times t on the right.",
     )
-    left, right = figure.subplots(1, 2, width_ratios=(1, 1.15))
+    left, right = figure.subplots(1, 2, width_ratios=(1.1, 1))
     logs = exact.abs().clamp(min=1e-320).log10()
     middle = (logs.min() + logs.max()) / 2
-    shown = left.imshow(logs, cmap=WEIGHT_MAP)
+    left.imshow(logs, cmap=WEIGHT_MAP)
     for row, column in product(range(len(scores)), repeat=2) if len(scores) <= 6 else ():
         colour = "white" if logs[row, column] > middle else INK
         value = exact[row, column].item()
-        left.text(column, row, f"{value:.1e}", ha="center", va="center", fontsize=6.5, color=colour)
+        left.text(column, row, f"{value:.1e}", ha="center", va="center", fontsize=8, color=colour)
     names = [f"{score:g}" for score in scores]
     left.set_xticks(range(len(scores)), names)
     left.set_yticks(range(len(scores)), names)
-    figure.colorbar(shown, ax=left, label="log₁₀ |∂yᵢ/∂zⱼ|", shrink=0.85)
-    dress(left, title="all derivatives, exact", x="j, by its score", y="i, by its score")
+    dress(left, title="all derivatives ∂yᵢ/∂zⱼ, exact", x="j, by its score", y="i, by its score")
     left.grid(visible=False)
     times = [step / 40 for step in range(41)]
     line = [sensitivity(derivatives([time * score for score in scores])) for time in times]

@@ -2,25 +2,26 @@
 
 import math
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
 import regard as rg
 from regard.core.style import COLOURS, Figure, dress, new_figure
-from regard.lab.experiment import Between, Check, Measurements
+from regard.lab.experiment import Between, Check, Measurements, Rule
 from regard.lab.registry import experiment
-from regard.lab.statistics import generator, mean, randomised
+from regard.lab.statistics import Estimate, generator, mean, median, over, randomised
 
 MECHANISMS = {"unscaled": rg.Softmax(beta=1.0), "scaled": rg.Softmax()}
 ROUNDING = 1e-12
 WIDTH = 32
 """The width of the layer's input; its head may be wider."""
-SEQUENCES = 32
+SEQUENCES = 96
 LARGE = 4096
 """The head dimension at which "vanishes" (to a tenth) and "does not vanish" (not to a half) are decided."""
 GRADIENTS = ("median gradient of a query", "median gradient of a key")
+MEAN_GRADIENT = "mean gradient of a query"
 
 
 def jacobian(weights: Tensor) -> Tensor:
@@ -65,46 +66,36 @@ def saturation(
     """
     random = generator(seed)
     checks: list[Check] = []
-    rows: list[dict[str, float]] = []
+    measured: dict[int, dict[str, Estimate]] = {}
     for d in sorted(set(dims)):
-        row: dict[str, float] = {"d": d, "bound of mean ‖J‖, unscaled": ceiling(d, keys)}
+        sizes: dict[str, Estimate] = {}
         for name, (weights, derivative) in _jacobians(d, keys, samples, random).items():
             norms, least = derivative.flatten(1).norm(dim=-1), keys * _rest(weights)
-            average = mean(norms)
-            row[f"mean ‖J‖, {name}"] = average.value
+            sizes[f"mean ‖J‖, {name}"] = mean(norms)
             checks += [
                 _below(f"largest |J − formula|, {name}, d = {d}", (derivative - jacobian(weights)).abs().max().item()),
                 _below(f"most of ‖J‖ − nε, {name}, d = {d}", (norms - least).max().item()),
             ]
-            if name == "unscaled":
-                checks.append(
-                    Check(
-                        name=f"mean of ‖J‖, unscaled, d = {d}",
-                        predicted=ceiling(d, keys),
-                        measured=average.value,
-                        rule="at most",
-                        interval=average.interval,
-                    )
-                )
-        rows.append(row | _learned(d, keys, random))
-    first, last, far = rows[0], rows[-1], _learned(LARGE, keys, random)
+        measured[d] = sizes | _learned(d, keys, random)
+        checks.append(_check(f"mean ‖J‖, unscaled, d = {d}", "at most", ceiling(d, keys), sizes["mean ‖J‖, unscaled"]))
+    first, last, far = min(measured), max(measured), _learned(LARGE, keys, random)
     checks += [
-        Check(
-            name=f"{what}, unscaled over scaled, d = {LARGE}",
-            predicted=0.1,
-            measured=far[f"{what}, unscaled"] / far[f"{what}, scaled"],
-            rule="at most",
-        )
+        _check(f"{what}, unscaled over scaled, d = {LARGE}", "at most", 0.1, over(far[unscaled], far[scaled]))
         for what in GRADIENTS
+        for unscaled, scaled in [(f"{what}, unscaled", f"{what}, scaled")]
     ]
     checks += [
-        Check(
-            name=f"{what}, scaled, d = {most['d']:g} over d = {first['d']:g}",
-            predicted=0.5,
-            measured=most[f"{what}, scaled"] / first[f"{what}, scaled"],
-            rule="at least",
+        _check(
+            f"{what}, scaled, d = {d} over d = {first}", "at least", 0.5, over(most[scaled], measured[first][scaled])
         )
-        for what, most in (("mean ‖J‖", last), (GRADIENTS[0], far), (GRADIENTS[1], far))
+        for what, d, most in (("mean ‖J‖", last, measured[last]), *((what, LARGE, far) for what in GRADIENTS))
+        for scaled in [f"{what}, scaled"]
+    ]
+    rows = [
+        {"d": d, "scores": name, "bound of mean ‖J‖": ceiling(d, keys) if name == "unscaled" else None}
+        | {what: estimates[f"{what}, {name}"].value for what in ("mean ‖J‖", *GRADIENTS, MEAN_GRADIENT)}
+        for d, estimates in measured.items()
+        for name in MECHANISMS
     ]
     return Measurements(statement=tuple(checks), table=tuple(rows), draw=lambda: _figure(rows, keys))
 
@@ -129,9 +120,12 @@ def _rest(weights: Tensor) -> Tensor:
     return weights.sort(descending=True).values[:, 1:].sum(-1)
 
 
-def _learned(d: int, n: int, random: torch.Generator) -> dict[str, float]:
-    """How long the gradients are that reach the queries and the keys of a layer with one head."""
-    row: dict[str, float] = {"d": d}
+def _learned(d: int, n: int, random: torch.Generator) -> dict[str, Estimate]:
+    """How long the gradients are that reach the queries and the keys of a layer with one head.
+
+    Those of a sequence are not independent: the median is that over sequences of the median in a sequence.
+    """
+    row: dict[str, Estimate] = {}
     for name, mechanism in MECHANISMS.items():
         # Queries and keys have entries of variance 1.
         layer = randomised(
@@ -143,33 +137,39 @@ def _learned(d: int, n: int, random: torch.Generator) -> dict[str, float]:
         loss = (layer.W_o(layer.combine_heads(out)) * wanted).sum()
         queries, keys = (gradient.norm(dim=-1) for gradient in torch.autograd.grad(loss, (q, k)))
         row |= {
-            f"{GRADIENTS[0]}, {name}": queries.median().item(),
-            f"{GRADIENTS[1]}, {name}": keys.median().item(),
-            f"mean gradient of a query, {name}": queries.mean().item(),
+            f"{GRADIENTS[0]}, {name}": median(queries.flatten(1).median(-1).values),
+            f"{GRADIENTS[1]}, {name}": median(keys.flatten(1).median(-1).values),
+            f"{MEAN_GRADIENT}, {name}": mean(queries.flatten(1).mean(-1)),
         }
     return row
+
+
+def _check(name: str, rule: Rule, predicted: float, estimate: Estimate) -> Check:
+    return Check(name=name, predicted=predicted, measured=estimate.value, rule=rule, interval=estimate.interval)
 
 
 def _below(name: str, measured: float) -> Check:
     return Check(name=name, predicted=0, measured=measured, rule="at most", tolerance=ROUNDING)
 
 
-def _figure(rows: Sequence[dict[str, float]], keys: int) -> Figure:
+def _figure(rows: Sequence[dict[str, Any]], keys: int) -> Figure:
     figure = new_figure(
-        9.5,
+        8.5,
         3.8,
-        title="Without the scale the Jacobian falls like 1/√d, and the typical gradient vanishes",
+        title="Without the scale the Jacobian and the typical gradient vanish",
         note=f"{keys} keys. Left: mean over random queries. Right: length of the gradient in a layer of one head.",
     )
     left, right = figure.subplots(1, 2)
-    dims = [row["d"] for row in rows]
-    left.plot(dims, [row["bound of mean ‖J‖, unscaled"] for row in rows], ":", color=COLOURS[1], label="bound")
     for (name, colour), marker in zip((("unscaled", COLOURS[1]), ("scaled", COLOURS[0])), "os", strict=True):
-        left.plot(dims, [row[f"mean ‖J‖, {name}"] for row in rows], f"{marker}-", color=colour, label=name)
-        for what, line in zip((*GRADIENTS, "mean gradient of a query"), ("-", "--", ":"), strict=True):
+        mine = [row for row in rows if row["scores"] == name]
+        dims = [row["d"] for row in mine]
+        if name == "unscaled":
+            left.plot(dims, [row["bound of mean ‖J‖"] for row in mine], ":", color=colour, label="bound")
+        left.plot(dims, [row["mean ‖J‖"] for row in mine], f"{marker}-", color=colour, label=name)
+        for what, line in zip((*GRADIENTS, MEAN_GRADIENT), ("-", "--", ":"), strict=True):
             # A logarithmic axis has no 0.
-            sizes = [max(row[f"{what}, {name}"], 1e-30) for row in rows]
-            right.plot(dims, sizes, f"{marker}{line}", color=colour, label=f"{what}, {name}")
+            right.plot(dims, [max(row[what], 1e-30) for row in mine], f"{marker}{line}", color=colour,
+                       label=f"{what}, {name}")  # fmt: skip
     for axes in (left, right):
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")

@@ -94,7 +94,7 @@ def _check(name: str, predicted: float, estimate: Estimate, tolerance: float) ->
 
 def _figure(rows: Sequence[dict[str, float]], entries: Sequence[tuple[float, float]]) -> Figure:
     figure = new_figure(
-        10,
+        8.5,
         4.2,
         title="The variance of a score grows with d; divided by √d it does not",
         note="Lines: formula. Points: measured. Entries of queries and keys have mean μ and standard deviation s.",

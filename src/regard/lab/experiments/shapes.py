@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import regard as rg
-from regard.core.style import COLOURS, INK, RULE, Axes, Figure, dress, new_figure
+from regard.core.style import COLOURS, INK, RULE, Axes, Figure, dress, new_figure, ticker
 from regard.lab.experiment import Between, Check, Measurements
 from regard.lab.registry import experiment
 from regard.lab.statistics import generator, randomised
@@ -184,12 +184,12 @@ def _figure(
     rows: Sequence[Mapping[str, Any]], counts: Sequence[tuple[int, int]], fixed: tuple[int, int, int]
 ) -> Figure:
     figure = new_figure(
-        10,
+        8.5,
         3.9,
         title="Split into heads, attend, combine: every shape as predicted, for any V",
         note="Left: measured shapes in cross-attention. Right: weights of the four projections; line: formula.",
     )
-    flow, axes = figure.subplots(1, 2, width_ratios=(2, 1))
+    flow, axes = figure.subplots(1, 2, width_ratios=(2.7, 1))
     _draw_flow(flow, {row["stage"]: row["shape"] for row in rows})
     steps = range(1, max(length for length, _ in counts) + 1)
     axes.plot(steps, [parameters(*fixed, step) for step in steps], color=COLOURS[0])
@@ -197,6 +197,7 @@ def _figure(
     axes.axvline(fixed[2], color=RULE, zorder=0)
     axes.text(fixed[2], axes.get_ylim()[0], " V = K", fontsize=8, color=INK, va="bottom")
     axes.set_ylim(bottom=0)
+    axes.xaxis.set_major_locator(ticker.MaxNLocator(6, integer=True))
     dress(axes, x="value length V", y="weights of a layer")
     return figure
 

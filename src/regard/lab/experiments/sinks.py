@@ -10,6 +10,7 @@ import regard as rg
 from regard.core.style import COLOURS, Figure, dress, new_figure
 from regard.lab.experiment import Between, Check, Measurements
 from regard.lab.registry import experiment
+from regard.lab.statistics import DEVIATIONS, mean
 from regard.lab.trained import initialise, trained, untrained
 from regard.models.base import expect
 
@@ -66,19 +67,25 @@ def sinks(
     # Small scores make weights uneven to the first order, their mean over heads only to the second.
     uneven = score_variance(model.config.embedding_dim, twin.stack.layers[0].attention.W_q.weight.var().item())
     layers, random_layers = on_first.mean((0, 2)), random.mean((0, 2))
-    above = (layers > random_layers.max()).sum().item()
+    apart = mean(random_layers / even - 1)
+    wide = apart.interval[1] - apart.value
+    spread = DEVIATIONS * random_layers.std().item()
+    bars = (random_layers.mean().item() + spread, random_layers.max().item(), random_layers.mean().item() - spread)
+    least, above, most = ((layers > bar).sum().item() for bar in bars)
     checks = (
         Check(
-            name="random weights: attention on the first token",
-            predicted=even,
-            measured=random.mean().item(),
-            tolerance=even * uneven,
+            name="random weights: attention on the first token, off that of even attention, relative",
+            predicted=uneven,
+            measured=abs(apart.value),
+            rule="at most",
+            interval=(max(0.0, abs(apart.value) - wide), abs(apart.value) + wide),
         ),
         Check(
             name="trained: layers above every layer with random weights",
             predicted=len(layers) // 2 + 1,
             measured=above,
             rule="at least",
+            interval=(least, most),
         ),
         Check(
             name="trained: least attention on the first token, of all texts, against the most with random weights",

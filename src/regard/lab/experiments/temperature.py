@@ -130,9 +130,9 @@ def _excess(name: str, measured: Tensor, bound: Tensor) -> Check:
 
 def _figure(rows: Sequence[dict[str, float]], first: dict[float, Tensor], dim: int) -> Figure:
     figure = new_figure(
-        9.5,
+        8.5,
         3.8,
-        title="From the uniform average to the hard choice: entropy falls, the best key takes all",
+        title="From the uniform average to the hard choice",
         note="Left: means over the queries; dotted lines are Uniform (β = 0) and Argmax (β = ∞). Right: one query.",
     )
     axes, picture = figure.subplots(1, 2, width_ratios=(1.5, 1))
@@ -146,7 +146,9 @@ def _figure(rows: Sequence[dict[str, float]], first: dict[float, Tensor], dim: i
         axes.axhline(end["entropy"] / most, color=COLOURS[0], linestyle=":", linewidth=1)
         axes.axhline(end["largest weight"], color=COLOURS[1], linestyle=":", linewidth=1)
     axes.axvline(dim**-0.5, color=QUIET, linewidth=0.8)
-    axes.annotate("1/√d", (dim**-0.5, 0.5), xytext=(3, 0), textcoords="offset points", fontsize=8, color=QUIET)
+    axes.annotate(
+        "1/√d", (dim**-0.5, 0.5), xytext=(-3, 0), textcoords="offset points", fontsize=8, color=QUIET, ha="right"
+    )
     axes.set_xscale("log")
     dress(axes, x="β", y="share")
     axes.legend(fontsize=8, frameon=False)

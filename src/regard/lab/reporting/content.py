@@ -43,7 +43,7 @@ TERMS = {
     "of the statement": "Checks of the statement as it stands. If they pass, it holds.",
     "under the condition": "Checks of the statement under its condition, if it fails without.",
     "in its place": "Checks of what is true instead, where the statement is wrong.",
-    "a time": "Decides nothing: a busy machine turns no verdict.",
+    "measured here": "A time. It decides nothing: a busy machine turns no verdict.",
 }
 """How to read the checks."""
 
@@ -107,15 +107,9 @@ class Section:
 
     @property
     def groups(self) -> list[dict[str, Any]]:
-        """The checks by what they follow from, each group with its rows and how many passed."""
+        """The checks by what they follow from, each group with its rows and how many passed, of those that decide."""
         rows = groupby(self.outcome.check_rows(), key=lambda row: row["of"])
-        lists = {
-            of: [{name: text for name, text in row.items() if name != "of"} for row in group] for of, group in rows
-        }
-        return [
-            {"of": of, "rows": lists[of], "passed": sum(check.result == "passed" for check in checks)}
-            for of, checks in self.outcome.groups()
-        ]
+        return [{"of": of, **_group(list(group))} for of, group in rows]
 
     @property
     def table(self) -> list[dict[str, str]]:
@@ -233,13 +227,25 @@ def _closeness(check: Check) -> float:
     return min(1.0, abs(check.measured - check.predicted) / room) if 0 < room < float("inf") else 0.0
 
 
+def _group(rows: Sequence[Mapping[str, str]]) -> dict[str, Any]:
+    """Checks as a table, without a column for intervals if none has one; and how many passed, in words."""
+    results = [row["result"] for row in rows if row["result"] != "measured here"]
+    dropped = {"of"} if any(row["interval"] for row in rows) else {"of", "interval"}
+    words = f"{results.count('passed')} of {len(results)} check{'s' * (len(results) != 1)} passed"
+    return {
+        "rows": [{name: text for name, text in row.items() if name not in dropped} for row in rows],
+        "all passed": results.count("passed") == len(results),
+        "words": words if results else "times, measured here",
+    }
+
+
 def _words(check: Check) -> dict[str, str]:
     sign = {"close": "", "at least": "≥ ", "at most": "≤ "}[check.rule]
     return {
         "what": check.name,
         "predicted": sign + number(check.predicted),
         "measured": number(check.measured),
-        "result": check.result,
+        "result": "measured here" if check.timed else check.result,
     }
 
 

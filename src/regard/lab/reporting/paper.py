@@ -26,6 +26,8 @@ COLOURS = {
 }
 MOST_CHECKS, MOST_ROWS = 10, 16
 """Rows of a table on paper; the page has all."""
+ORDER = {"failed": 0, "undecided": 1, "measured here": 2, "passed": 3}
+"""Which checks come first on paper."""
 
 
 def paper(content: Content) -> bytes:
@@ -110,16 +112,16 @@ def _section(section: Section) -> dict[str, Any]:
 
 
 def _heading(group: Mapping[str, Any]) -> str:
-    return f"{LISTS[group['of']]}: {group['passed']} of {len(group['rows'])} checks passed"
+    return f"{LISTS[group['of']]}: {group['words']}"
 
 
 def _checks(rows: Sequence[Mapping[str, str]]) -> dict[str, Any]:
-    """Checks as a table: those that did not pass first, and as many as there is room for."""
-    kept = sorted(rows, key=lambda row: row["result"].startswith("passed"))[:MOST_CHECKS]
+    """Checks as a table: as many as there is room for, those that did not pass first."""
+    kept = sorted(rows, key=lambda row: ORDER[row["result"]])[:MOST_CHECKS]
     grid = _grid(kept, ("predicted", "measured", "tolerance", "interval"), len(kept))
-    marks = {"passed": "", "failed": "fails", "undecided": "undecided"}
+    marks = {"failed": "fails", "undecided": "undecided"}
     more = f"and {len(rows) - len(kept)} more on the HTML page." if len(kept) < len(rows) else ""
-    return grid | {"marks": [marks[row["result"].partition(" ")[0]] for row in kept], "more": more}
+    return grid | {"marks": [marks.get(row["result"], "") for row in kept], "more": more}
 
 
 def _grid(rows: Sequence[Mapping[str, str]], right: Sequence[str], most: int) -> dict[str, Any]:
