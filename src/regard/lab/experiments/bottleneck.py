@@ -114,7 +114,8 @@ def _figure(rows: Sequence[dict[str, int]], dims: Sequence[int], num_heads: int)
         left.plot(lengths, [part.attention.flops for part in parts], "--", color=colour, label=f"attention, d = {d}")
         n = turning_point(d)
         left.plot(n, 8 * n * d**2, "o", color=colour)
-        left.annotate(f"n = 2d = {n}", (n, 8 * n * d**2), xytext=(6, -11), textcoords="offset points", fontsize=8)
+        beside = (-62, 6) if d == max(dims) else (6, -11)
+        left.annotate(f"n = 2d = {n}", (n, 8 * n * d**2), xytext=beside, textcoords="offset points", fontsize=8)
         mine = [row for row in rows if row["d"] == d]
         formula = [layer_flops(row["n_t"], row["n_s"], d) for row in mine]
         right.plot(formula, [row["FLOPs"] for row in mine], "o", color=colour, label=f"d = {d}")

@@ -247,13 +247,14 @@ def _figure(rows: Sequence[dict[str, Any]], dim: int) -> Figure:
     for axes, length, words in ((panels[0], equal, "equal"), (panels[2], _crossing(rows), "equally fast")):
         if length is not None and lengths[0] <= length <= lengths[-1]:
             axes.axvline(length, color=COLOURS[6], linewidth=1, linestyle="--")
+            late = length > (lengths[0] * lengths[-1]) ** 0.5  # then there are points on the left
             axes.text(
                 length,
                 axes.get_ylim()[0],
                 f" {words} at {length:,.0f}",
                 fontsize=8,
                 va="bottom",
-                ha="right",
-                rotation=90,
+                ha="right" if late else "left",
+                rotation=90 if late else 0,
             )
     return figure

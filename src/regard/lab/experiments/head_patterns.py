@@ -160,7 +160,7 @@ def _figure(shown: Mapping[str, tuple[Best, Tensor, Tensor]], twins: int) -> Fig
     figure = new_figure(
         8.5,
         4.3,
-        title="Trained heads look at something; heads with random weights at nothing in particular",
+        title="Trained heads look at something, heads with random weights at nothing",
         note="Letters: heads of the trained model, by their best pattern. Grey: from the lowest to the highest head "
         f"of {twins} twins with random weights; line: their 99th percentile.",
     )
