@@ -147,7 +147,7 @@ def test_the_lab_is_one_click_and_one_key_away(tab, explorer):
     tab.click("text=Lab")
     assert tab.locator("#labmain h1").inner_text() == lab.experiments()[next(iter(lab.experiments()))].title
     tab.keyboard.press("/")
-    tab.keyboard.type("not at the edges")
+    tab.keyboard.type("edges")
     settle(tab)
     assert (
         tab.locator("#lablist a").evaluate_all("links => links.map((link) => link.dataset.experiment)")[0]
