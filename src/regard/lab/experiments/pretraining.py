@@ -164,5 +164,5 @@ def _figure(rows: Sequence[dict[str, Any]], chance: dict[str, float], counts: di
         axes.axhline(chance[name], color=colour, linewidth=1, linestyle="--")
     axes.set_ylim(0, 1.03)
     dress(axes, x="training steps", y="accuracy")
-    axes.legend(fontsize=8, frameon=False, loc="lower right", bbox_to_anchor=(1, 0.03))
+    axes.legend(fontsize=8, frameon=False, loc="lower right", bbox_to_anchor=(1, 0.24))
     return figure

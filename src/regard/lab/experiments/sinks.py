@@ -74,7 +74,7 @@ def sinks(
     least, above, most = ((layers > bar).sum().item() for bar in bars)
     checks = (
         Check(
-            name="random weights: attention on the first token, off that of even attention, relative",
+            name="random weights: share of the first token, relative to even attention − 1",
             predicted=uneven,
             measured=abs(apart.value),
             rule="at most",
@@ -88,7 +88,7 @@ def sinks(
             interval=(least, most),
         ),
         Check(
-            name="trained: least attention on the first token, of all texts, against the most with random weights",
+            name="trained, least of all texts, against the most with random weights",
             predicted=random.mean((1, 2)).max().item(),
             measured=on_first.mean((1, 2)).min().item(),
             rule="at least",
