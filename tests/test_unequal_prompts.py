@@ -148,6 +148,7 @@ def test_a_finished_row_under_a_window_is_not_copied_at_every_step() -> None:
     assert len(buffers) <= 4
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("again", [False, True], ids=["mask once", "mask at every step"])
 def test_compiled_steps_after_right_padding_are_one_graph(again: bool) -> None:
     generator = torch.Generator().manual_seed(0)
