@@ -61,9 +61,6 @@ class AveragesWhenBlind(rg.Softmax):
         scores = self.grouped(self.score, q, k)
         return torch.softmax(scores if visible is None else scores.masked_fill(~visible, -1e9), dim=-1)
 
-    def sdpa_scale(self, qk_length):
-        return None
-
     def paths(self):
         return (reference.PATH,)
 

@@ -182,20 +182,19 @@ def test_tensors_and_shards_of_a_gpu(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("job", "ranks", "kills"), [("train", 1, 2), ("store", 2, 2)])
-def test_killed_runs_go_on_bitwise(job, ranks, kills, tmp_path):
-    """A sample of `make chaos`."""
-    tally = chaos.chaos(job, kills, [ranks], seed=ranks, out=tmp_path, at_once=1)
+def test_killed_runs_of_two_processes_go_on_bitwise(tmp_path):
+    """A sample of `make chaos`, as the next."""
+    tally = chaos.chaos("store", 2, [2], seed=2, out=tmp_path, at_once=1)
     assert tally.failures == []
-    assert sum(tally.kills.values()) == kills
+    assert sum(tally.kills.values()) == 2
 
 
 def test_killed_runs_of_every_recipe_go_on_bitwise(tmp_path):
-    """20 kills of forks, four of each recipe."""
+    """Ten kills of forks, two of each recipe: where a file is written, and in a step or at the start."""
     with forked.forks() as forks:
-        tally = chaos.chaos("train", 20, [1], seed=4, out=tmp_path, at_once=1, recipes=chaos.RECIPES, forks=forks)
+        tally = chaos.chaos("train", 10, [1], seed=4, out=tmp_path, at_once=1, recipes=chaos.RECIPES, forks=forks)
     assert tally.failures == []
-    assert sum(tally.kills.values()) == 20
+    assert sum(tally.kills.values()) == 10
 
 
 if __name__ == "__main__":

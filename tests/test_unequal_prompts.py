@@ -9,10 +9,11 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
 import regard as rg
+from learned_mechanisms import Bilinear
 from regard.checkpoints.sources import open_safetensors
 from regard.core.masks import as_mask
 from regard.core.states.key_value_runs import PAGE
@@ -147,6 +148,7 @@ def test_a_finished_row_under_a_window_is_not_copied_at_every_step() -> None:
     assert len(buffers) <= 4
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("again", [False, True], ids=["mask once", "mask at every step"])
 def test_compiled_steps_after_right_padding_are_one_graph(again: bool) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -232,6 +234,28 @@ def test_gradients_of_unequal_prompts_are_those_of_the_whole(side: str) -> None:
     whole = torch.autograd.grad((rg.attend(*tensors, mask=mask) * valid[:, None, :, None]).square().sum(), tensors)
     for ours, theirs in zip(streamed, whole, strict=True):
         assert torch.allclose(ours, theirs, atol=1e-12)
+
+
+@pytest.mark.parametrize("prompted", [torch.inference_mode, torch.no_grad], ids=["in inference mode", "without"])
+def test_a_row_that_has_ended_is_differentiated_and_goes_on_in_another_buffer(prompted: Any) -> None:
+    """Nothing is appended to it, but its keys and values are saved for the gradients of what is learned."""
+    *tensors, valid = ragged("right")
+    mechanism = Bilinear(W=nn.Parameter(torch.randn(K, K, dtype=torch.float64)), shift=torch.zeros(()).double())
+    longest = max(LENGTHS)
+    more = torch.tensor([length == longest for length in LENGTHS])[:, None].expand(-1, PAGE)
+    valid = torch.cat([valid[:, :longest], more], 1)
+    sizes = {"batch": len(LENGTHS), "num_kv_heads": G, "qk_length": K, "value_length": V, "dtype": torch.float64}
+    with prompted():
+        rule = rg.causal & rg.padding(valid=valid[:, :longest])
+        _, state = mechanism.extend(*cut(tensors, 0, longest), mechanism.start(capacity=500, **sizes), mask=rule)
+    tokens = cut(tensors, 0, PAGE)
+    out, longer = mechanism.extend(*tokens, state, mask=rg.causal & rg.padding(valid=valid))
+    with torch.no_grad():
+        mechanism.extend(*cut(tensors, 0, 1), longer, mask=rg.causal)
+    (streamed,) = torch.autograd.grad(out.sum(), mechanism.W)
+    keys, values = (torch.cat([t[:, :, :longest], t[:, :, :PAGE]], 2) for t in tensors[1:])
+    whole = rg.attend(tokens[0], keys, values, mechanism, rg.causal & rg.padding(valid=valid), path="reference")
+    assert torch.allclose(streamed, torch.autograd.grad(whole.sum(), mechanism.W)[0], atol=1e-10)
 
 
 def test_prompts_of_unequal_length_hold_the_sum_of_their_tokens(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """Graders: what is wrong with an answer, as a sentence, or "" if it is right.
 
 Each takes the expected answer, which the library computed, and `near`: typical mistakes, as sentences with the answer
-that each would give. An answer that equals one of these gets its sentence; others hear which entry, which input or
-which shape is wrong, never the expected number.
+that each would give. An answer that equals one of these gets its sentence; for any other, the sentence names the entry,
+the input or the shape that is wrong, never the expected number.
 """
 
 import inspect

@@ -54,6 +54,7 @@ def curves_figure(
             f"loss: training (pale), held out (marked){smoothed}" if panel == "loss" else f"{_title(panel)}, held out"
         )
         dress(axes, title=heading, x="training step", y=UNITS.get(panel, panel))
+        axes.xaxis.set_major_locator(ticker.MaxNLocator("auto", integer=True))
         if panel == "loss":
             _logarithmic(axes)
         if axes.get_legend_handles_labels()[0] and (len(runs) > 1 or panel == "loss"):

@@ -72,7 +72,7 @@ class Report:
     results: dict[str, float] = field(default_factory=dict)
     """The results of the best evaluation, whose model is in the run's folder."""
     test: dict[str, float] = field(default_factory=dict)
-    """The results of that model on test examples, which choose nothing: measured once, at the end of the run."""
+    """The results of that model on test examples, measured once, at the end of the run: no choice depends on them."""
     loss: float = math.nan
     seconds: float = 0.0
     """Since the run began, evaluations and checkpoints included, pauses between a kill and a resume excluded."""

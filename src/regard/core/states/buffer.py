@@ -184,6 +184,15 @@ class Buffer:
         buffer._write(start, k, v)
         return buffer
 
+    def recordable(self, count: int, recorded: bool) -> "Buffer":
+        """The buffer of the first `count` tokens, to which none are appended, in a form that autograd can record: a
+        copy if it was made in inference mode, or if views are saved (`recorded`), which later tokens would invalidate.
+        """
+        saves = recorded and torch.is_grad_enabled() and not self.recorded
+        if not count or not (saves or _closed(self)):
+            return self
+        return self.moved(0, count, count, recorded=self.recorded or saves)
+
     def _write(self, start: int, k: Tensor, v: Tensor) -> None:
         count = k.shape[2]
         if self.scales is not None:

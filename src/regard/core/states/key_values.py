@@ -190,7 +190,8 @@ class KeyValueState(State):
         new = k.shape[2]
         first, last = max(0, run.begin - self.length), new - run.in_gap(new, self.length + new)
         if first >= last:
-            return run
+            same = run.buffer.recordable(run.count(self.length) - run.prefix_length, recorded)
+            return run if same is run.buffer else replace(run, buffer=same)
         keys, values = run.of(k), run.of(v)
         if first or last < new:
             keys, values = keys[:, :, first:last], values[:, :, first:last]

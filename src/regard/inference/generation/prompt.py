@@ -63,7 +63,7 @@ class Prompt:
     def __repr__(self) -> str:
         lengths = ", ".join(str(len(tokens)) for tokens in self.tokens[:6])
         more = ", …" if len(self.tokens) > 6 else ""
-        return f"Prompt({len(self.tokens)} sequences of {lengths}{more} tokens, nbytes={self.nbytes})"
+        return f"Prompt(batch={len(self.tokens)}, tokens=[{lengths}{more}], nbytes={self.nbytes})"
 
     def chosen(self, rows: Sequence[int]) -> "Prompt":
         """The prompt with other rows of the batch; rows may repeat."""

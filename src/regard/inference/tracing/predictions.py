@@ -43,7 +43,7 @@ class Predictions:
 
     def __repr__(self) -> str:
         batch, rows, most = self.ids.shape
-        return f"Predictions(the {most} likeliest at {rows} positions of {batch} sequences)"
+        return f"Predictions(batch={batch}, positions={rows}, the {most} likeliest tokens)"
 
     def top(self, k: int = 5, *, position: int | None = None, sequence: int = 0) -> tuple[Prediction, ...]:
         """The k likeliest at a position, by default at the last one that is not padding.
