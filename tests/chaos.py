@@ -38,14 +38,16 @@ VOLATILE = {"seconds", "tokens_per_second"}
 
 TRAIN = [
     *("--steps", str(STEPS), "--save-every", str(SAVE_EVERY), "--evaluate-every", "10", "--keep", "2"),
-    *("--embedding-dim", "16", "--num-heads", "2", "--num-layers", "1", "--dropout", "0.1", "--batch-size", "8"),
+    *("--batch-size", "8"),
 ]
+SIZES = ["--embedding-dim", "16", "--num-heads", "2", "--num-layers", "1", "--dropout", "0.1"]
 RECIPES = {
-    "translate": ["--count", "400", "--held-out", "16", "--vocabulary-size", "300", "--hidden-dim", "32"],
-    "lm": ["--data", "words.txt", "--vocabulary-size", "300", "--context", "16"],
-    "bert": ["--data", "words.txt", "--vocabulary-size", "90", "--context-length", "16"],
-    "classify": ["--data", "labels.tsv", "--vocabulary-size", "90", "--context-length", "16"],
-    "vision": ["--data", "images", "--patch-size", "4"],
+    "translate": [*SIZES, "--count", "400", "--held-out", "16", "--vocabulary-size", "300", "--hidden-dim", "32"],
+    "lm": [*SIZES, "--data", "words.txt", "--vocabulary-size", "300", "--context", "16"],
+    "chat": ["--from", "base", "--lora-rank", "2", "--ema", "0.9"],
+    "bert": [*SIZES, "--data", "words.txt", "--vocabulary-size", "90", "--context-length", "16"],
+    "classify": [*SIZES, "--data", "labels.tsv", "--vocabulary-size", "90", "--context-length", "16"],
+    "vision": [*SIZES, "--data", "images", "--patch-size", "4"],
 }
 """The flags of each recipe; `write_data` makes the files."""
 
@@ -80,9 +82,17 @@ def write_data(folder):
     """Small data for every recipe."""
     import numpy as np
 
+    import regard as rg
+    from regard.training.data.vocabulary import train_bpe
+
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "words.txt").write_text("".join(f"It is {n}. So it was {n}.\n\n" for n in range(99)))
     (folder / "labels.tsv").write_text("".join(f"{n % 2}\ttext number {n} of some\n" for n in range(99)))
+    sizes = {"vocabulary_size": 300, "embedding_dim": 16, "num_heads": 2, "num_layers": 1, "dropout": 0.1}
+    base = rg.Decoder(rg.DecoderConfig(**sizes))
+    base.tokenizer = train_bpe(["Who? What? Where?"], 300)
+    base.tokenizer.chat_template = "{% for m in messages %}{{ m.content }}[END]{% endfor %}"
+    rg.save(base, folder / "base")
     (folder / "images").mkdir(exist_ok=True)
     random = np.random.default_rng(0)
     for kind in ("train", "t10k"):

@@ -106,7 +106,7 @@ def test_torchrun_takes_the_same_command(regard, tmp_path):
     assert json.loads((two / "environment.json").read_text())["processes"] == 2
 
 
-RECIPES = recipes.NAMES
+RECIPES = [name for name in recipes.NAMES if name != "chat"]  # which has no sizes: test_chat_recipe.py
 FAILURES = {
     "a missing file": (["--data", "nothing.tsv"], "nothing.tsv"),
     "an empty file": (["--data", "empty.tsv"], "empty.tsv"),

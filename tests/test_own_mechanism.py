@@ -216,10 +216,10 @@ USES = {
     "classify": ["classify", "saved", "It is"],
     "vision": ["models", "saved"],
 }
-"""What opens a model of each recipe."""
+"""What opens a model of each recipe from scratch."""
 
 
-@pytest.mark.parametrize("recipe", recipes.NAMES)
+@pytest.mark.parametrize("recipe", USES)
 def test_every_recipe_trains_it_and_goes_on_with_it(here, regard, monkeypatch, recipe):
     module, place = recipes.recipe(recipe), Place(0, 1, torch.device("cpu"))
     values = {name: str(here / value) if name == "data" else value for name, value in SMALL[recipe].items()}

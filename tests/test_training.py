@@ -16,11 +16,12 @@ import regard as rg
 from regard.models.base import Model
 from regard.models.layers.attention import Attend
 from regard.models.registry import MODELS
-from regard.training import IGNORED, Settings, Task, train
+from regard.training import IGNORED, Report, Settings, Task, train
 from regard.training.batches import plan
 from regard.training.loop import _recompute
 from regard.training.metrics import read_metrics
 from regard.training.optimizer import adamw, clip, rate
+from regard.training.progress import progress
 from regard.training.signals import listening
 
 SIZES = np.random.default_rng(0).integers(3, 30, 400).tolist()
@@ -413,3 +414,16 @@ def test_a_signal_that_is_ignored_stays_so():
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_a_log_has_a_line_of_the_first_step_and_then_twice_a_minute(capsys, monkeypatch):
+    now = 100.0
+    monkeypatch.setattr("regard.training.progress.time.monotonic", lambda: now)
+    with progress("counting", 1000, log=True) as watch:
+        for step in range(1, 9):
+            watch(Report(step=step, steps=1000, loss=2.5, seconds=step * 12.0, tokens_per_second=1200))
+            now += 12
+    assert capsys.readouterr().err.splitlines() == [
+        f"step {step} of 1,000: loss 2.500  1,200 tokens/s  {left} min left"
+        for step, left in ((1, 200), (4, 199), (7, 199))
+    ]

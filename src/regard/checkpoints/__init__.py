@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar, overload
 import torch
 from torch import Tensor, nn
 
-from regard.checkpoints import gguf, huggingface, native, sentences
+from regard.checkpoints import adapters, gguf, huggingface, native, sentences
 from regard.checkpoints.errors import CheckpointError
 from regard.checkpoints.modules import load_module, save_tensors
 from regard.checkpoints.names import NAMES, resolve
@@ -23,11 +23,22 @@ from regard.models.layers.lora import lora_of, merged_tensors
 from regard.models.registry import MODELS, is_listed
 from regard.models.stored import UserMechanism, check_user_mechanisms, is_own
 
-__all__ = ["NAMES", "CheckpointError", "Tokenizer", "check_target", "load", "load_with", "resolve", "save"]
+__all__ = [
+    "NAMES",
+    "CheckpointError",
+    "Tokenizer",
+    "check_target",
+    "load",
+    "load_with",
+    "resolve",
+    "save",
+    "save_peft",
+]
 
 FILES = (
     *("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"),
     *(sentences.MODULES, sentences.LIMITS[0], sentences.PROMPTS),
+    *adapters.PEFT,
 )
 """All files that `save` writes, besides a folder with the pooling's config.json."""
 M = TypeVar("M", bound=nn.Module)
@@ -200,6 +211,20 @@ def save(model: Model, folder: str | Path, *, layout: Literal["regard", "hugging
         shutil.copymode(beside / "config.json", beside / "model.safetensors")
         if model.tokenizer is not None:
             model.tokenizer.save(beside)
+
+    return write_folder(folder, fill)
+
+
+def save_peft(run: Path, model: Model, folder: str | Path) -> Path:
+    """Write the adapters of a run, whose model is `model`, as the peft library reads them: for the model that the run
+    started from, which `save(…, layout="huggingface")` writes for transformers."""
+    values, tensors = adapters.peft_files(_of_run(run), model)
+    check_target(Path(folder))
+
+    def fill(beside: Path) -> None:
+        save_tensors(tensors, beside / adapters.PEFT[1])
+        with naming(beside / adapters.PEFT[0]):
+            (beside / adapters.PEFT[0]).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
     return write_folder(folder, fill)
 

@@ -22,6 +22,8 @@ from regard.models.base import Model
 from regard.models.layers.lora import PARTS, Lora, lora_of, merged
 
 FILE = "adapters.safetensors"
+PEFT = ("adapter_config.json", "adapter_model.safetensors")
+"""The files of the peft library."""
 VERSION = 1
 TASKS = {"CausalLM": "CAUSAL_LM", "LMHeadModel": "CAUSAL_LM", "SequenceClassification": "SEQ_CLS"}
 """What peft calls the tasks of transformers' classes, by the ends of their names."""
@@ -113,7 +115,7 @@ def peft_files(folder: Path, model: Model) -> tuple[dict[str, Any], dict[str, Te
     values = read_json(folder / "config.json")
     if "adapters" not in values:
         raise ValueError(f"source: expected a run that was trained with --lora-rank, got {folder} without adapters")
-    lora, base = _described(folder, values)
+    lora, _ = _described(folder, values)
     trained = open_safetensors(folder / FILE)
     links, architecture = huggingface.links(model)
     tensors: dict[str, Tensor] = {}
@@ -127,13 +129,13 @@ def peft_files(folder: Path, model: Model) -> tuple[dict[str, Any], dict[str, Te
                 f"to: expected huggingface, which merges the adapters, since peft has no tensor like {name}, got peft"
             )
         theirs, _, last = link.theirs.rpartition(".")
-        (targets if part in PARTS else whole).add(theirs.rpartition(".")[2])
+        (targets if part in PARTS else whole).add(theirs)
         end = f"{part}.weight" if part in PARTS else last
         tensors[f"base_model.model.{theirs}.{end}"] = trained.read(name).clone()
     config = {
         "peft_type": "LORA",
         "task_type": TASKS.get(architecture.rpartition("For")[2], "FEATURE_EXTRACTION"),
-        "base_model_name_or_path": str(base.resolve()),
+        "base_model_name_or_path": None,  # wherever the base was converted to
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "lora_dropout": 0.0,

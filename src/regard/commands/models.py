@@ -8,12 +8,12 @@ import torch
 import typer
 
 import regard as rg
-from regard.checkpoints import NAMES, check_target, load_with, resolve
+from regard.checkpoints import NAMES, check_target, load_with, resolve, save_peft
 from regard.commands.common import one_of, print_json, print_table, waiting
 from regard.core.cost import human
 from regard.core.mechanisms.text import CHOICES, lookup
 
-LAYOUTS = ("huggingface", "regard")
+LAYOUTS = ("huggingface", "regard", "peft")
 FILE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ANY_SOURCE = f"One of {', '.join(NAMES)}; or a checkpoint folder; or a .gguf file."
 MechanismName = Annotated[
@@ -69,7 +69,10 @@ def convert(
     ],
     to: Annotated[
         str,
-        typer.Option(metavar="LAYOUT", help="huggingface: for other libraries. regard: any model, any mechanism."),
+        typer.Option(
+            metavar="LAYOUT",
+            help="huggingface: for other libraries. regard: any model, any mechanism. peft: adapters of a LoRA run.",
+        ),
     ] = "huggingface",
     dtype: Annotated[
         str | None,
@@ -80,19 +83,22 @@ def convert(
     mechanism: MechanismName = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Convert a model to a checkpoint folder: weights, config and tokenizer."""
+    """Convert a model to a checkpoint folder: weights, config and tokenizer. Adapters of a LoRA run are merged."""
     # Check everything that does not need the model first: loading takes seconds.
     one_of("to", to, {name: name for name in LAYOUTS})
     chosen = None if mechanism is None else lookup(mechanism)
-    if to == "huggingface" and chosen not in (None, rg.Softmax()):
-        raise ValueError(f"mechanism: expected --to regard, which can store {mechanism}, got --to huggingface")
+    if to != "regard" and chosen not in (None, rg.Softmax()):
+        raise ValueError(f"mechanism: expected --to regard, which can store {mechanism}, got --to {to}")
     wanted = None if dtype is None else one_of("dtype", dtype, FILE_DTYPES)
     check_target(folder)
     if resolve(source).resolve().is_relative_to(folder.resolve()):
         raise ValueError(f"folder: expected another than the source's, which would be overwritten, got {folder}")
     with waiting(f"converting {source}"):
         model = load_with(source, chosen, dtype=wanted)
-        rg.save(model, folder, layout=to)  # type: ignore[arg-type]
+        if to == "peft":
+            save_peft(resolve(source), model, folder)
+        else:
+            rg.save(model, folder, layout=to)  # type: ignore[arg-type]
     sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
     parameters = sum(parameter.numel() for parameter in model.parameters())
     kind, kept = type(model).__name__, str(model.dtype).removeprefix("torch.")

@@ -15,6 +15,7 @@ def random_twin(model: nn.Module) -> nn.Module:
     """A model of the same config, initialised anew, the same at every call.
 
     >>> import regard as rg, torch
+    >>> generator = torch.manual_seed(7)
     >>> model = rg.Decoder(rg.DecoderConfig(vocabulary_size=3, embedding_dim=8, num_layers=1, num_heads=2))
     >>> trained, first, second = (next(m.parameters()) for m in (model, random_twin(model), random_twin(model)))
     >>> torch.equal(first, second), torch.equal(first, trained)

@@ -223,6 +223,7 @@ class _WeightsAndBiases:
             dir=folder,
             mode=os.environ.get("WANDB_MODE", "offline"),
             config=values,
+            settings=wandb.Settings(console="off"),  # what a command prints stays its own
         )
 
     def log(self, step: int, values: Mapping[str, float], kind: str) -> None:

@@ -21,7 +21,7 @@ def progress(name: str, steps: int, *, log: bool = False) -> Iterator[Callable[[
     """Show reports on standard error; pass the function it yields to `train` as `watch`.
 
     Evaluations are printed as lines. Where standard error is neither a terminal nor a notebook, nothing is shown, or
-    with `log` these lines and one about the step twice a minute.
+    with `log` these lines, and one about the first step and then about steps twice a minute.
 
     >>> from regard.training import Report
     >>> from regard.training.progress import progress
@@ -72,18 +72,23 @@ def _print(words: list[str]) -> None:
 
 
 class _Log:
-    """Lines of a log."""
+    """Lines of a log: of the first step, and then twice a minute."""
 
     def __init__(self) -> None:
-        self.last = time.monotonic()
+        self.last = -math.inf
 
     def show(self, report: "Report") -> None:
         words, now = lines(report), time.monotonic()
-        if not words and report.kind == "step" and now - self.last >= LOGGED:
-            words = [f"step {report.step:,} of {report.steps:,}: {status(report)}"]
-        if words:
+        if report.kind == "step" and status(report) and now - self.last >= LOGGED:
             self.last = now
-            _print(words)
+            words.append(f"step {report.step:,} of {report.steps:,}: {status(report)}{_left(report)}")
+        _print(words)
+
+
+def _left(report: "Report") -> str:
+    """The time that is left, if it is a minute or more."""
+    minutes = report.seconds / max(1, report.step) * (report.steps - report.step) / 60
+    return f"  {minutes:,.0f} min left" if minutes >= 1 else ""
 
 
 class _Line:

@@ -38,7 +38,7 @@ def write_model(objective: Objective, folder: Path, place: Place) -> None:
     call this; rank 0 writes."""
     model: Any = objective.model
     lora = lora_of(model)
-    apart = lora is not None and is_listed(model) and (folder / BASE).is_dir()
+    apart = lora is not None and is_listed(model) and Path(os.path.normpath(folder / BASE)).is_dir()
     for left in folder.parent.glob(f".{folder.name}-*") if place.first else ():  # temporary folders of killed saves
         shutil.rmtree(left, ignore_errors=True)
     if place.sharded:

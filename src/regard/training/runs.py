@@ -30,6 +30,7 @@ from regard.training import own, run_file
 from regard.training.batches import check_sizes
 from regard.training.checked import check_task
 from regard.training.lock import LOCK, one_writer, writer
+from regard.training.metrics import check_loggers
 from regard.training.parallel import Place
 from regard.training.recipes import NAMES, recipe
 from regard.training.records import environment
@@ -60,6 +61,7 @@ def begin(name: str, options: Any, settings: Settings, folder: str | Path, place
     ...     reopen(Path(folder) / "run", place)[1].steps
     2
     """
+    check_loggers(settings)
     target = Path(folder)
     missing = [parent for parent in (target, *target.parents) if not parent.exists()]
     beside = Path(together(lambda: str(_unfinished(target)) if place.first else "")[0])

@@ -158,13 +158,14 @@ def write_tokens(path: str | Path, documents: Sequence[Document], tokenizer: Tok
     if path.exists() and (there := Tokens.open(path)).fingerprint == fingerprint:
         return there
     width = 2 if tokenizer.vocabulary_size <= 2**16 else 4
+    start, end = bounds(tokenizer)
 
     def produce(temporary: Path) -> None:
         starts = [0]
         with temporary.open("wb") as file:
             file.write(bytes(HEADER.size))
             for document in documents:
-                ids = np.array([tokenizer.bos, *plain_ids(tokenizer, document.text), tokenizer.eos], f"<u{width}")
+                ids = np.array([start, *plain_ids(tokenizer, document.text), end], f"<u{width}")
                 file.write(ids.tobytes())
                 starts.append(starts[-1] + len(ids))
             file.write(np.array(starts, "<i8").tobytes())
@@ -176,6 +177,20 @@ def write_tokens(path: str | Path, documents: Sequence[Document], tokenizer: Tok
             os.fsync(file.fileno())
 
     return Tokens.open(write(path, produce))
+
+
+def bounds(tokenizer: Tokenizer) -> tuple[int, int]:
+    """The tokens before and after a document; one token for both, if the vocabulary has no other.
+
+    >>> from regard.training.data.text import bounds
+    >>> from regard.training.data.vocabulary import train_bpe
+    >>> bounds(train_bpe(["some text"], 300))
+    (1, 2)
+    """
+    ids = [token for token in (tokenizer.bos, tokenizer.eos) if token is not None]
+    if not ids:
+        raise ValueError("from: expected a model whose tokenizer has a token that starts or ends texts, got none")
+    return ids[0], ids[-1]
 
 
 def plain_ids(tokenizer: Tokenizer, text: str) -> list[int]:

@@ -9,7 +9,7 @@ from regard.core.extras import needed_for
 from regard.core.masks import causal
 from regard.core.mechanisms.text import from_text
 
-NAMES = ("translate", "lm", "bert", "classify", "vision")
+NAMES = ("translate", "lm", "chat", "bert", "classify", "vision")
 
 
 def recipe(name: str) -> ModuleType:

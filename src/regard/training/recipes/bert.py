@@ -8,9 +8,9 @@ optional third task, the inverted sentence. The embedded text is Python's docume
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from regard.checkpoints.tokenizer import Tokenizer
 from regard.core.masks import Mask, Window, padding
 from regard.core.masks.text import WINDOW_HELP
-from regard.core.mechanisms.text import CHOICES, from_text
+from regard.core.mechanisms.text import CHOICES, from_text, lookup
 from regard.models.base import Model
 from regard.models.encoder import Encoder, EncoderConfig
 from regard.training.data.held_out import parts
@@ -28,6 +28,7 @@ from regard.training.data.prose import Document, prose
 from regard.training.data.sentence_pairs import Corpus, Integers, Pairs, Rows, tokenized
 from regard.training.data.vocabulary import train_wordpiece
 from regard.training.fingerprint import digest
+from regard.training.recipes.started import Started, adapt_started, scratch, started, with_heads
 from regard.training.settings import Settings, option
 from regard.training.task import IGNORED, Batch, Card, Task, Totals
 
@@ -59,7 +60,7 @@ INVERTED = Judgement("inverted sentence", "inverted", Encoder.inverted_sentence)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class Options(Started):
     """The text and the encoder.
 
     >>> from regard.training.recipes.bert import Options
@@ -72,24 +73,30 @@ class Options:
     )
     validation_data: str | None = option(None, "Text that chooses the best model; part of --data if not given.")
     test_data: str | None = option(None, "Text to measure the best model with, at the end; likewise.")
-    vocabulary_size: int = option(4096, "Tokens of the WordPiece vocabulary, at most.")
-    embedding_dim: int = option(128, "Embedding dimension.")
-    num_layers: int = option(2, "Layers of the encoder.")
-    num_heads: int = option(4, "Attention heads.")
+    vocabulary_size: int = scratch(4096, "Tokens of the WordPiece vocabulary, at most.")
+    embedding_dim: int = scratch(128, "Embedding dimension.")
+    num_layers: int = scratch(2, "Layers of the encoder.")
+    num_heads: int = scratch(4, "Attention heads.")
     context_length: int = option(64, "Tokens of a pair of passages, at most.")
     dropout: float = option(0.1, "Dropout of each sub-layer's output in training.")
     inverted_sentence: bool = option(False, "Learn to recognise inverted sentences, too.", also="--inverted")
-    mechanism: str = option("softmax", f"Attention, one of {CHOICES}.")
-    num_kv_heads: int | None = option(
+    mechanism: str = scratch("softmax", f"Attention, one of {CHOICES}.", changes=True)
+    num_kv_heads: int | None = scratch(
         None, "Key/value heads; as many as heads if not given, 1 is MQA.", also="--kv-heads"
     )
-    window: Window | None = option(None, f"{WINDOW_HELP} All if not given.")
+    window: Window | None = scratch(None, f"{WINDOW_HELP} All if not given.", changes=True)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name, least in (("vocabulary_size", 8), ("context_length", 16)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name}: expected at least {least}, got {getattr(self, name)}")
-        self.config(self.vocabulary_size)
+            if (value := getattr(self, name)) is not None and value < least:
+                raise ValueError(f"{name}: expected at least {least}, got {value}")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout: expected at least 0 and below 1, got {self.dropout}")
+        if self.mechanism is not None:
+            lookup(self.mechanism)
+        if self.start is None:
+            self.config(self.vocabulary_size)
 
     def config(self, vocabulary_size: int) -> EncoderConfig:
         """The model's config."""
@@ -126,32 +133,64 @@ def build(options: Options, folder: Path, seed: int) -> "Bert":
     >>> sorted(task.batch([0, 1], epoch=0))
     ['lengths', 'next', 'places', 'segments', 'tokens', 'words']
     """
+    torch.manual_seed(seed)  # a user's mechanism may draw random numbers when it is made
+    source = None if options.start is None else _started(options, folder)
     tokenizer = Tokenizer.from_folder(folder)
     paths = [folder / name for name in FILES]
     if tokenizer is None or not all(path.is_file() for path in paths):
         documents = _documents(options)
-        tokenizer = train_wordpiece((text for document in documents[0] for text in document), options.vocabulary_size)
+        texts = (text for document in documents[0] for text in document)
+        tokenizer = train_wordpiece(texts, options.vocabulary_size) if source is None else source.tokenizer
+        assert tokenizer is not None
         tokenizer.save(folder)
         for part, path in zip(documents, paths, strict=True):
             tokenized(part, tokenizer).save(path)
     train, validation, test = (
         Pairs(Corpus.load(path), tokenizer, options.context_length, options.inverted_sentence) for path in paths
     )
-    for source, pairs in (
+    for origin, pairs in (
         (options.data, train),
         (options.validation_data or options.data, validation),
         (options.test_data, test),
     ):
-        if options.inverted_sentence and len(pairs.sizes) == pairs.num_passages and (source or pairs is not test):
-            raise ValueError(f"{source}: expected sentences of three phrases or more to invert, got none")
+        if options.inverted_sentence and len(pairs.sizes) == pairs.num_passages and (origin or pairs is not test):
+            raise ValueError(f"{origin}: expected sentences of three phrases or more to invert, got none")
     tested = test.num_passages > 0 and (not options.inverted_sentence or len(test.sizes) > test.num_passages)
     torch.manual_seed(seed)
-    model = Encoder(options.config(tokenizer.vocabulary_size))
+    if source is None:
+        model = Encoder(options.config(tokenizer.vocabulary_size))
+    else:
+        heads: dict[str, Any] = {
+            "masked_words": True,
+            "next_sentence": True,
+            "inverted_sentence": options.inverted_sentence,
+        }
+        model = with_heads(source, dropout=options.dropout, num_classes=0, class_names=(), **heads)
+        adapt_started(model, options, source.state_dict(), seed)
     model.tokenizer = tokenizer
+    if source is not None and source.config.masked_words:
+        return Bert(model, train, validation, test if tested else None, options, seed)
     # Initialise the bias with the log frequencies of words, which training would need its first hundreds of steps for.
     counts = torch.from_numpy(np.bincount(train.corpus.tokens, minlength=tokenizer.vocabulary_size) + 1)
     model.words.bias.data.copy_((counts / counts.sum()).log())
     return Bert(model, train, validation, test if tested else None, options, seed)
+
+
+def _started(options: Options, folder: Path) -> Encoder:
+    """The encoder to start from, with the options' attention."""
+    assert options.start is not None
+    source = started(Encoder, options.start, options.mechanism, folder)
+    tokenizer = source.tokenizer
+    if tokenizer is None or None in (tokenizer.mask, tokenizer.classification, tokenizer.separator):
+        raise ValueError(f"from: expected an encoder whose tokenizer has [CLS], [SEP] and [MASK], got {options.start}")
+    if source.config.num_segments < 2 or options.context_length > source.config.context_length:
+        raise ValueError(
+            f"context_length: expected at most {source.config.context_length}, and an encoder of pairs, as "
+            f"{options.start} has, got {options.context_length} for {source.config.num_segments} segments"
+        )
+    if options.window is not None:
+        source.config = replace(source.config, window=options.window)
+    return source
 
 
 def _documents(options: Options) -> tuple[list[Document], list[Document], list[Document]]:

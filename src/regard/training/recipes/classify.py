@@ -6,9 +6,9 @@ The embedded texts are sentences of Python's documentation; their class is an ar
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from regard.models.encoder import Encoder, EncoderConfig
 from regard.training.data.labels import Integers, LabelledTokens, labelled, read_labelled, split_labelled
 from regard.training.data.vocabulary import train_wordpiece
 from regard.training.fingerprint import digest
-from regard.training.recipes.started import started
+from regard.training.recipes.started import Started, adapt_started, scratch, started, with_heads
 from regard.training.settings import Settings, option
 from regard.training.task import Batch, Card, Task, Totals
 
@@ -38,18 +38,8 @@ SHOWN = 4
 """Texts that are printed with their class after an evaluation."""
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """The default sizes of a model from scratch."""
-
-    vocabulary_size: int = 4096
-    embedding_dim: int = 128
-    num_layers: int = 2
-    num_heads: int = 4
-
-
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class Options(Started):
     """The texts and the encoder.
 
     >>> import regard as rg
@@ -63,26 +53,20 @@ class Options:
         None, "A table of such lines that chooses the best model; part of --data if not given."
     )
     test_data: str | None = option(None, "A table to measure the best model with, at the end; likewise.")
-    start: str | None = option(None, "A run, a checkpoint or a name of `regard models` to fine-tune; if not, scratch.")
     context_length: int = option(128, "Tokens of a text; longer texts are truncated.")
     dropout: float = option(0.1, "Dropout of each sub-layer's output in training.")
-    mechanism: str | None = option(None, f"Attention, one of {CHOICES}. Softmax, or the start's, if not given.")
-    window: Window | None = option(None, f"{WINDOW_HELP} All, or the start's, if not given.")
-    vocabulary_size: int | None = option(
-        None, f"From scratch: word pieces, at most; {Sizes.vocabulary_size} if not given."
-    )
-    embedding_dim: int | None = option(None, f"From scratch: embedding dimension; {Sizes.embedding_dim} if not given.")
-    num_layers: int | None = option(None, f"From scratch: layers; {Sizes.num_layers} if not given.")
-    num_heads: int | None = option(None, f"From scratch: attention heads; {Sizes.num_heads} if not given.")
-    num_kv_heads: int | None = option(
-        None, "From scratch: key/value heads; as many as heads if not given, 1 is MQA.", also="--kv-heads"
+    mechanism: str = scratch("softmax", f"Attention, one of {CHOICES}.", changes=True)
+    window: Window | None = scratch(None, f"{WINDOW_HELP} All if not given.", changes=True)
+    vocabulary_size: int = scratch(4096, "Tokens of the WordPiece vocabulary, at most.")
+    embedding_dim: int = scratch(128, "Embedding dimension.")
+    num_layers: int = scratch(2, "Layers.")
+    num_heads: int = scratch(4, "Attention heads.")
+    num_kv_heads: int | None = scratch(
+        None, "Key/value heads; as many as heads if not given, 1 is MQA.", also="--kv-heads"
     )
 
     def __post_init__(self) -> None:
-        for name in ("vocabulary_size", "embedding_dim", "num_layers", "num_heads", "num_kv_heads"):
-            value = getattr(self, name)
-            if value is not None and self.start is not None:
-                raise ValueError(f"{name}: expected none, the model that training starts from has its own, got {value}")
+        super().__post_init__()
         if self.context_length < 8:
             raise ValueError(f"context_length: expected at least 8, got {self.context_length}")
         if not 0 <= self.dropout < 1:
@@ -90,25 +74,19 @@ class Options:
         if self.mechanism is not None:
             lookup(self.mechanism)
         if self.start is None:
-            self.config(self.sizes.vocabulary_size)
-
-    @property
-    def sizes(self) -> Sizes:
-        """The sizes of a model from scratch."""
-        values = {field.name: getattr(self, field.name) for field in fields(Sizes)}
-        return Sizes(**{name: value for name, value in values.items() if value is not None})
+            self.config(self.vocabulary_size)
 
     def config(self, vocabulary_size: int) -> EncoderConfig:
         """The config of a model from scratch; `build` adds the classes."""
         return EncoderConfig(
             vocabulary_size=vocabulary_size,
-            embedding_dim=self.sizes.embedding_dim,
-            num_layers=self.sizes.num_layers,
-            num_heads=self.sizes.num_heads,
+            embedding_dim=self.embedding_dim,
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             window=self.window,
             context_length=self.context_length,
-            mechanism=from_text(self.mechanism or "softmax"),
+            mechanism=from_text(self.mechanism),
             padding_token=0,
         )
 
@@ -145,7 +123,7 @@ def build(options: Options, folder: Path, seed: int) -> "Classification":
         parts = split_labelled(examples, *others)
         tokenizer = source.tokenizer if source is not None else None
         if tokenizer is None:
-            tokenizer = train_wordpiece((text for _, text in parts[0]), options.sizes.vocabulary_size)
+            tokenizer = train_wordpiece((text for _, text in parts[0]), options.vocabulary_size)
         length = options.context_length
         if source is not None:
             length = min(length, source.config.context_length)
@@ -154,25 +132,16 @@ def build(options: Options, folder: Path, seed: int) -> "Classification":
             LabelledTokens.of(part, names, tokenizer, length).save(path)
     train, validation, test = (LabelledTokens.load(path) for path in paths)
     torch.manual_seed(seed)
-    config = options.config(tokenizer.vocabulary_size) if source is None else source.config
-    model = Encoder(
-        replace(
-            config,
-            pooler=True,
-            masked_words=False,
-            next_sentence=False,
-            inverted_sentence=False,
-            num_classes=len(train.class_names),
-            class_names=train.class_names,
-            dropout=options.dropout,
-            attention_dropout=0.0,
-        )
-    )
-    if source is not None:
-        # Copy the tensors that both models have: not the pre-training heads, not the new head; a pooler, if it has one.
-        shared = {name: tensor for name, tensor in source.state_dict().items() if not name.startswith("classes.")}
-        fresh = model.state_dict()
-        model.load_state_dict({name: shared.get(name, tensor) for name, tensor in fresh.items()})
+    heads: dict[str, Any] = {
+        "num_classes": len(train.class_names),
+        "class_names": train.class_names,
+        "dropout": options.dropout,
+    }
+    if source is None:
+        model = Encoder(replace(options.config(tokenizer.vocabulary_size), pooler=True, **heads))
+    else:
+        model = with_heads(source, masked_words=False, next_sentence=False, inverted_sentence=False, **heads)
+        adapt_started(model, options, source.state_dict(), seed)
     model.tokenizer = tokenizer
     return Classification(model, train, validation, test, options)
 

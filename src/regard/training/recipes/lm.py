@@ -21,7 +21,7 @@ import json
 import math
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from regard.checkpoints.errors import CheckpointError
 from regard.checkpoints.tokenizer import Tokenizer
 from regard.core.calls.choice import refusal
+from regard.core.families.mechanism import Mechanism
 from regard.core.masks import Window, padding, segments
 from regard.core.masks.text import WINDOW_HELP
 from regard.core.mechanisms.text import CHOICES, from_text
@@ -44,10 +45,11 @@ from regard.models.decoder import Decoder, DecoderConfig
 from regard.models.padded_rows import pad_ranges, pad_rows
 from regard.training.batches import Integers
 from regard.training.data.held_out import chance, parts, split
-from regard.training.data.text import SUFFIXES, Document, Tokens, documents, plain_ids, write_tokens
+from regard.training.data.text import SUFFIXES, Document, Tokens, bounds, documents, plain_ids, write_tokens
 from regard.training.data.vocabulary import train_bpe
 from regard.training.fingerprint import digest
 from regard.training.recipes import check_causal
+from regard.training.recipes.started import Started, adapt_started, scratch, started
 from regard.training.settings import Settings, option
 from regard.training.task import IGNORED, Batch, Card, Task, Totals
 
@@ -63,7 +65,7 @@ TOGETHER = 8192
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class Options(Started):
     """The text and the decoder.
 
     >>> from regard.training.recipes.lm import Options
@@ -79,20 +81,20 @@ class Options:
         None, "A folder or a file of text to measure the best model with, at the end; likewise."
     )
     suffix: tuple[str, ...] = option(SUFFIXES, "Suffixes of the files to read from a folder.")
-    vocabulary_size: int = option(4096, "Tokens of the vocabulary, at most.")
+    vocabulary_size: int = scratch(4096, "Tokens of the vocabulary, at most.")
     context_length: int = option(256, "Tokens of a row: the context that a prediction can have.", also="--context")
-    embedding_dim: int = option(192, "Embedding dimension.")
-    num_layers: int = option(4, "Layers.")
-    num_heads: int = option(6, "Attention heads.")
-    form: Literal["llama", "gpt2"] = option(
+    embedding_dim: int = scratch(192, "Embedding dimension.")
+    num_layers: int = scratch(4, "Layers.")
+    num_heads: int = scratch(6, "Attention heads.")
+    form: Literal["llama", "gpt2"] = scratch(
         "llama", "llama (rotary positions, RMSNorm, SwiGLU) or gpt2 (learned positions, LayerNorm, GELU)."
     )
-    dropout: float = option(0.0, "Dropout of each sub-layer's output in training.")
-    mechanism: str = option("softmax", f"Attention, one of {CHOICES}.")
-    num_kv_heads: int | None = option(
+    dropout: float = scratch(0.0, "Dropout of each sub-layer's output in training.")
+    mechanism: str = scratch("softmax", f"Attention, one of {CHOICES}.", changes=True)
+    num_kv_heads: int | None = scratch(
         None, "Key/value heads; as many as heads if not given, 1 is MQA.", also="--kv-heads"
     )
-    window: Window | None = option(None, f"{WINDOW_HELP} Here AFTER is 0. All before it if not given.")
+    window: Window | None = scratch(None, f"{WINDOW_HELP} Here AFTER is 0. All before it if not given.")
     packed: bool | None = option(
         None,
         "Pack several documents into a row, with a document mask; if not, one document per row. Packed if not given, "
@@ -100,21 +102,27 @@ class Options:
     )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name, least in (("vocabulary_size", 300), ("context_length", 2)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name}: expected at least {least}, got {getattr(self, name)}")
-        if self.form not in ("llama", "gpt2"):
+            if (value := getattr(self, name)) is not None and value < least:
+                raise ValueError(f"{name}: expected at least {least}, got {value}")
+        if self.form not in ("llama", "gpt2", None):
             raise ValueError(f"form: expected llama or gpt2, got {self.form!r}")
         if not self.suffix:
             raise ValueError("suffix: expected at least one, got none")
-        check_causal(self.mechanism)
-        apart = refusal(from_text(self.mechanism), segments(torch.zeros(1, 8, dtype=torch.long))) is None
+        if self.mechanism is not None:
+            check_causal(self.mechanism)
+            object.__setattr__(self, "packed", self.packs(from_text(self.mechanism)))
+        if self.start is None:
+            self.config(self.vocabulary_size)
+
+    def packs(self, mechanism: Mechanism) -> bool:
+        """Whether several documents are packed into a row for a model with this mechanism."""
+        apart = refusal(mechanism, segments(torch.zeros(1, 8, dtype=torch.long))) is None
         if self.packed and not apart:
-            raise ValueError(
-                f"packed: expected --no-packed with {self.mechanism}, which has no document mask, got --packed"
-            )
-        object.__setattr__(self, "packed", apart if self.packed is None else self.packed)
-        self.config(self.vocabulary_size)
+            name = self.mechanism or mechanism
+            raise ValueError(f"packed: expected --no-packed with {name}, which has no document mask, got --packed")
+        return apart if self.packed is None else self.packed
 
     def config(self, vocabulary_size: int) -> DecoderConfig:
         """The model's config."""
@@ -161,12 +169,30 @@ def build(options: Options, folder: Path, seed: int) -> "LanguageModelling":
         for name, path in (("validation_data", options.validation_data), ("test_data", options.test_data))
     ]
     train, validation, test = parts(every, _name, *others, share=HELD_OUT)
+    if options.start is not None:
+        torch.manual_seed(seed)  # a user's mechanism may draw random numbers when it is made
+        model = started(Decoder, options.start, options.mechanism, folder)
+        options = _fitted(options, model)
+        tokens = write_tokens(folder / "train.tokens", train, _tokenizer(model))
+        adapt_started(model, options, model.state_dict(), seed)
+        return LanguageModelling(options, model, tokens, validation, test, seed)
     tokenizer = _vocabulary(train, options.vocabulary_size, folder)
     tokens = write_tokens(folder / "train.tokens", train, tokenizer)
     torch.manual_seed(seed)
     model = Decoder(options.config(tokenizer.vocabulary_size))
     model.tokenizer = tokenizer
     return LanguageModelling(options, model, tokens, validation, test, seed)
+
+
+def _fitted(options: Options, model: Decoder) -> Options:
+    """The options for a model that training starts from."""
+    if options.context_length > model.context_length:
+        raise ValueError(
+            f"context_length: expected at most {model.context_length}, as {options.start} has, "
+            f"got {options.context_length}"
+        )
+    assert isinstance(model.config.mechanism, Mechanism)
+    return replace(options, packed=options.packs(model.config.mechanism))
 
 
 def split_documents(documents: Sequence[Document]) -> tuple[list[Document], list[Document], list[Document]]:
@@ -253,10 +279,13 @@ class LanguageModelling(Task):
         shift = np.random.default_rng((self.seed, epoch)).integers(context)
         place = (indices[:, None] * context + shift + np.arange(context + 1)) % len(ids)
         table = ids[place].astype(np.int64)
+        # By their places: in some vocabularies a token that starts documents ends them, too.
+        starts = self.tokens.starts
+        begins = starts[np.searchsorted(starts, place, side="right") - 1] == place
         tokens, targets = table[:, :-1], table[:, 1:]
-        batch = {"tokens": tokens, "targets": np.where(targets == START, IGNORED, targets)}
-        if (tokens[:, 1:] == START).any():
-            batch["segments"] = (tokens == START).cumsum(1)
+        batch = {"tokens": tokens, "targets": np.where(begins[:, 1:], IGNORED, targets)}
+        if begins[:, 1:-1].any():
+            batch["segments"] = begins[:, :-1].cumsum(1)
         return {name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in batch.items()}
 
     def _single(self, pieces: "_Pieces", indices: Integers, epoch: int) -> Batch:
@@ -289,7 +318,8 @@ class LanguageModelling(Task):
         return self._results(model, (document.text for document in files))
 
     def _results(self, model: Model, texts: Iterable[str]) -> dict[str, float]:
-        nats, count, size = _measured(model, texts, self.options.context_length)
+        context = self.options.context_length
+        nats, count, size = _measured(model, texts, context, context)
         return {
             "loss": nats / count,
             "perplexity": math.exp(min(nats / count, 700)),
@@ -364,14 +394,14 @@ def bits_per_byte(model: Model, texts: Iterable[str]) -> float:
     trained = model.training
     model.eval()
     try:
-        nats, _, size = _measured(model, texts, _context(model) // 2)
+        nats, _, size = _measured(model, texts, _context(model), _context(model) // 2)
     finally:
         model.train(trained)
     return nats / math.log(2) / size
 
 
 @torch.no_grad()
-def _measured(model: Model, texts: Iterable[str], stride: int) -> tuple[float, int, int]:
+def _measured(model: Model, texts: Iterable[str], context: int, stride: int) -> tuple[float, int, int]:
     """-log p of texts in nats, their number of tokens, and their number of bytes."""
     nats, count, size = 0.0, 0, 0
 
@@ -380,9 +410,9 @@ def _measured(model: Model, texts: Iterable[str], stride: int) -> tuple[float, i
         tokenizer = _tokenizer(model)
         for text in texts:
             size += len(text.encode())
-            yield from _windows([START, *plain_ids(tokenizer, text)], _context(model), stride)
+            yield from _windows([bounds(tokenizer)[0], *plain_ids(tokenizer, text)], context, stride)
 
-    for batch in _together(windows(), max(1, TOGETHER // _context(model))):
+    for batch in _together(windows(), max(1, TOGETHER // context)):
         nats += float(_nats(model, {name: tensor.to(model.device) for name, tensor in batch.items()}))
         count += int((batch["targets"] != IGNORED).sum())
     if not count:

@@ -35,6 +35,7 @@ from regard.training.data.phrasebook import Swap, phrasebook
 from regard.training.data.vocabulary import train_bpe
 from regard.training.fingerprint import digest
 from regard.training.recipes import check_causal
+from regard.training.recipes.started import Started, adapt_started, scratch, started
 from regard.training.settings import Settings, option
 from regard.training.task import Batch, Card, Task, Totals
 
@@ -54,7 +55,7 @@ SHIPPED = Path(__file__).parents[2] / "shipped" / "translator"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class Options(Started):
     """The data, the model, and how translations are evaluated.
 
     >>> from regard.training.recipes.translate import Options
@@ -69,23 +70,24 @@ class Options:
     held_out: int | None = option(
         None, f"Pairs kept to validate with, and as many to test with; {HELD_OUT:,} if not given, or a tenth for both."
     )
-    vocabulary_size: int = option(3072, "Tokens of the vocabulary that both languages share, at most.")
-    embedding_dim: int = option(128, "Embedding dimension.")
-    num_layers: int = option(2, "Layers of the encoder, and of the decoder.")
-    num_heads: int = option(4, "Attention heads.")
-    hidden_dim: int = option(512, "Hidden units of the position-wise networks.")
-    dropout: float = option(0.0, "Dropout of each sub-layer's output in training.")
-    pre_norm: bool = option(True, "Norms before sub-layers; if not, after them, as in the original.")
+    vocabulary_size: int = scratch(3072, "Tokens of the vocabulary that both languages share, at most.")
+    embedding_dim: int = scratch(128, "Embedding dimension.")
+    num_layers: int = scratch(2, "Layers of the encoder, and of the decoder.")
+    num_heads: int = scratch(4, "Attention heads.")
+    hidden_dim: int = scratch(512, "Hidden units of the position-wise networks.")
+    dropout: float = scratch(0.0, "Dropout of each sub-layer's output in training.")
+    pre_norm: bool = scratch(True, "Norms before sub-layers; if not, after them, as in the original.")
     label_smoothing: float = option(0.1, "Share of the target probability that is spread over all tokens.")
-    mechanism: str = option("softmax", f"Attention, one of {CHOICES}.")
-    num_kv_heads: int | None = option(
+    mechanism: str = scratch("softmax", f"Attention, one of {CHOICES}.", changes=True)
+    num_kv_heads: int | None = scratch(
         None, "Key/value heads; as many as heads if not given, 1 is MQA.", also="--kv-heads"
     )
-    encoder_window: Window | None = option(None, f"In the source. {WINDOW_HELP} All if not given.")
-    decoder_window: Window | None = option(None, f"In the target. {WINDOW_HELP} Here AFTER is 0. All if not given.")
+    encoder_window: Window | None = scratch(None, f"In the source. {WINDOW_HELP} All if not given.")
+    decoder_window: Window | None = scratch(None, f"In the target. {WINDOW_HELP} Here AFTER is 0. All if not given.")
     beams: int = option(1, "Beams of the translations that are evaluated.")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name, least in (("count", 1), ("held_out", 1), ("vocabulary_size", 8), ("beams", 1)):
             if (value := getattr(self, name)) is not None and value < least:
                 raise ValueError(f"{name}: expected at least {least}, got {value}")
@@ -93,8 +95,10 @@ class Options:
             raise ValueError(f"held_out: expected none with validation_data, got {self.held_out}")
         if not 0 <= self.label_smoothing < 1:
             raise ValueError(f"label_smoothing: expected at least 0 and below 1, got {self.label_smoothing}")
-        check_causal(self.mechanism)
-        self.config(self.vocabulary_size)
+        if self.mechanism is not None:
+            check_causal(self.mechanism)
+        if self.start is None:
+            self.config(self.vocabulary_size)
 
     def config(self, vocabulary_size: int) -> TransformerConfig:
         """The model's config."""
@@ -134,6 +138,15 @@ def build(options: Options, folder: Path, seed: int) -> "Translation":
     (100, ['source', 'source_lengths', 'target', 'target_lengths'])
     """
     train, validation, test = _pairs(options, seed)
+    if options.start is not None:
+        torch.manual_seed(seed)  # a user's mechanism may draw random numbers when it is made
+        model = started(Transformer, options.start, options.mechanism, folder)
+        if model.tokenizer is None or model.context_length < LONGEST:
+            wanted = f"an encoder-decoder with a tokenizer and a context of at least {LONGEST}"
+            raise ValueError(f"from: expected {wanted}, got {options.start}")
+        Domain.of(source for source, _ in train).save(folder)
+        adapt_started(model, options, model.state_dict(), seed)
+        return Translation(options, model, train, validation, test)
     tokenizer = Tokenizer.from_folder(folder)
     if tokenizer is None:
         tokenizer = train_bpe((text for pair in train for text in pair), options.vocabulary_size)
@@ -177,8 +190,9 @@ class _Rows:
 class _Examples:
     """Pairs as tokens: sources with [END], targets with [START] and [END]."""
 
-    def __init__(self, name: str, pairs: Sequence[Pair], tokenizer: Tokenizer) -> None:
-        rows = [(tokenizer.encode(source), [START, *tokenizer.encode(target)]) for source, target in pairs]
+    def __init__(self, name: str, pairs: Sequence[Pair], model: Transformer) -> None:
+        tokenizer, start = _tokenizer(model), _start(model)
+        rows = [(tokenizer.encode(source), [start, *tokenizer.encode(target)]) for source, target in pairs]
         fits = [at for at, row in enumerate(rows) if max(map(len, row)) <= LONGEST]
         if not fits:
             raise ValueError(f"{name}: expected pairs of at most {LONGEST} tokens, got none")
@@ -213,11 +227,10 @@ class Translation(Task):
         validation: Sequence[Pair],
         test: Sequence[Pair] = (),
     ) -> None:
-        assert model.tokenizer is not None
         self.options, self.model, self.label_smoothing = options, model, options.label_smoothing
-        self.train = _Examples("data", train, model.tokenizer)
-        self.validation = _Examples("validation_data", validation, model.tokenizer)
-        self.tested = _Examples("test_data", test, model.tokenizer) if test else None
+        self.train = _Examples("data", train, model)
+        self.validation = _Examples("validation_data", validation, model)
+        self.tested = _Examples("test_data", test, model) if test else None
 
     def sizes(self) -> Sequence[int]:
         return self.train.sizes
@@ -249,8 +262,7 @@ class Translation(Task):
 
     def measure(self, model: Model, paths: Sequence[str]) -> dict[str, float]:
         """The same of all pairs of files."""
-        assert self.model.tokenizer is not None
-        return self._results(model, _Examples("data", read_pairs(paths), self.model.tokenizer), None)
+        return self._results(model, _Examples("data", read_pairs(paths), self.model), None)
 
     def _results(self, model: Model, examples: _Examples, translated: int | None) -> dict[str, float]:
         loss, right, count = 0.0, 0, 0
@@ -327,6 +339,12 @@ def _tokenizer(model: Model) -> Tokenizer:
     return model.tokenizer
 
 
+def _start(model: Model) -> int:
+    """The token that a target begins with."""
+    start = model.config.start_token
+    return START if start is None else start
+
+
 def quality(model: Model, pairs: Sequence[Pair], *, beams: int = 1) -> dict[str, float]:
     """The quality of translations: `exact`, the share equal to the reference, and `bleu` if sacrebleu is installed.
 
@@ -385,7 +403,10 @@ def looks(model: Model, source: str, target: str) -> tuple[list[str], list[str],
     tokenizer = _tokenizer(model)
     read, written = tokenizer.encode(source), tokenizer.encode(target)
     with trace(model, keep=("weights",)) as recorded:
-        model(torch.tensor([read], device=model.device), torch.tensor([[START, *written[:-1]]], device=model.device))
+        model(
+            torch.tensor([read], device=model.device),
+            torch.tensor([[_start(model), *written[:-1]]], device=model.device),
+        )
     (columns, across), (rows, down) = _words(tokenizer, read), _words(tokenizer, written)
     kept = torch.stack([layer.need("weights")[0] for layer in recorded.select(kind="cross").layers])
     across, down = across.to(kept), down.to(kept)

@@ -31,7 +31,7 @@ from regard.training.data.draws import draws
 from regard.training.data.glyphs import CHARACTERS, glyphs
 from regard.training.data.images import Images, Split, pixels, read_images, read_test
 from regard.training.fingerprint import digest
-from regard.training.recipes.started import started
+from regard.training.recipes.started import Started, adapt_started, started
 from regard.training.settings import Settings, option
 from regard.training.task import Batch, Card, Task, Totals
 
@@ -65,7 +65,7 @@ CHANGES = 7
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class Options(Started):
     """The images, the model, and how images are augmented.
 
     >>> from regard.training.recipes.vision import Options
@@ -117,6 +117,7 @@ class Options:
     mixup: float = option(0.0, "Largest share of another image that is mixed in.")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name, choices in (("model", (None, *SHAPES)), ("head", ("linear", "mlp"))):
             if (value := getattr(self, name)) not in choices:
                 raise ValueError(f"{name}: expected {' or '.join(filter(None, choices))}, got {value!r}")
@@ -251,7 +252,7 @@ def build(options: Options, folder: Path, seed: int) -> "Vision":
     others = [None if path is None else Path(path) for path in (options.validation_data, options.test_data)]
     images = _rendered(options, seed, *others) if options.data is None else read_images(Path(options.data), *others)
     torch.manual_seed(seed)
-    return Vision(_model(options, images, folder), images, options, seed)
+    return Vision(_model(options, images, folder, seed), images, options, seed)
 
 
 class Vision(Task):
@@ -424,7 +425,7 @@ def _rendered(options: Options, seed: int, validation: Path | None, test: Path |
     )
 
 
-def _model(options: Options, images: Images, folder: Path) -> ImageModel:
+def _model(options: Options, images: Images, folder: Path, seed: int) -> ImageModel:
     if options.start is None:
         return expect(ImageModel, build_model(options.config(images)))
     source = started(ImageModel, options.start, options.mechanism, folder)
@@ -434,10 +435,12 @@ def _model(options: Options, images: Images, folder: Path) -> ImageModel:
             f"from: expected a model for images of {channels} channels, as {images.name} has, "
             f"got {options.start}, which is for {source.config.num_channels}"
         )
+    base = source.state_dict()
     source = source.resized(_sides(images)).with_classes(len(images.class_names), images.class_names)
     # Dropout is an option of this run and part of the config, so the model is built again with it.
     model = type(source)(replace(source.config, dropout=options.dropout))
     model.load_state_dict(source.state_dict())
+    adapt_started(model, options, base, seed)
     return model
 
 
