@@ -119,7 +119,7 @@ CASES: dict[str, LabCase] = {
         flip=_times_decide,
         quick={"lengths": (4, 8), "head_length": 4, "rounds": 1},
     ),
-    # Random, but the encoder has to be trained each time: ten seeds are in benchmarks/results/lab_seeds.json.
+    # Random, but the encoder has to be trained each time: benchmarks/lab_seeds.py runs ten seeds.
     "pretraining": LabCase(
         verdict="holds",
         flip=_one_step,
