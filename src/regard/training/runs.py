@@ -62,6 +62,7 @@ def begin(name: str, options: Any, settings: Settings, folder: str | Path, place
     2
     """
     check_loggers(settings)
+    check_sizes([getattr(options, "least_batch", 1)], settings.batch_tokens)
     target = Path(folder)
     missing = [parent for parent in (target, *target.parents) if not parent.exists()]
     beside = Path(together(lambda: str(_unfinished(target)) if place.first else "")[0])

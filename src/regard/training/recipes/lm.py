@@ -124,6 +124,11 @@ class Options(Started):
             raise ValueError(f"packed: expected --no-packed with {name}, which has no document mask, got --packed")
         return apart if self.packed is None else self.packed
 
+    @property
+    def least_batch(self) -> int:
+        """The tokens of a batch, at least, as far as one knows before the text is read."""
+        return self.context_length if self.packed else 1
+
     def config(self, vocabulary_size: int) -> DecoderConfig:
         """The model's config."""
         # SwiGLU has three matrices: with two thirds of the hidden units it is as large as a GELU network.

@@ -143,6 +143,14 @@ class Options(Started):
         if self.size is not None and self.size < 8:
             raise ValueError(f"size: expected at least 8, got {self.size}")
         self._check_kind()
+        if self.data is None and self.start is None:
+            side = self.size or GLYPH_SIZE
+            self._check_patch(side, side)
+
+    def _check_patch(self, high: int, wide: int) -> None:
+        size = self.patch_size
+        if size is not None and self.model != "davit" and (high % size or wide % size):
+            raise ValueError(f"patch_size: expected a divisor of the images' sides, {high} and {wide}, got {size}")
 
     def _check_kind(self) -> None:
         if self.start is not None:
@@ -172,6 +180,7 @@ class Options(Started):
     def config(self, images: Images) -> VisionConfig | DaViTConfig:
         """The model's config for these images."""
         shape, sides = self.shape, _sides(images)
+        self._check_patch(*sides)
         shared: dict[str, Any] = {
             "num_channels": images.train.images.shape[1],
             "num_classes": len(images.class_names),
