@@ -71,7 +71,7 @@ def make(images: Images | None = None, seed: int = 1, **options) -> Vision:
     small = Options(**{"patch_size": 4, "embedding_dim": 16, "num_heads": 2, "num_layers": (1,), **options})
     data = images or tiny()
     torch.manual_seed(seed)
-    return Vision(vision._model(small, data, Path()), data, small, seed)
+    return Vision(vision._model(small, data, Path(), seed), data, small, seed)
 
 
 @pytest.mark.parametrize("options", [{}, {"mixup": 0.4, "erase": 0.5}])
