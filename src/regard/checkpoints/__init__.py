@@ -225,6 +225,7 @@ def save_peft(run: Path, model: Model, folder: str | Path) -> Path:
         save_tensors(tensors, beside / adapters.PEFT[1])
         with naming(beside / adapters.PEFT[0]):
             (beside / adapters.PEFT[0]).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        shutil.copymode(beside / adapters.PEFT[0], beside / adapters.PEFT[1])
 
     return write_folder(folder, fill)
 

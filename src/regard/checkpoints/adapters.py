@@ -7,6 +7,7 @@ A model is loaded with its adapters merged into its weights. `peft_files` gives 
 """
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,8 @@ def save_adapters(model: Model, tensors: Mapping[str, Tensor], folder: str | Pat
         save_tensors({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, beside / FILE)
         with naming(beside / "config.json"):
             (beside / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        # safetensors makes files readable by their owner only
+        shutil.copymode(beside / "config.json", beside / FILE)
         if model.tokenizer is not None:
             model.tokenizer.save(beside)
 
