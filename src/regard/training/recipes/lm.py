@@ -47,7 +47,9 @@ from regard.training.batches import Integers
 from regard.training.data.held_out import chance, parts, split
 from regard.training.data.text import SUFFIXES, Document, Tokens, bounds, documents, plain_ids, write_tokens
 from regard.training.data.vocabulary import train_bpe
+from regard.training.divided import divided
 from regard.training.fingerprint import digest
+from regard.training.initial import initial
 from regard.training.recipes import check_causal
 from regard.training.recipes.started import Started, adapt_started, scratch, started
 from regard.training.settings import Settings, option
@@ -183,8 +185,8 @@ def build(options: Options, folder: Path, seed: int) -> "LanguageModelling":
         return LanguageModelling(options, model, tokens, validation, test, seed)
     tokenizer = _vocabulary(train, options.vocabulary_size, folder)
     tokens = write_tokens(folder / "train.tokens", train, tokenizer)
-    torch.manual_seed(seed)
-    model = Decoder(options.config(tokenizer.vocabulary_size))
+    config = options.config(tokenizer.vocabulary_size)
+    model = initial(lambda: Decoder(config), seed)
     model.tokenizer = tokenizer
     return LanguageModelling(options, model, tokens, validation, test, seed)
 
@@ -417,9 +419,12 @@ def _measured(model: Model, texts: Iterable[str], context: int, stride: int) -> 
             size += len(text.encode())
             yield from _windows([bounds(tokenizer)[0], *plain_ids(tokenizer, text)], context, stride)
 
-    for batch in _together(windows(), max(1, TOGETHER // context)):
-        nats += float(_nats(model, {name: tensor.to(model.device) for name, tensor in batch.items()}))
-        count += int((batch["targets"] != IGNORED).sum())
+    def sums(batch: Batch) -> tuple[float, int]:
+        there = {name: tensor.to(model.device) for name, tensor in batch.items()}
+        return float(_nats(model, there)), int((batch["targets"] != IGNORED).sum())
+
+    for part, number in divided(sums, _together(windows(), max(1, TOGETHER // context))):
+        nats, count = nats + part, count + number
     if not count:
         raise ValueError("texts: expected some text, got none")
     return nats, count, size

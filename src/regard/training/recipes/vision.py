@@ -30,7 +30,9 @@ from regard.training.batches import Integers
 from regard.training.data.draws import draws
 from regard.training.data.glyphs import CHARACTERS, glyphs
 from regard.training.data.images import Images, Split, pixels, read_images, read_test
+from regard.training.divided import divided
 from regard.training.fingerprint import digest
+from regard.training.initial import initial
 from regard.training.recipes.started import Started, adapt_started, started
 from regard.training.settings import Settings, option
 from regard.training.task import Batch, Card, Task, Totals
@@ -335,13 +337,14 @@ class Vision(Task):
 
     def _results(self, model: Model, split: Split) -> dict[str, float]:
         images, labels = split
-        right, loss = torch.zeros((), device=model.device), torch.zeros((), dtype=torch.float64, device=model.device)
-        for low in range(0, len(labels), TESTED):
+
+        def sums(low: int) -> tuple[int, float]:
             truth = labels[low : low + TESTED].to(model.device)
             logits = self._logits(model, images[low : low + TESTED])
-            right += (logits.argmax(-1) == truth).sum()
-            loss += F.cross_entropy(logits, truth, reduction="sum")
-        return {"accuracy": right.item() / len(labels), "loss": loss.item() / len(labels)}
+            return int((logits.argmax(-1) == truth).sum()), float(F.cross_entropy(logits, truth, reduction="sum"))
+
+        rights, losses = zip(*divided(sums, range(0, len(labels), TESTED)), strict=True)
+        return {"accuracy": sum(rights) / len(labels), "loss": sum(losses) / len(labels)}
 
     def samples(self, model: Model) -> list[str]:
         images, labels = self.images.validation
@@ -436,7 +439,8 @@ def _rendered(options: Options, seed: int, validation: Path | None, test: Path |
 
 def _model(options: Options, images: Images, folder: Path, seed: int) -> ImageModel:
     if options.start is None:
-        return expect(ImageModel, build_model(options.config(images)))
+        config = options.config(images)
+        return expect(ImageModel, initial(lambda: build_model(config), seed))
     source = started(ImageModel, options.start, options.mechanism, folder)
     channels = images.train.images.shape[1]
     if source.config.num_channels != channels:
