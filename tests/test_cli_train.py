@@ -97,11 +97,11 @@ def test_torchrun_takes_the_same_command(regard, tmp_path):
     alone = regard("train", "translate", *TINY, "--steps", "6", "--precision", "float64", "--out", "one", cwd=tmp_path)
     assert alone.returncode == 0, alone.stderr
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "regard"]
-    command += ["train", "translate", *TINY, "--steps", "6", "--precision", "float64"]  # both must choose one folder
+    command += ["train", "translate", *TINY, "--steps", "6", "--precision", "float64", "--strategy", "fsdp"]
     done = finished(*command, cwd=tmp_path, env=ENVIRONMENT)
     assert done.returncode == 0, done.stderr[-2000:]
     two = tmp_path / "runs/translate"
-    assert os.listdir(tmp_path / "runs") == ["translate"]
+    assert os.listdir(tmp_path / "runs") == ["translate"], "both choose one folder"
     assert losses(two) == pytest.approx(losses(tmp_path / "one"), abs=1e-10)
     assert json.loads((two / "environment.json").read_text())["processes"] == 2
 

@@ -182,9 +182,13 @@ class _Run:
         self.record = run_file.read(folder)
         begins = not self.record
         self._confirm(restart)
-        model = (task.model if without_memory(task.model) else task.model.to(place.device)).train()
+        model, empty = task.model.train(), without_memory(task.model)
+        if not empty:
+            model.to(place.device)
         if begins:
             check_task(task)
+        if settings.precision == "float64" and not empty:
+            model.double()
         if settings.recompute:
             _recompute(model)
         self.objective = Objective(task)
@@ -194,7 +198,7 @@ class _Run:
         self.runner = spread(self.objective, place, settings.precision)
         fill(self.objective, model, settings.seed, place.device)
         torch.manual_seed(settings.seed * 65537 + place.rank + 1)
-        if settings.precision == "float64":
+        if settings.precision == "float64" and empty:  # drawn in float32, as one process does
             self.objective.double()
         self.optimizer = adamw(self.objective, settings)
         self.average = None if settings.ema is None else Average(self.objective.model, settings.ema)

@@ -112,6 +112,21 @@ def placed(device: str | None = None, strategy: str = "ddp") -> Iterator[Place]:
         dist.destroy_process_group()
 
 
+def grouped() -> bool:
+    """Whether this process belongs to a process group."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def share() -> slice:
+    """This process's share of a list that every process has; all of it without a process group.
+
+    >>> from regard.training.parallel import share
+    >>> ["a", "b", "c"][share()]
+    ['a', 'b', 'c']
+    """
+    return slice(dist.get_rank(), None, dist.get_world_size()) if grouped() else slice(None)
+
+
 class Objective(nn.Module):
     """A task's totals as a module's forward pass, which DDP and FSDP wrap; or a measure of the model: `evaluate`."""
 

@@ -37,6 +37,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as planned_save
 from regard.checkpoints.errors import CheckpointError
 from regard.checkpoints.sources import refuse
 from regard.training.checkpoint_folders import check, listed, read_manifest
+from regard.training.parallel import grouped, share
 from regard.training.storage import Reader, Writer, metadata_of
 
 T = TypeVar("T")
@@ -106,7 +107,7 @@ class Saver:
 
     def __enter__(self) -> "Saver":
         # Training talks in the default group at the same time.
-        self._group = dist.new_group(backend="gloo") if _grouped() else None
+        self._group = dist.new_group(backend="gloo") if grouped() else None
         self._stack.enter_context(_quiet())  # for all threads: filters of warnings are not a thread's own
         return self
 
@@ -172,7 +173,7 @@ def newest(folder: Path) -> tuple[Path | None, list[str]]:
             )
             continue
         try:
-            together(partial(check, path, _share()))
+            together(partial(check, path, share()))
             return path, skipped
         except CheckpointError as error:
             damaged.append(str(error))
@@ -201,7 +202,7 @@ def load(path: Path, tensors: dict[str, Tensor], *, sound: bool = False) -> dict
     manifest: dict[str, Any] = {}
 
     def ready() -> str:
-        manifest.update(check(path, slice(0) if sound else _share()))
+        manifest.update(check(path, slice(0) if sound else share()))
         _compare(path, metadata_of(path, manifest), tensors)
         return manifest["sha256"]
 
@@ -253,15 +254,6 @@ def _shown(shape: Iterable[int], dtype: torch.dtype) -> str:
 # Processes
 
 
-def _grouped() -> bool:
-    return dist.is_available() and dist.is_initialized()
-
-
-def _share() -> slice:
-    """This process's share of the files of a checkpoint."""
-    return slice(dist.get_rank(), None, dist.get_world_size()) if _grouped() else slice(None)
-
-
 def together(work: Callable[[], T], group: Any = None) -> list[T]:
     """Run `work` on every process (of a group, or all). Returns the results of all; an error on one process is raised
     on all.
@@ -276,7 +268,7 @@ def together(work: Callable[[], T], group: Any = None) -> list[T]:
     except Exception as error:
         result = error
     results = [result]
-    if _grouped():
+    if grouped():
         results = [None] * dist.get_world_size(group)
         dist.all_gather_object(results, result, group)
     for outcome in results:

@@ -308,16 +308,16 @@ class Bert(Task):
 
         def sums(rows: Rows) -> dict[str, tuple[float, int, int]]:
             batch = {name: tensor.to(model.device) for name, tensor in self._tensors(rows).items()}
-            parts = {}
+            terms = {}
             for name, (logits, labels) in self._predictions(model, batch).items():
                 scored = labels != IGNORED
                 loss = F.cross_entropy(logits[scored], labels[scored], reduction="sum")
                 hits = (logits[scored].argmax(-1) == labels[scored]).sum()
-                parts[name] = float(loss), int(hits), int(scored.sum())
-            return parts
+                terms[name] = float(loss), int(hits), int(scored.sum())
+            return terms
 
-        for parts in divided(sums, judged):
-            for name, (loss, hits, count) in parts.items():
+        for terms in divided(sums, judged):
+            for name, (loss, hits, count) in terms.items():
                 losses[name] += loss
                 right[name] += hits
                 counts[name] += count
