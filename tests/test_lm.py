@@ -147,7 +147,7 @@ def test_tokens_are_the_documents_again(corpus, tmp_path):
 
 @pytest.mark.parametrize("packed", [True, False])
 def test_much_text_has_several_files_that_are_read_as_one(corpus, tmp_path, monkeypatch, packed):
-    one = built(corpus, tmp_path / "one", packed=packed)
+    single = built(corpus, tmp_path / "one", packed=packed)
     monkeypatch.setattr(
         "regard.training.data.text.FILE", sum(path.stat().st_size for path in corpus.rglob("*.txt")) // 4
     )
@@ -156,13 +156,13 @@ def test_much_text_has_several_files_that_are_read_as_one(corpus, tmp_path, monk
     assert len(files) >= 3
     assert files[0].name == f"train-00000-of-{len(files):05}.tokens"
     assert all(isinstance(part, np.memmap) for part in many.tokens.parts), "no part is in memory"
-    assert many.tokens.starts.tolist() == one.tokens.starts.tolist()
-    assert len(many.sizes()) == len(one.sizes())
+    assert many.tokens.starts.tolist() == single.tokens.starts.tolist()
+    assert len(many.sizes()) == len(single.sizes())
     for epoch in (0, 1):
-        there, here = (task.batch(range(len(one.sizes())), epoch) for task in (one, many))
+        there, here = (task.batch(range(len(single.sizes())), epoch) for task in (single, many))
         assert there.keys() == here.keys()
         assert all(torch.equal(there[name], here[name]) for name in there)
-    assert built(corpus, tmp_path / "many", packed=packed).fingerprint() == many.fingerprint() != one.fingerprint()
+    assert built(corpus, tmp_path / "many", packed=packed).fingerprint() == many.fingerprint() != single.fingerprint()
     files[2].write_bytes(files[2].read_bytes()[:-1] + b"\x7f")
     with pytest.raises(CheckpointError, match=rf"{files[2].name}: expected its checksum, got another"):
         built(corpus, tmp_path / "many", packed=packed)

@@ -135,7 +135,7 @@ def ranked(folder):
             calls = []
             task.model.register_forward_hook(lambda *_, calls=calls: calls.append(1))
             with torch.no_grad(), dividing(place):
-                answer["results"][name] = (runner if sharded else objective)(None)
+                answer["results"][name] = (runner if sharded else objective)(task.evaluate)
             answer["calls"][name] = len(calls)
         answer["hashed"] = hashed(folder / f"run-{world}", data, place)
         with filled_later(place):

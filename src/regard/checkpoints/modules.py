@@ -20,7 +20,7 @@ VERSION = 1
 def save_module(model: nn.Module, tensors: Mapping[str, Any], folder: Path) -> Path:
     """Write a state dict of a module, atomically. Of tied tensors one is written.
 
-    >>> import tempfile
+    >>> import tempfile, torch
     >>> from regard.checkpoints.modules import load_module, save_module
     >>> model, other = torch.nn.Linear(2, 3), torch.nn.Linear(2, 3)
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -44,7 +44,7 @@ def save_module(model: nn.Module, tensors: Mapping[str, Any], folder: Path) -> P
 def write_module(model: nn.Module, folder: Path, weights: Callable[[Path], object]) -> Path:
     """Write the folder of a module, atomically; `weights` writes its model.safetensors.
 
-    >>> import tempfile
+    >>> import tempfile, torch
     >>> from regard.checkpoints.modules import write_module
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     path = write_module(torch.nn.Linear(2, 3), Path(folder) / "model", Path.touch)

@@ -43,7 +43,7 @@ def save_pieces(named: Iterable[Entry], pieces: Iterable[Tensor], path: Path) ->
     ...     path = Path(folder) / "model.safetensors"
     ...     save_pieces([("weight", torch.float32, (2, 3))], (torch.ones(2, 3) for _ in range(1)), path)
     ...     path.stat().st_size
-    128
+    136
     """
     with naming(path), path.open("wb") as file:
         file.write(header(named, {"format": "pt"}))
@@ -82,7 +82,7 @@ def header(named: Iterable[Entry], metadata: Mapping[str, str] | None = None) ->
     >>> import torch
     >>> from regard.checkpoints.writing import header
     >>> header([("a", torch.uint8, (2,))])
-    b'8\\x00\\x00\\x00\\x00\\x00\\x00\\x00{"a": {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}}'
+    b'@\\x00\\x00\\x00\\x00\\x00\\x00\\x00{"a": {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}}    '
     """
     values: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0

@@ -60,10 +60,10 @@ def fill(module: nn.Module, model: nn.Module, seed: int, device: torch.device) -
     """Give memory to the parameters of a module that have none, and initialise the model in it.
 
     >>> import regard as rg
-    >>> from regard.training.initial import fill
+    >>> from regard.training.initial import fill, filled_later, initial
     >>> config = rg.DecoderConfig(vocabulary_size=9, embedding_dim=8, num_layers=1, num_heads=2)
-    >>> with torch.device("meta"):
-    ...     model = rg.Decoder(config)
+    >>> with filled_later(Place(0, 2, torch.device("cpu"), "fsdp")):
+    ...     model = initial(lambda: rg.Decoder(config), seed=0)
     >>> fill(model, model, 0, torch.device("cpu"))
     >>> bool(model.embedding.weight.isfinite().all())
     True
