@@ -119,7 +119,7 @@ def ranked(folder):
     model it took; the bytes that a run and its resumption hash; the memory that a larger model takes at most."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     data, sharded = folder / f"data-{rank}-of-{world}", world in (2, 3)
-    lm.TOGETHER, translate.TOGETHER, bert.TOGETHER, classify.TOGETHER, vision.TESTED = 16, 8, 1, 1, 16
+    lm.TOGETHER, translate.TOGETHER, bert.TOGETHER, classify.TOGETHER, vision.TESTED = 16, 8, 1, 1, 2
     chaos.write_data(data)
     answer = {"hashes": {}, "results": {}, "calls": {}}
     with placed("cpu", "fsdp" if sharded else "ddp") as place:
