@@ -5,6 +5,9 @@ that there are no threads that a fork would lack.
 """
 
 import json
+import os
+import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -102,6 +105,24 @@ class Forks:
         """Run code in a fork, whose output goes to the file `out`."""
         request = {"code": code, "out": str(out), "cwd": str(cwd), "environment": environment or {}}
         return Child(self, int(self.ask(request)), out)
+
+    def ranks(self, count: int, code: str, folder: Path) -> list[str]:
+        """Run code in `count` forks, the ranks of a process group; returns what each of them printed."""
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
+        children = []
+        for rank in range(count):
+            environment = {name: str(value) for name, value in {**shared, "RANK": rank, "LOCAL_RANK": rank}.items()}
+            out = folder / f"rank-{rank}-of-{count}-{port}.txt"
+            children.append(self.run(code, out, cwd=folder, environment=environment))
+        while None in (codes := [child.poll() for child in children]) and not any(codes):
+            time.sleep(0.02)
+        for child in children:
+            if child.poll() is None:  # it waits for one that has failed
+                os.kill(child.pid, signal.SIGKILL)
+        assert not any(codes), "\n".join(child.text for child in children)[-4000:]
+        return [child.text for child in children]
 
     def regard(self, words: Sequence[str], out: Path, *, cwd: Path, before: str = "") -> Child:
         """Run `regard …` in a fork, after the code `before`."""

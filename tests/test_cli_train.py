@@ -97,11 +97,11 @@ def test_torchrun_takes_the_same_command(regard, tmp_path):
     alone = regard("train", "translate", *TINY, "--steps", "6", "--precision", "float64", "--out", "one", cwd=tmp_path)
     assert alone.returncode == 0, alone.stderr
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "regard"]
-    command += ["train", "translate", *TINY, "--steps", "6", "--precision", "float64"]  # both must choose one folder
+    command += ["train", "translate", *TINY, "--steps", "6", "--precision", "float64", "--strategy", "fsdp"]
     done = finished(*command, cwd=tmp_path, env=ENVIRONMENT)
     assert done.returncode == 0, done.stderr[-2000:]
     two = tmp_path / "runs/translate"
-    assert os.listdir(tmp_path / "runs") == ["translate"]
+    assert os.listdir(tmp_path / "runs") == ["translate"], "both choose one folder"
     assert losses(two) == pytest.approx(losses(tmp_path / "one"), abs=1e-10)
     assert json.loads((two / "environment.json").read_text())["processes"] == 2
 
@@ -154,6 +154,9 @@ SPECIAL = [
     (["translate", *FEW, "--kv-heads", "3"], "--kv-heads: expected a divisor of --num-heads 4"),
     (["translate", *FEW, "--kv-heads=3"], "--kv-heads: expected a divisor of --num-heads 4"),
     (["lm", "--data", "words.txt", "--context", "1"], "--context: expected at least 2, got 1"),
+    (["lm", "--data", "nothing", "--batch-tokens", "9"], "--batch-tokens: expected room for the longest example, 256"),
+    (["vision", "--patch-size", "5"], "--patch-size: expected a divisor of the images' sides, 28 and 28, got 5"),
+    (["translate", "--data", "ten.tsv", "--held-out", "5"], "--held-out: expected 1 to 4 of 10 examples, got 5"),
     (["lm", "--data", "words.txt", "--window", "-1"], "--window: expected BEFORE or BEFORE,AFTER of at least 0"),
     (["lm", "--data", "words.txt", "--window", "8,8"], "--window: expected after 0, since a decoder's tokens see no"),
     (["translate", *FEW, "--encoder-window", "8;8"], "--encoder-window: expected BEFORE or BEFORE,AFTER"),
@@ -180,6 +183,7 @@ SMALL: dict[str, dict[str, object]] = {
 def files(tmp_path):
     """A folder with data of all kinds, some of it wrong in many ways."""
     (tmp_path / "columns.tsv").write_text("un\tone\ndeux\ttwo\ttoo\n")
+    (tmp_path / "ten.tsv").write_text("".join(f"mot {n}\tword {n}\n" for n in range(10)))
     (tmp_path / "broken.tsv").write_bytes(b"un\tone\nd\xffux\ttwo\n")
     (tmp_path / "bytes.tsv").write_bytes(b"\xff\xfe\x00\x80" * 100)
     (tmp_path / "empty.tsv").write_text("")

@@ -15,11 +15,12 @@ from test_cli import entry_point
 from test_nothing_lost import tree
 from test_training import Counting, settings
 
-SMALL = ["--embedding-dim", "16", "--num-heads", "2", "--num-layers", "1", "--batch-size", "8", "--device", "cpu"]
+SMALL = ["--batch-size", "8", "--device", "cpu"]
 FILES = {
     "translate": ("val.tsv", "test.tsv"),
     "lm": ("val.txt", "test.txt"),
     "bert": ("val.txt", "test.txt"),
+    "chat": ("val.jsonl", "test.jsonl"),
     "classify": ("val.tsv", "test.tsv"),
     "vision": ("val", "test"),
 }
@@ -54,6 +55,11 @@ def own_files(recipe, folder):
             path.write_text("".join(f"mot {n}\tword {n}\n" for n in rows))
         elif recipe == "classify":
             path.write_text("".join(f"{n % 2}\tother text {n}\n" for n in rows))
+        elif recipe == "chat":
+            said = (
+                [{"role": "user", "content": f"What is {n}?"}, {"role": "assistant", "content": str(n)}] for n in rows
+            )
+            path.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in said))
         elif recipe == "vision":
             path.mkdir()
             for name in ("images-idx3", "labels-idx1"):

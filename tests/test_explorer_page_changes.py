@@ -6,6 +6,7 @@ import torch
 import explorer_pages
 import regard as rg
 from explorer_pages import FITS, cell, drag, settle, shown, state, values, visit
+from regard.explorer.changes import HeadChange
 from regard.inference.tracing.statistics import layer_statistics
 
 pytestmark = explorer_pages.NEEDS_CHROMIUM
@@ -151,6 +152,19 @@ def test_an_alternative_goes_on_from_there(tab, explorer):
     assert [step["id"] for step in state(tab, "steps")[:2]] == [first, chosen]
     assert state(tab, "step") == 1
     assert state(tab, "locked.rows") == [9]
+    # The changed model goes on from the same prompt.
+    tab.click("[data-scope=model]")
+    tab.select_option("#mechanism", "uniform")
+    tab.click("#generate")
+    settle(tab)
+    run = shown(tab, explorer)
+    assert run.changes == (HeadChange(mechanism="uniform"),)
+    with rg.intervene(run.subject.model, mechanism=rg.Uniform()):
+        (written,) = rg.generate(run.subject.model, [list(run.subject.tokens.ids[:9])], max_new_tokens=4, temperature=0)
+    assert [step["id"] for step in state(tab, "steps")] == written.tokens
+    assert tab.evaluate("regard.state.base.info.changed") is False
+    titles = tab.locator(".panetitle").all_inner_texts()
+    assert [title.startswith(name) for title, name in zip(titles, ("before", "after"), strict=True)] == [True, True]
 
 
 def test_a_chain_that_does_not_end_in_the_weight_says_so(tab, explorer):

@@ -83,7 +83,6 @@ answer = rg.generate(model, [[1, 2, 3]], max_new_tokens=4)[0].tokens
     [
         ("rg.check(rg.Softmax())", 'a check of laws needs hypothesis: pip install "regard[check]"'),
         ("rg.causal.draw(3).plot()", 'a picture needs matplotlib: pip install "regard[plots]"'),
-        ("rg.save(model, 'never')", 'saving a model needs safetensors: pip install "regard[models]"'),
         ("rg.prefill(model, [[1]]).save('never')", 'saving a prompt needs safetensors: pip install "regard[models]"'),
         (
             f"rg.load({str(ROOT / 'src/regard/shipped/translator')!r})",

@@ -134,7 +134,7 @@ AT = {
     "its tokens are written": "from regard.training.recipes import lm; place, name = lm, 'write_tokens'",
     "its model is made": "from regard.training.recipes import lm; place, name = lm, 'Decoder'",
     "it gets its name": "from regard.training import runs as place; name = '_move'",
-    "its order is planned": "from regard.training import loop as place; name = 'plan'",
+    "its order is planned": "from regard.training import ahead as place; name = 'plan'",
     "its logs are opened": "from regard.training import loop as place; name = 'Metrics'",
 }
 INTERRUPT = """

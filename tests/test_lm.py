@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 import regard as rg
+from regard.checkpoints.errors import CheckpointError
 from regard.checkpoints.tokenizer import Tokenizer
 from regard.core.mechanisms import REGISTRY
 from regard.core.tensors import weighs_tokens
@@ -142,6 +143,29 @@ def test_tokens_are_the_documents_again(corpus, tmp_path):
         row = tokens.ids[start:stop].tolist()
         assert (row[0], row[-1]) == (tokenizer.bos, tokenizer.eos)
         assert tokenizer.decode(row[1:-1]) == document.text
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_much_text_has_several_files_that_are_read_as_one(corpus, tmp_path, monkeypatch, packed):
+    single = built(corpus, tmp_path / "one", packed=packed)
+    monkeypatch.setattr(
+        "regard.training.data.text.FILE", sum(path.stat().st_size for path in corpus.rglob("*.txt")) // 4
+    )
+    many = built(corpus, tmp_path / "many", packed=packed)
+    files = sorted((tmp_path / "many").glob("*.tokens"))
+    assert len(files) >= 3
+    assert files[0].name == f"train-00000-of-{len(files):05}.tokens"
+    assert all(isinstance(part, np.memmap) for part in many.tokens.parts), "no part is in memory"
+    assert many.tokens.starts.tolist() == single.tokens.starts.tolist()
+    assert len(many.sizes()) == len(single.sizes())
+    for epoch in (0, 1):
+        there, here = (task.batch(range(len(single.sizes())), epoch) for task in (single, many))
+        assert there.keys() == here.keys()
+        assert all(torch.equal(there[name], here[name]) for name in there)
+    assert built(corpus, tmp_path / "many", packed=packed).fingerprint() == many.fingerprint() != single.fingerprint()
+    files[2].write_bytes(files[2].read_bytes()[:-1] + b"\x7f")
+    with pytest.raises(CheckpointError, match=rf"{files[2].name}: expected its checksum, got another"):
+        built(corpus, tmp_path / "many", packed=packed)
 
 
 def test_a_large_vocabulary_takes_four_bytes(tmp_path):

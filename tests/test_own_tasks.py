@@ -62,7 +62,8 @@ class Sums(Task):
         return {"square": len(batch["x"])}
 
     def totals(self, model, batch):
-        return {"square": (model(batch["x"]) - batch["x"].sum(1, keepdim=True)).square().sum()}
+        x = batch["x"].to(self.model.head.weight.dtype)
+        return {"square": (model(x) - x.sum(1, keepdim=True)).square().sum()}
 
     def evaluate(self, model):
         with torch.no_grad():

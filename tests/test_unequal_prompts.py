@@ -16,6 +16,7 @@ import regard as rg
 from learned_mechanisms import Bilinear
 from regard.checkpoints.sources import open_safetensors
 from regard.core.masks import as_mask
+from regard.core.masks.guard import all_finite
 from regard.core.states.key_value_runs import PAGE
 from regard.inference.generation.prompt import _Stored
 from test_state_sequences import STREAMING, G, H, K, V
@@ -219,21 +220,45 @@ def test_a_file_whose_gap_is_wrong_is_refused(change: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_gradients_of_unequal_prompts_are_those_of_the_whole(side: str) -> None:
+@pytest.mark.parametrize("learned", ["qkv", "q", "v"])
+def test_gradients_of_unequal_prompts_are_those_of_the_whole(side: str, learned: str) -> None:
+    """Also while others go on without gradients: where keys are trusted to be finite, views of buffers are saved. A
+    prompt ends where a chunk does."""
     *tensors, valid = ragged(side)
-    tensors = [t.requires_grad_() for t in tensors]
-    mask, longest = rg.causal & rg.padding(valid=valid), max(LENGTHS)
+    tensors = [t[..., :V].contiguous() for t in tensors]  # others are copied for PyTorch's kernel
+    leaves = [tensor.requires_grad_() for tensor, name in zip(tensors, "qkv", strict=True) if name in learned]
     state = rg.Softmax().start(
-        batch=len(LENGTHS), num_kv_heads=G, qk_length=K, value_length=V, capacity=longest + 5, dtype=torch.float64
+        batch=len(LENGTHS), num_kv_heads=G, qk_length=V, value_length=V, capacity=400, dtype=torch.float64
     )
-    first, state = rg.Softmax().extend(
-        *cut(tensors, 0, longest), state, mask=rg.causal & rg.padding(valid=valid[:, :longest])
-    )
-    rest, _ = rg.Softmax().extend(*cut(tensors, longest, longest + 5), state, mask=mask)
-    streamed = torch.autograd.grad((torch.cat([first, rest], 2) * valid[:, None, :, None]).square().sum(), tensors)
-    whole = torch.autograd.grad((rg.attend(*tensors, mask=mask) * valid[:, None, :, None]).square().sum(), tensors)
+    parts = []
+    with all_finite():
+        for low, high in pairwise([0, LENGTHS[3], 200, max(LENGTHS), max(LENGTHS) + 5]):
+            mask = rg.causal & rg.padding(valid=valid[:, :high])
+            out, state = rg.Softmax().extend(*cut(tensors, low, high), state, mask=mask)
+            parts.append(out)
+            with torch.no_grad():
+                rg.Softmax().extend(*cut(tensors, 0, 2), state, mask=rg.causal)
+    streamed = torch.autograd.grad((torch.cat(parts, 2) * valid[:, None, :, None]).square().sum(), leaves)
+    out = rg.attend(*tensors, mask=mask, path="reference")
+    whole = torch.autograd.grad((out * valid[:, None, :, None]).square().sum(), leaves)
     for ours, theirs in zip(streamed, whole, strict=True):
         assert torch.allclose(ours, theirs, atol=1e-12)
+
+
+def test_gradients_over_a_shared_prompt_to_which_nothing_is_appended() -> None:
+    generator = torch.Generator().manual_seed(0)
+    state, _ = two_prompts((400, 300), generator)
+    state = state.reorder(torch.tensor([1, 1]))
+    q, k, v = tokens(2, 1, generator)
+    q.requires_grad_()
+    padding = rg.padding(valid=(torch.arange(401) < 300).expand(2, -1))
+    with all_finite():
+        out, longer = rg.Softmax().extend(q, k, v, state, mask=rg.causal & padding)
+        with torch.no_grad():
+            rg.Softmax().extend(q, k, v, longer, mask=rg.causal)
+    whole = rg.attend(q, longer.keys, longer.values, mask=rg.causal & padding, path="reference")
+    ours, theirs = (torch.autograd.grad(result.sum(), q)[0] for result in (out, whole))
+    assert torch.allclose(ours, theirs, atol=1e-12)
 
 
 @pytest.mark.parametrize("prompted", [torch.inference_mode, torch.no_grad], ids=["in inference mode", "without"])

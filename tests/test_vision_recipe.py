@@ -71,7 +71,7 @@ def make(images: Images | None = None, seed: int = 1, **options) -> Vision:
     small = Options(**{"patch_size": 4, "embedding_dim": 16, "num_heads": 2, "num_layers": (1,), **options})
     data = images or tiny()
     torch.manual_seed(seed)
-    return Vision(vision._model(small, data, Path()), data, small, seed)
+    return Vision(vision._model(small, data, Path(), seed), data, small, seed)
 
 
 @pytest.mark.parametrize("options", [{}, {"mixup": 0.4, "erase": 0.5}])
@@ -226,12 +226,20 @@ BAD = {
     "shift": ({"shift": -1}, "shift: expected at least 0, got -1"),
     "mechanism": ({"mechanism": "magic"}, "mechanism: expected one of"),
     "size": ({"size": 32, "data": "somewhere"}, "size: expected none with data"),
+    "patch of a glyph": ({"patch_size": 5}, "patch_size: expected a divisor of the images' sides, 28 and 28, got 5"),
     "small": ({"size": 4}, "size: expected at least 8, got 4"),
     "davit's head": ({"model": "davit", "head": "mlp"}, "head: expected linear for a DaViT, got mlp"),
     "davit's kv": ({"model": "davit", "num_kv_heads": 1}, "num_kv_heads: expected none for a DaViT, got 1"),
     "tuned head": ({"start": "run", "head": "mlp"}, "head: expected linear for fine-tuning, got mlp"),
     "tuned width": ({"start": "run", "embedding_dim": 8}, "embedding_dim: expected none when fine-tuning a model"),
 }
+
+
+@pytest.mark.parametrize(("side", "patch_size"), [(16, 4), (32, 4), (28, 7), (30, 6), (13, 1), (96, 6)])
+def test_pictures_of_any_size_have_a_patch(side, patch_size, tmp_path):
+    task = build(Options(data=str(write_idx(tmp_path / "data", side=side))), tmp_path, seed=0)
+    assert task.model.config.patch_size == patch_size
+    assert task.model.eval()(torch.zeros(2, 1, side, side)).shape == (2, 3)
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -247,7 +255,7 @@ def test_every_option_has_a_sentence():
 
 def test_options_that_do_not_fit_the_images_say_so(tmp_path):
     write_idx(tmp_path)
-    with pytest.raises(ValueError, match=r"image_size: expected multiples of patch_size = \(3, 3\), got \(8, 8\)"):
+    with pytest.raises(ValueError, match="patch_size: expected a divisor of the images' sides, 8 and 8, got 3"):
         build(Options(data=str(tmp_path), patch_size=3), tmp_path, 0)
     with pytest.raises(ValueError, match=r"window_radius: expected none with Channel"):
         build(Options(data=str(tmp_path), patch_size=4, window_radius=1, mechanism="channel"), tmp_path, 0)

@@ -1,8 +1,8 @@
 """Checkpoints: `load` and `save`, for every format."""
 
 import json
-import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar, overload
 
@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from regard.checkpoints import adapters, gguf, huggingface, native, sentences
 from regard.checkpoints.errors import CheckpointError
-from regard.checkpoints.modules import load_module, save_tensors
+from regard.checkpoints.modules import load_module
 from regard.checkpoints.names import NAMES, resolve
 from regard.checkpoints.sources import read_json
 from regard.checkpoints.tokenizer import Tokenizer
+from regard.checkpoints.writing import save_tensors
 from regard.core.families.mechanism import Mechanism
 from regard.core.files import naming, write_folder
 from regard.core.mechanisms.text import made
@@ -188,27 +189,43 @@ def save(model: Model, folder: str | Path, *, layout: Literal["regard", "hugging
         values, tensors = huggingface.export(model)
         files = {"config.json": values, **huggingface.other_files(model)}
     elif layout == "regard":
-        if not is_listed(model):
-            raise ValueError(
-                f"model: expected one of {', '.join(MODELS)}, which load builds, got {type(model).__name__}"
-            )
-        values = {"regard": native.VERSION, "model": type(model).__name__, "config": model.config.to_json()}
-        files = {"config.json": values}
         state = merged_tensors(model.state_dict(), lora_of(model))
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
+        files, tensors = _native_files(model), state
     else:
         raise ValueError(f"layout: expected regard or huggingface, got {layout!r}")
     _check_own(tensors)
-    check_target(Path(folder))
+    return _write(model, Path(folder), files, partial(save_tensors, tensors))
+
+
+def write_model(model: Model, folder: Path, weights: Callable[[Path], object]) -> Path:
+    """Write a model to a folder in our layout, atomically, as `save` does; `weights` writes its model.safetensors.
+
+    >>> import regard as rg, tempfile
+    >>> from regard.checkpoints import write_model
+    >>> model = rg.Decoder(rg.DecoderConfig(vocabulary_size=9, embedding_dim=8, num_layers=1, num_heads=2))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     sorted(path.name for path in write_model(model, Path(folder) / "model", Path.touch).iterdir())
+    ['config.json', 'model.safetensors']
+    """
+    return _write(model, folder, _native_files(model), weights)
+
+
+def _native_files(model: Model) -> dict[str, Any]:
+    """The files of our layout besides the weights and the tokenizer."""
+    if not is_listed(model):
+        raise ValueError(f"model: expected one of {', '.join(MODELS)}, which load builds, got {type(model).__name__}")
+    return {"config.json": {"regard": native.VERSION, "model": type(model).__name__, "config": model.config.to_json()}}
+
+
+def _write(model: Model, folder: Path, files: dict[str, Any], weights: Callable[[Path], object]) -> Path:
+    check_target(folder)
 
     def fill(beside: Path) -> None:
-        save_tensors(tensors, beside / "model.safetensors")
+        weights(beside / "model.safetensors")
         for name, content in files.items():
             (beside / name).parent.mkdir(exist_ok=True)
             with naming(beside / name):
                 (beside / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        # safetensors makes files readable by their owner only, but a model is often served by another user
-        shutil.copymode(beside / "config.json", beside / "model.safetensors")
         if model.tokenizer is not None:
             model.tokenizer.save(beside)
 
@@ -225,6 +242,7 @@ def save_peft(run: Path, model: Model, folder: str | Path) -> Path:
         save_tensors(tensors, beside / adapters.PEFT[1])
         with naming(beside / adapters.PEFT[0]):
             (beside / adapters.PEFT[0]).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        shutil.copymode(beside / adapters.PEFT[0], beside / adapters.PEFT[1])
 
     return write_folder(folder, fill)
 

@@ -7,6 +7,7 @@ A model is loaded with its adapters merged into its weights. `peft_files` gives 
 """
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,8 @@ from torch import Tensor
 
 from regard.checkpoints import huggingface
 from regard.checkpoints.errors import CheckpointError
-from regard.checkpoints.modules import save_tensors
 from regard.checkpoints.sources import Source, open_folder, open_safetensors, read_json
+from regard.checkpoints.writing import save_tensors
 from regard.core.files import naming, write_folder
 from regard.models.base import Model
 from regard.models.layers.lora import PARTS, Lora, lora_of, merged
@@ -54,9 +55,11 @@ def save_adapters(model: Model, tensors: Mapping[str, Tensor], folder: str | Pat
     }
 
     def fill(beside: Path) -> None:
-        save_tensors({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, beside / FILE)
+        save_tensors(tensors, beside / FILE)
         with naming(beside / "config.json"):
             (beside / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        # safetensors makes files readable by their owner only
+        shutil.copymode(beside / "config.json", beside / FILE)
         if model.tokenizer is not None:
             model.tokenizer.save(beside)
 

@@ -1,50 +1,26 @@
 """Weights of any module: its tensors in model.safetensors, and the name of its class. Loading imports no code: it fills
 a module that the caller makes."""
 
-import errno
 import json
-import os
-import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from regard.checkpoints.errors import CheckpointError
 from regard.checkpoints.sources import open_folder
-from regard.core.extras import needed_for
+from regard.checkpoints.writing import save_tensors
 from regard.core.files import naming, write_folder
 
 VERSION = 1
 
 
-def save_tensors(tensors: Mapping[str, Any], path: Path) -> None:
-    """Write tensors to a safetensors file; an OSError names it.
-
-    >>> import tempfile
-    >>> from regard.checkpoints.modules import save_tensors
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     save_tensors({"weight": torch.ones(2, 3)}, Path(folder) / "model.safetensors")
-    ...     open_folder(folder).shapes
-    {'weight': (2, 3)}
-    """
-    with needed_for("saving a model"):
-        from safetensors import SafetensorError
-        from safetensors.torch import save_file
-    try:
-        save_file(dict(tensors), path, metadata={"format": "pt"})
-    except SafetensorError as error:  # a full disk, mostly
-        number = re.search(r"os error (\d+)", str(error))
-        code = int(number[1]) if number else errno.EIO
-        raise OSError(code, os.strerror(code), str(path)) from error
-
-
 def save_module(model: nn.Module, tensors: Mapping[str, Any], folder: Path) -> Path:
-    """Write the state dict of a module, atomically. Of tied tensors one is written.
+    """Write a state dict of a module, atomically. Of tied tensors one is written.
 
-    >>> import tempfile
+    >>> import tempfile, torch
     >>> from regard.checkpoints.modules import load_module, save_module
     >>> model, other = torch.nn.Linear(2, 3), torch.nn.Linear(2, 3)
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -61,11 +37,24 @@ def save_module(model: nn.Module, tensors: Mapping[str, Any], folder: Path) -> P
     plain = {}
     for name, tensor in tensors.items():
         if places.setdefault(_place(tensor), name) == name:
-            plain[name] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+            plain[name] = tensor
+    return write_module(model, folder, partial(save_tensors, plain))
+
+
+def write_module(model: nn.Module, folder: Path, weights: Callable[[Path], object]) -> Path:
+    """Write the folder of a module, atomically; `weights` writes its model.safetensors.
+
+    >>> import tempfile, torch
+    >>> from regard.checkpoints.modules import write_module
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = write_module(torch.nn.Linear(2, 3), Path(folder) / "model", Path.touch)
+    ...     sorted(file.name for file in path.iterdir())
+    ['config.json', 'model.safetensors']
+    """
     values = {"regard": VERSION, "module": type(model).__name__}
 
     def fill(beside: Path) -> None:
-        save_tensors(plain, beside / "model.safetensors")
+        weights(beside / "model.safetensors")
         with naming(beside / "config.json"):
             (beside / "config.json").write_text(json.dumps(values) + "\n", encoding="utf-8")
         if getattr(model, "tokenizer", None) is not None:

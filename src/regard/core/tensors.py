@@ -1,7 +1,9 @@
 """The tensors of a mechanism: what it lists, what its functions capture, and where and in what dtype it computes."""
 
 import inspect
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from functools import partial, reduce
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
     from regard.core.families.mechanism import Mechanism
 
 M = TypeVar("M", bound="Mechanism")
+
+_real: ContextVar[bool] = ContextVar("real", default=False)
 
 
 def flat(mechanism: "Mechanism") -> list[Tensor]:
@@ -246,8 +250,18 @@ def made_on(device: torch.device) -> AbstractContextManager[object]:
     return nullcontext() if usual else device
 
 
-def real_place() -> AbstractContextManager[object]:
-    """A context in which a mechanism makes its tensors with data, even while a model is built on the meta device: the
-    file that fills the model may not contain them."""
-    place = torch.get_default_device()
-    return made_on(torch.device("cpu") if place.type == "meta" else place)
+@contextmanager
+def real_place() -> Iterator[None]:
+    """A context in which a mechanism makes its tensors with data, even while a model is built on the meta device, or
+    without memory for its weights: what fills the model may not contain them."""
+    place, before = torch.get_default_device(), _real.set(True)
+    try:
+        with made_on(torch.device("cpu") if place.type == "meta" else place):
+            yield
+    finally:
+        _real.reset(before)
+
+
+def in_real_place() -> bool:
+    """Whether this is in the context `real_place`."""
+    return _real.get()

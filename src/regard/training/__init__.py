@@ -14,6 +14,7 @@ from regard.core.extras import needed_for
 if TYPE_CHECKING:
     from regard.models.layers.lora import Lora as Lora
     from regard.models.layers.lora import adapt as adapt
+    from regard.training.divided import divided as divided
     from regard.training.evaluation import evaluate as evaluate
     from regard.training.fingerprint import digest as digest
     from regard.training.loop import Report as Report
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "regard.models.layers.lora": "Lora adapt",
+    "regard.training.divided": "divided",
     "regard.training.evaluation": "evaluate",
     "regard.training.fingerprint": "digest",
     "regard.training.loop": "Report train",

@@ -7,6 +7,7 @@ example: 10⁹ tokens are millions of examples.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 STRETCH = 64
 """How many batches of examples are sorted by size together."""
 
-Integers = NDArray[np.int64]
+Integers = NDArray[np.integer[Any]]
 
 
 def check_sizes(sizes: Sequence[int] | Integers, batch_tokens: int | None) -> None:
@@ -75,11 +76,12 @@ def plan(
     check_sizes(sizes, batch_tokens)
     lengths = np.asarray(sizes)
     random = np.random.default_rng((seed, epoch))
-    order = random.permutation(len(lengths))
+    order = random.permutation(np.arange(len(lengths), dtype=np.int32 if len(lengths) < 2**31 else np.int64))
     examples = batch_size or max(1, int(batch_tokens or 0) // max(1, int(lengths.mean())))
     if lengths.min() != lengths.max():
-        stretches = (order[start : start + STRETCH * examples] for start in range(0, len(order), STRETCH * examples))
-        order = np.concatenate([part[np.argsort(lengths[part], kind="stable")] for part in stretches])
+        for start in range(0, len(order), STRETCH * examples):
+            part = order[start : start + STRETCH * examples]
+            part[:] = part[np.argsort(lengths[part], kind="stable")]
     if batch_size is not None:
         bounds = _even(len(order), batch_size)
         if len(bounds) > 2 and 2 * (bounds[-1] - bounds[-2]) < batch_size:

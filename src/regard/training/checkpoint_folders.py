@@ -114,8 +114,9 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 def check(path: Path, hashed: slice) -> dict[str, Any]:
     """The manifest of a checkpoint; CheckpointError unless it has the manifest's files, with the right sizes and, for
-    the files in the slice `hashed`, the right checksums. Other files in its folder (a file manager's .DS_Store) are
-    ignored. A file that is there and cannot be read is an OSError: it is not damage, and must not be trained over."""
+    the files in the slice `hashed` of their sorted names, the right checksums. Other files in its folder (a file
+    manager's .DS_Store) are ignored. A file that is there and cannot be read is an OSError: it is not damage, and
+    it must not be trained over."""
     manifest = read_manifest(path)
     try:
         for name, expected in manifest["files"].items():
@@ -123,7 +124,7 @@ def check(path: Path, hashed: slice) -> dict[str, Any]:
                 size = check_file(path / name, "a part of the checkpoint").stat().st_size
             if size != expected["bytes"]:
                 refuse(path / name, f"{expected['bytes']:,} bytes", f"{size:,}")
-        for name, expected in list(manifest["files"].items())[hashed]:
+        for name, expected in sorted(manifest["files"].items())[hashed]:
             with (path / name).open("rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
             if digest != expected["sha256"]:

@@ -30,7 +30,9 @@ from regard.training.ahead import Course, Step, Turn, steps
 from regard.training.average import Average
 from regard.training.checked import check_task
 from regard.training.checkpoint_folders import listed
+from regard.training.divided import dividing
 from regard.training.evaluation import MODEL, best_weights, better
+from regard.training.initial import fill, without_memory
 from regard.training.lock import writing
 from regard.training.metrics import Logger, Metrics, check_loggers, with_nan, without_nan
 from regard.training.optimizer import adamw, clip, memory, rate
@@ -180,11 +182,12 @@ class _Run:
         self.record = run_file.read(folder)
         begins = not self.record
         self._confirm(restart)
-        torch.manual_seed(settings.seed * 65537 + place.rank + 1)
-        model = task.model.to(place.device).train()
+        model, empty = task.model.train(), without_memory(task.model)
+        if not empty:
+            model.to(place.device)
         if begins:
             check_task(task)
-        if settings.precision == "float64":
+        if settings.precision == "float64" and not empty:
             model.double()
         if settings.recompute:
             _recompute(model)
@@ -193,6 +196,10 @@ class _Run:
             # On an H200 the loss over 50,000 tokens takes 2.4 ms with inductor's single-pass softmax, 1.8 ms with two.
             self.objective.compile(options={"online_softmax": False} if place.device.type == "cuda" else None)
         self.runner = spread(self.objective, place, settings.precision)
+        fill(self.objective, model, settings.seed, place.device)
+        torch.manual_seed(settings.seed * 65537 + place.rank + 1)
+        if settings.precision == "float64" and empty:  # drawn in float32, as one process does
+            self.objective.double()
         self.optimizer = adamw(self.objective, settings)
         self.average = None if settings.ema is None else Average(self.objective.model, settings.ema)
         self.sizes = task.sizes()
@@ -232,7 +239,8 @@ class _Run:
 
     def go(self) -> Report:
         try:
-            interrupted = self._loop()
+            with store.Saver(self.folder / "checkpoints", self.settings.keep) as self.saver:
+                interrupted = self._loop()
             if not interrupted:
                 self._test()
         finally:
@@ -268,7 +276,10 @@ class _Run:
     def _advance(self, step: Step, stop: bool) -> bool:
         """Run one step. Returns whether any process was asked to stop."""
         settings, place = self.settings, self.place
-        summed = place.added(torch.tensor([*step.counts.values(), float(stop)], dtype=torch.float64)).tolist()
+        flags = float(stop), float(self.saver.failed)
+        summed = place.added(torch.tensor([*step.counts.values(), *flags], dtype=torch.float64)).tolist()
+        if summed[-1]:
+            self.saver.wait()
         counts = {name: max(1.0, total) for name, total in zip(step.counts, summed, strict=False)}
         self.step += 1
         terms = torch.zeros(len(counts), dtype=torch.float64, device=place.device)
@@ -294,7 +305,7 @@ class _Run:
         values = torch.cat([place.added(terms), norm.detach().double()[None]]).to("cpu", non_blocking=True)
         event = torch.cuda.current_stream(place.device).record_event() if place.device.type == "cuda" else None
         self.pending.append(_Pending(self.step, counts, size, values, event))
-        return summed[-1] > 0
+        return summed[-2] > 0
 
     def _precision(self) -> Any:
         wanted = self.settings.precision == "bfloat16"
@@ -317,6 +328,7 @@ class _Run:
             if self.metrics is not None:
                 self.metrics.log(done.step, {**values, "seconds": round(self.seconds, 3)}, "training")
             if not math.isfinite(self.loss) or not math.isfinite(norm):
+                self.saver.wait()
                 last = next((path for path, whole in listed(self.folder / "checkpoints") if whole), None)
                 raise ValueError(
                     f"loss: expected a finite number, got {self.loss} (gradient {norm}) at step {done.step}; try a "
@@ -341,7 +353,7 @@ class _Run:
         self.stale = 0 if best else self.stale + 1
         if best:
             self.best = dict(results)
-            write_model(self.objective, self.folder / MODEL, self.place)
+            store.together(lambda: write_model(self.objective, self.folder / MODEL, self.place))
         self.objective.eval()
         lines = tuple(self.task.samples(self.task.model)) if self._speaks() else ()
         self.objective.train()
@@ -365,10 +377,10 @@ class _Run:
     def _measured(self, measure: Measure) -> dict[str, float]:
         self.objective.eval()
         eager = torch.compiler.set_stance("force_eager") if self.settings.compile else nullcontext()
-        with torch.no_grad(), self._precision(), eager, resharded(self.runner):
+        with torch.no_grad(), self._precision(), eager, resharded(self.runner), dividing(self.place):
             results: dict[str, float] = (self.runner if self.place.sharded else self.objective)(measure)
         self.objective.train()
-        return results
+        return store.together(lambda: results)[0]  # all processes choose the same model
 
     def _speaks(self) -> bool:
         return self.place.first and not self.place.sharded
@@ -389,9 +401,7 @@ class _Run:
             "stale": self.stale,
             "world": self.place.world,
         }
-        store.save(
-            self.folder / "checkpoints", self.step, {**self._tensors(), **self._random()}, note, keep=self.settings.keep
-        )
+        self.saver.save(self.step, {**self._tensors(), **self._random()}, note)
 
     def _tensors(self) -> dict[str, Tensor]:
         model = {f"model.{name}": tensor for name, tensor in trained_tensors(self.objective.model).items()}
@@ -417,7 +427,7 @@ class _Run:
         tensors, random = self._tensors(), self._random()
         note = store.read_note(path)
         alike = note["world"] == self.place.world
-        store.load(path, {**tensors, **(random if alike else {})})
+        store.load(path, {**tensors, **(random if alike else {})}, sound=True)
         if alike:
             torch.set_rng_state(random[f"random.cpu.{self.place.rank}"])
             if self.place.device.type == "cuda":

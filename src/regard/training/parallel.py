@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, Literal, get_args
 
 import torch
@@ -21,6 +22,7 @@ Measure = Callable[[Any], dict[str, float]]
 """Results of a model: a task's `evaluate` or `test`."""
 Strategy = Literal["ddp", "fsdp", "hsdp"]
 STRATEGIES = get_args(Strategy)
+_groups = count()
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,11 @@ def placed(device: str | None = None, strategy: str = "ddp") -> Iterator[Place]:
             "strategy: expected hsdp only with as many processes on each of several machines, "
             f"got {machine} of {world} here"
         )
-    dist.init_process_group("cpu:gloo,cuda:nccl" if where.type == "cuda" else "gloo")
+    kinds = "cpu:gloo,cuda:nccl" if where.type == "cuda" else "gloo"
+    # A name of its own for every group of this process: what an earlier one has left in the store is not for this one.
+    address, rank, world = next(dist.rendezvous("env://"))  # type: ignore[attr-defined]
+    named = dist.PrefixStore(str(next(_groups)), address)  # type: ignore[attr-defined]
+    dist.init_process_group(kinds, store=named, rank=rank, world_size=world)
     place = Place(dist.get_rank(), dist.get_world_size(), where, strategy, machine)  # type: ignore[arg-type]
     try:
         yield place
@@ -110,6 +116,21 @@ def placed(device: str | None = None, strategy: str = "ddp") -> Iterator[Place]:
         place.wait()
     finally:
         dist.destroy_process_group()
+
+
+def grouped() -> bool:
+    """Whether this process belongs to a process group."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def share() -> slice:
+    """This process's share of a list that every process has; all of it without a process group.
+
+    >>> from regard.training.parallel import share
+    >>> ["a", "b", "c"][share()]
+    ['a', 'b', 'c']
+    """
+    return slice(dist.get_rank(), None, dist.get_world_size()) if grouped() else slice(None)
 
 
 class Objective(nn.Module):

@@ -7,18 +7,21 @@ import shutil
 import subprocess
 import sys
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
-from regard.checkpoints import save
+from regard import checkpoints
 from regard.checkpoints.adapters import save_adapters
-from regard.checkpoints.modules import save_module
+from regard.checkpoints.modules import save_module, write_module
+from regard.checkpoints.writing import entries, in_order, save_pieces
 from regard.core.files import save_figure, write_text
-from regard.models.layers.lora import lora_of, merged_tensors, trained_tensors
+from regard.models.layers.lora import PARTS, lora_of, merged_tensors, trained_tensors
 from regard.models.registry import is_listed
 from regard.models.stored import is_shipped
 from regard.training.metrics import read_metrics
@@ -35,31 +38,48 @@ BASE = "../data/start"
 
 def write_model(objective: Objective, folder: Path, place: Place) -> None:
     """Save the current model for `rg.load`, of one with adapters these alone if the run has its base. All processes
-    call this; rank 0 writes."""
+    call this; rank 0 writes. The weights of a sharded model are gathered and written one after another."""
     model: Any = objective.model
     lora = lora_of(model)
     apart = lora is not None and is_listed(model) and Path(os.path.normpath(folder / BASE)).is_dir()
     for left in folder.parent.glob(f".{folder.name}-*") if place.first else ():  # temporary folders of killed saves
         shutil.rmtree(left, ignore_errors=True)
-    if place.sharded:
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=apart)
-        state: Any = get_model_state_dict(model, options=options)
-    else:
-        state = trained_tensors(model) if apart else model.state_dict()
-    if place.first and apart:
-        save_adapters(model, state, folder, BASE)
-    elif place.first and place.sharded and is_listed(model):
-        copy = type(model)(model.config).to(model.dtype)
-        copy.load_state_dict(merged_tensors(state, lora))
-        copy.tokenizer = model.tokenizer
-        save(copy, folder)
+    if apart:
+        adapters = {name: _whole(tensor) for name, tensor in trained_tensors(model).items()}
+        if place.first:
+            save_adapters(model, adapters, folder, BASE)
+    elif place.sharded:
+        _write_gathered(model, folder, place)
     elif place.first and is_listed(model):
-        save(model, folder)
+        checkpoints.save(model, folder)
     elif place.first:
-        save_module(model, merged_tensors(state, lora), folder)
-    place.wait()
+        save_module(model, merged_tensors(model.state_dict(), lora), folder)
+
+
+def _write_gathered(model: Any, folder: Path, place: Place) -> None:
+    lora = lora_of(model)
+    names = {name for name, _ in model.named_parameters()}
+    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - names
+    state = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+    ordered = in_order({name: tensor for name, tensor in state.items() if name.rpartition(".")[2] not in PARTS})
+
+    def gathered(name: str) -> Tensor:
+        projection = name.removesuffix("weight")
+        parts = [name, *(f"{projection}{part}" for part in PARTS if f"{projection}{part}" in state)]
+        return merged_tensors({part: _whole(state[part]) for part in parts}, lora)[name]
+
+    wholes = (gathered(name) for name in ordered)
+    write = checkpoints.write_model if is_listed(model) else write_module
+    try:
+        if place.first:
+            write(model, folder, partial(save_pieces, entries(ordered), wholes))
+    finally:
+        for _ in wholes:  # every process takes part, also when the disk of rank 0 is full
+            pass
+
+
+def _whole(tensor: Any) -> Tensor:
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).cpu()
 
 
 def environment(place: Place) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from regard.core.mechanisms.user_modules import absolute
 from regard.training import own, run_file
 from regard.training.batches import check_sizes
 from regard.training.checked import check_task
+from regard.training.initial import filled_later
 from regard.training.lock import LOCK, one_writer, writer
 from regard.training.metrics import check_loggers
 from regard.training.parallel import Place
@@ -62,6 +63,7 @@ def begin(name: str, options: Any, settings: Settings, folder: str | Path, place
     2
     """
     check_loggers(settings)
+    check_sizes([getattr(options, "least_batch", 1)], settings.batch_tokens)
     target = Path(folder)
     missing = [parent for parent in (target, *target.parents) if not parent.exists()]
     beside = Path(together(lambda: str(_unfinished(target)) if place.first else "")[0])
@@ -162,8 +164,9 @@ def _built(name: str, options: Any, settings: Settings, folder: Path, place: Pla
         task = recipe(name).build(options, folder / "data", settings.seed) if name in NAMES else None
         tasks.append(task or own.build(name, settings.seed))
 
-    together(lambda: build() if place.first else None)
-    together(lambda: None if place.first else build())
+    with filled_later(place):
+        together(lambda: build() if place.first else None)
+        together(lambda: None if place.first else build())
     return tasks[0]
 
 

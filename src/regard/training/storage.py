@@ -6,7 +6,6 @@ refuses tied weights.
 
 import hashlib
 import json
-import math
 import os
 from collections.abc import Iterator
 from contextlib import suppress
@@ -38,9 +37,8 @@ from torch.futures import Future
 
 from regard.checkpoints.errors import CheckpointError
 from regard.checkpoints.sources import DTYPES, open_safetensors, refuse
+from regard.checkpoints.writing import KINDS, header, raw
 from regard.training.checkpoint_folders import MANIFEST, VERSION, check, prune, sealed, sync, tidy
-
-KINDS = {dtype: kind for kind, dtype in DTYPES.items()}
 
 
 class Writer(StorageWriter):
@@ -155,18 +153,11 @@ def _write_part(path: Path, items: list[WriteItem], planner: SavePlanner) -> tup
     """Write tensors to a safetensors file, one after another. Returns its size and SHA-256."""
     # The widest dtypes first, so that every tensor is aligned to its item size.
     items = sorted(items, key=lambda item: -_data(item).properties.dtype.itemsize)
-    header, end = {}, 0
-    for item in items:
-        dtype, sizes = _data(item).properties.dtype, _data(item).chunk.sizes
-        begin, end = end, end + math.prod(sizes) * dtype.itemsize
-        header[_key(item)] = {"dtype": KINDS[dtype], "shape": sizes, "data_offsets": [begin, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
+    named = [(_key(item), _data(item).properties.dtype, _data(item).chunk.sizes) for item in items]
     digest = hashlib.sha256()
     with open(path, "xb") as file:
-        pieces: Iterator[bytes | memoryview] = chain(
-            (len(text).to_bytes(8, "little"), text), (_bytes(planner.resolve_data(item)) for item in items)
-        )
+        written = (raw(planner.resolve_data(item)) for item in items)  # type: ignore[arg-type]
+        pieces: Iterator[bytes | memoryview] = chain([header(named)], written)
         for piece in pieces:
             digest.update(piece)
             file.write(piece)
@@ -174,11 +165,6 @@ def _write_part(path: Path, items: list[WriteItem], planner: SavePlanner) -> tup
         os.fsync(file.fileno())
         size = file.tell()
     return size, digest.hexdigest()
-
-
-def _bytes(tensor: Any) -> memoryview:
-    """A tensor's bytes, without a copy if it is contiguous and on the CPU."""
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 class Reader(StorageReader):

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from regard.core.cost import COUNTED, Work, accumulator, count_formula
 from regard.core.eager import symbolic
 from regard.core.families.recurrent import RecurrentMechanism, chunk_size, filled, seen_keys
-from regard.core.tensors import own_dtype, real_place, replaced
+from regard.core.tensors import own_dtype, replaced
 from regard.core.user_code import read_only
 
 TABLE = 512
@@ -75,8 +75,7 @@ class Delta(RecurrentMechanism):
     def for_layer(self, qk_length: int) -> "Delta":
         if self.rate is not None:
             return self
-        with real_place():
-            return replaced(self, {"rate": Rate(qk_length)})
+        return replaced(self, {"rate": Rate(qk_length)})
 
     def rates(self, k: Tensor) -> Tensor:
         """The rate of each key in float32 or better, computed in the dtype of the mechanism's tensors; ValueError

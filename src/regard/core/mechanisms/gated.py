@@ -20,7 +20,7 @@ from torch.nn.functional import linear, logsigmoid
 
 from regard.core.cost import accumulator
 from regard.core.families.fading import FadingMechanism
-from regard.core.tensors import real_place, replaced
+from regard.core.tensors import replaced
 
 SOFTNESS = 16
 """The divisor of log-gates, as in the paper: an untrained gate keeps about 96 % at every token."""
@@ -72,8 +72,7 @@ class Gated(FadingMechanism):
     def for_layer(self, qk_length: int) -> "Gated":
         if self.gate is not None:
             return self
-        with real_place():
-            return replaced(self, {"gate": Gate(qk_length)})
+        return replaced(self, {"gate": Gate(qk_length)})
 
     def log_gates(
         self, k: Float[Tensor, "B G S K"], real: Bool[Tensor, "..."] | None

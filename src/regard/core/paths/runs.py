@@ -57,10 +57,13 @@ def usable_state(
 
     runs, may_share = [], state.may_share
     for run in state.runs:
+        buffer = run.buffer
         if run.gap is not None and fills_gaps:
             run = run.apart(state.length)
         elif cannot_share(run):
             run, may_share = run.joined(state.length), False
+        if run.buffer is not buffer and derived and torch.is_grad_enabled():
+            run.buffer.recorded = True  # also where nothing was appended
         runs.append(run)
     return state if tuple(runs) == state.runs else replace(state, runs=tuple(runs), may_share=may_share)
 

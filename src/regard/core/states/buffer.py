@@ -186,9 +186,10 @@ class Buffer:
 
     def recordable(self, count: int, recorded: bool) -> "Buffer":
         """The buffer of the first `count` tokens, to which none are appended, in a form that autograd can record: a
-        copy if it was made in inference mode, or if views are saved (`recorded`), which later tokens would invalidate.
-        """
-        saves = recorded and torch.is_grad_enabled() and not self.recorded
+        copy if it was made in inference mode, or if views are saved, which later tokens would invalidate. `recorded`
+        says that they are saved for the gradients of other tensors."""
+        derived = eager.recorded(*self.tensors) or (recorded and torch.is_grad_enabled())
+        saves = derived and not self.recorded
         if not count or not (saves or _closed(self)):
             return self
         return self.moved(0, count, count, recorded=self.recorded or saves)

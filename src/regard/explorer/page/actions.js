@@ -152,14 +152,16 @@ async function again(more, signal) {
   }
 }
 
-// The model with its changes; one that cannot be computed is taken back, unless a newer one is under way.
+// The model with its changes; one that cannot be computed is taken back, unless something newer goes on with it.
 async function runChanged(signal) {
   const { changes } = state;
   try {
     state.run = Object.assign(await again({ changes }, signal), { changes });
   } catch (problem) {
-    if (state.changes === changes) state.changes = state.run.changes;
-    if (!state.changes.length && state.compare.kind === "before") state.compare = { kind: "none", value: "" };
+    if (work?.signal === signal) {
+      state.changes = state.run.changes;
+      if (!state.changes.length && state.compare.kind === "before") state.compare = { kind: "none", value: "" };
+    }
     throw problem;
   }
   redraw();
@@ -283,13 +285,15 @@ export function findEffects(twin) {
   });
 }
 
-// Tokens after the prompt; `prefix` are ids that are forced, the last of them an alternative that was chosen.
+// Tokens after the prompt, by the model as it is changed; `prefix` are ids that are forced, the last of them an
+// alternative that was chosen.
 export function generateSteps(prefix = []) {
   return computing("Generating", async (signal) => {
-    const steps = [];
+    const steps = [], { changes } = state, prompt = state.base.prompt ?? state.base;
     let run = null;
     Object.assign(state, { steps, step: null });
-    await source.generate({ run: (state.base.prompt ?? state.base).id, steps: state.count, prefix }, (message) => {
+    const begin = changes.length ? await collected({ of: prompt.id, changes, twin: false }, signal) : prompt;
+    await source.generate({ run: begin.id, steps: state.count, prefix }, (message) => {
       if (message.type === "step") {
         steps.push(message);
         redraw("steps");
@@ -297,9 +301,12 @@ export function generateSteps(prefix = []) {
       else if (run) addFrame(run, message);
     }, signal);
     if (!run) return;
-    run.prompt = state.base.prompt ?? state.base;
-    Object.assign(state, { run, base: run, changes: [], other: null, generated: run.info.generated ?? null, hover: null, locked: null });
+    const base = changes.length ? await collected({ of: run.id, changes: [], twin: false }, signal) : run;
+    run.changes = changes;
+    base.prompt = prompt;
+    Object.assign(state, { run, base, generated: run.info.generated ?? null, hover: null, locked: null });
     if (steps.length) chooseStep(Math.max(0, prefix.length - 1));
+    await runOther(signal);
   });
 }
 

@@ -27,7 +27,7 @@ from regard.core.masks.guard import bad_keys, cleaned, poisoned
 from regard.core.masks.structure import structure_of
 from regard.core.mechanisms import Softmax, named
 from regard.core.paths import gpu, split
-from regard.core.tensors import constants, named_tensors, replaced
+from regard.core.tensors import constants, named_tensors, real_place, replaced
 from regard.models.layers.linear import Linear, projections
 from regard.models.layers.positions import Rotary, Tables
 from regard.models.layers.ragged import Ragged
@@ -250,7 +250,8 @@ class MultiHeadAttention(nn.Module):
         self.W_v = Linear(value_dim or key_dim or embedding_dim, groups * self.value_length, bias=bias)
         out_bias = bias if output_bias is None else output_bias
         self.W_o = Linear(num_heads * self.value_length, embedding_dim, bias=out_bias)
-        mechanism = as_mechanism(mechanism).for_layer(self.qk_length)
+        with real_place():
+            mechanism = as_mechanism(mechanism).for_layer(self.qk_length)
         check_learned(mechanism, self.qk_length)
         self.attend = Attend(mechanism, dropout)
 

@@ -3,9 +3,9 @@
 Documents are read when they are needed, and tokens are written document by document and read through a memory map, so
 that a corpus may be larger than memory.
 
-A token file has a header, the tokens of all documents one after another, with [START] before and [END] after each, and
+A token file has a header, the tokens of its documents one after another, with [START] before and [END] after each, and
 the start of each document. It is written to a temporary name and renamed, and its checksum is verified when it is
-opened.
+opened. The tokens of much text are several files, of which each process of a run verifies its share.
 """
 
 import hashlib
@@ -17,6 +17,7 @@ import sysconfig
 import tempfile
 import warnings
 import zlib
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -29,6 +30,7 @@ from numpy.typing import NDArray
 from regard.checkpoints.errors import CheckpointError
 from regard.checkpoints.tokenizer import Tokenizer
 from regard.core.files import write
+from regard.training.parallel import share
 
 SUFFIXES = (".txt", ".md", ".rst", ".py")
 PART = 32 * 2**10
@@ -44,6 +46,8 @@ HEADER = struct.Struct("<8sIIQQ32s")
 """Magic, bytes of a token, checksum, documents, tokens, fingerprint."""
 MAGIC = b"regardT1"
 CHUNK = 2**24
+FILE = 256 * 2**20
+"""Bytes of text whose tokens are in one file, about."""
 
 
 @dataclass(frozen=True)
@@ -109,9 +113,37 @@ def documents(
     return _parts(files[0].path, least) if len(files) == 1 else files
 
 
+class Joined:
+    """Arrays one after another, read as one.
+
+    >>> import numpy as np
+    >>> from regard.training.data.text import Joined
+    >>> joined = Joined([np.array([5, 6]), np.array([7, 8, 9])])
+    >>> len(joined), joined[np.array([[0, 4], [2, 1]])].tolist()
+    (5, [[5, 9], [7, 6]])
+    """
+
+    def __init__(self, parts: Sequence[NDArray[Any]]) -> None:
+        self.parts = tuple(parts)
+        self.bounds = np.cumsum([0, *map(len, parts)])
+        self.dtype = np.result_type(*parts)
+
+    def __len__(self) -> int:
+        return int(self.bounds[-1])
+
+    def __getitem__(self, places: Any) -> NDArray[Any]:
+        wanted = np.asarray(places)
+        part = np.searchsorted(self.bounds, wanted, side="right") - 1
+        out = np.empty(wanted.shape, self.dtype)
+        for number in np.unique(part):
+            here = part == number
+            out[here] = self.parts[number][wanted[here] - self.bounds[number]]
+        return out
+
+
 @dataclass(frozen=True, eq=False)
 class Tokens:
-    """The tokens of many documents, memory-mapped.
+    """The tokens of many documents, memory-mapped from one file or several.
 
     >>> import tempfile
     >>> from regard.training.data.text import documents, write_tokens
@@ -125,14 +157,20 @@ class Tokens:
     """
 
     ids: NDArray[Any]
+    """All tokens: an array, or what is read like one."""
     starts: NDArray[np.int64]
     """Where each document starts, and where the last one ends."""
     fingerprint: bytes
     """A hash of the documents and the tokenizer."""
 
+    @property
+    def parts(self) -> tuple[NDArray[Any], ...]:
+        """The tokens of each file."""
+        return getattr(self.ids, "parts", (self.ids,))
+
     @classmethod
-    def open(cls, path: str | Path) -> "Tokens":
-        """Open a token file; CheckpointError if it is truncated or damaged."""
+    def open(cls, path: str | Path, *, verified: bool = True) -> "Tokens":
+        """Open a token file; CheckpointError if it is truncated or, unless it need not be `verified`, damaged."""
         path = Path(path)
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -143,25 +181,54 @@ class Tokens:
         expected = HEADER.size + width * total + 8 * (count + 1)
         if size != expected:
             raise CheckpointError(f"{path}: expected {expected:,} bytes, got {size:,}; delete it to make it again")
-        if _checksum(path, _plain(header)) != checksum:
+        if verified and _checksum(path, _plain(header)) != checksum:
             raise CheckpointError(f"{path}: expected its checksum, got another; delete it to make it again")
         ids = np.memmap(path, f"<u{width}", "r", HEADER.size, (total,))
         starts = np.fromfile(path, "<i8", count + 1, offset=HEADER.size + width * total)
         return cls(ids, starts, fingerprint)
 
+    @classmethod
+    def joined(cls, parts: "Sequence[Tokens]") -> "Tokens":
+        """The tokens of several files as one."""
+        if len(parts) == 1:
+            return parts[0]
+        ids: Any = Joined([part.ids for part in parts])
+        shifted = (part.starts[:-1] + begin for part, begin in zip(parts, ids.bounds, strict=False))
+        starts = np.concatenate([*shifted, ids.bounds[-1:]])
+        return cls(ids, starts, b"".join(part.fingerprint for part in parts))
+
 
 def write_tokens(path: str | Path, documents: Sequence[Document], tokenizer: Tokenizer) -> Tokens:
-    """The tokens of documents, in a file. An existing file is used if it was made from these documents with this
-    tokenizer. Tokens are 2 bytes each if the vocabulary allows it, else 4."""
-    path = Path(path)
+    """The tokens of documents, in a file, or in several if they are long. Existing files are used if they were made
+    from these documents with this tokenizer. Tokens are 2 bytes each if the vocabulary allows it, else 4."""
+    path, groups = Path(path), _groups(documents)
+    names = [path.name]
+    if len(groups) > 1:
+        names = [f"{path.stem}-{at:05}-of-{len(groups):05}{path.suffix}" for at in range(len(groups))]
+    mine = range(len(groups))[share()]
+    parts = [
+        _write_file(path.with_name(name), group, tokenizer, at in mine)
+        for at, (name, group) in enumerate(zip(names, groups, strict=True))
+    ]
+    return Tokens.joined(parts)
+
+
+def _groups(documents: Sequence[Document]) -> list[Sequence[Document]]:
+    """Documents in groups whose text fills a file."""
+    ends = np.cumsum([document.stop - document.start for document in documents])
+    cuts = [0, *(1 + np.flatnonzero(np.diff(ends // FILE))).tolist(), len(documents)]
+    return [documents[low:high] for low, high in pairwise(cuts)]
+
+
+def _write_file(path: Path, documents: Sequence[Document], tokenizer: Tokenizer, verified: bool) -> Tokens:
     fingerprint = _fingerprint(documents, tokenizer)
-    if path.exists() and (there := Tokens.open(path)).fingerprint == fingerprint:
+    if path.exists() and (there := Tokens.open(path, verified=verified)).fingerprint == fingerprint:
         return there
     width = 2 if tokenizer.vocabulary_size <= 2**16 else 4
     start, end = bounds(tokenizer)
 
     def produce(temporary: Path) -> None:
-        starts = [0]
+        starts = array("q", [0])
         with temporary.open("wb") as file:
             file.write(bytes(HEADER.size))
             for document in documents:

@@ -27,7 +27,9 @@ from regard.training.data.held_out import parts
 from regard.training.data.prose import Document, prose
 from regard.training.data.sentence_pairs import Corpus, Integers, Pairs, Rows, tokenized
 from regard.training.data.vocabulary import train_wordpiece
+from regard.training.divided import divided
 from regard.training.fingerprint import digest
+from regard.training.initial import initial
 from regard.training.recipes.started import Started, adapt_started, scratch, started, with_heads
 from regard.training.settings import Settings, option
 from regard.training.task import IGNORED, Batch, Card, Task, Totals
@@ -158,7 +160,8 @@ def build(options: Options, folder: Path, seed: int) -> "Bert":
     tested = test.num_passages > 0 and (not options.inverted_sentence or len(test.sizes) > test.num_passages)
     torch.manual_seed(seed)
     if source is None:
-        model = Encoder(options.config(tokenizer.vocabulary_size))
+        config = options.config(tokenizer.vocabulary_size)
+        model = initial(lambda: Encoder(config), seed)
     else:
         heads: dict[str, Any] = {
             "masked_words": True,
@@ -302,13 +305,22 @@ class Bert(Task):
     ) -> dict[str, float]:
         names = [WORDS, *(term.name for term in self.judgements)]
         losses, right, counts = (dict.fromkeys(names, 0.0) for _ in range(3))
-        for rows in judged:
+
+        def sums(rows: Rows) -> dict[str, tuple[float, int, int]]:
             batch = {name: tensor.to(model.device) for name, tensor in self._tensors(rows).items()}
+            terms = {}
             for name, (logits, labels) in self._predictions(model, batch).items():
                 scored = labels != IGNORED
-                losses[name] += float(F.cross_entropy(logits[scored], labels[scored], reduction="sum"))
-                right[name] += int((logits[scored].argmax(-1) == labels[scored]).sum())
-                counts[name] += int(scored.sum())
+                loss = F.cross_entropy(logits[scored], labels[scored], reduction="sum")
+                hits = (logits[scored].argmax(-1) == labels[scored]).sum()
+                terms[name] = float(loss), int(hits), int(scored.sum())
+            return terms
+
+        for terms in divided(sums, judged):
+            for name, (loss, hits, count) in terms.items():
+                losses[name] += loss
+                right[name] += hits
+                counts[name] += count
         if missing := [name for name in names if not counts[name]]:
             raise ValueError(f"data: expected examples of {', '.join(missing)}, got none")
         results = {"loss": sum(losses[name] / counts[name] for name in names)}

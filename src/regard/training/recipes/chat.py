@@ -72,7 +72,7 @@ class Options(Started):
 
 def settings() -> Settings:
     """Defaults that learn the embedded conversations in minutes on two cores."""
-    return Settings(steps=200, learning_rate=5e-4, warmup=20, batch_size=8)
+    return Settings(steps=60, learning_rate=5e-4, warmup=10, batch_size=8)
 
 
 def build(options: Options, folder: Path, seed: int) -> "Conversation":

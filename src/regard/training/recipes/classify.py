@@ -23,7 +23,9 @@ from regard.models.base import Model
 from regard.models.encoder import Encoder, EncoderConfig
 from regard.training.data.labels import Integers, LabelledTokens, labelled, read_labelled, split_labelled
 from regard.training.data.vocabulary import train_wordpiece
+from regard.training.divided import divided
 from regard.training.fingerprint import digest
+from regard.training.initial import initial
 from regard.training.recipes.started import Started, adapt_started, scratch, started, with_heads
 from regard.training.settings import Settings, option
 from regard.training.task import Batch, Card, Task, Totals
@@ -138,7 +140,8 @@ def build(options: Options, folder: Path, seed: int) -> "Classification":
         "dropout": options.dropout,
     }
     if source is None:
-        model = Encoder(replace(options.config(tokenizer.vocabulary_size), pooler=True, **heads))
+        config = replace(options.config(tokenizer.vocabulary_size), pooler=True, **heads)
+        model = initial(lambda: Encoder(config), seed)
     else:
         model = with_heads(source, masked_words=False, next_sentence=False, inverted_sentence=False, **heads)
         adapt_started(model, options, source.state_dict(), seed)
@@ -210,16 +213,18 @@ class Classification(Task):
 
     def _results(self, model: Model, texts: LabelledTokens, chosen: Integers) -> dict[str, float]:
         order = chosen[np.argsort(texts.sizes[chosen], kind="stable")]
-        loss, guesses = 0.0, []
-        for start in range(0, len(order), TOGETHER):
+
+        def judged(start: int) -> tuple[float, Integers]:
             rows = texts.batch(order[start : start + TOGETHER].tolist())
             batch = {name: torch.from_numpy(values).to(model.device) for name, values in rows.items()}
             logits = self._logits(model, batch)
-            loss += float(F.cross_entropy(logits, batch["labels"], reduction="sum"))
-            guesses.append(logits.argmax(-1).cpu().numpy())
+            loss = F.cross_entropy(logits, batch["labels"], reduction="sum")
+            return float(loss), logits.argmax(-1).cpu().numpy()
+
+        losses, guesses = zip(*divided(judged, range(0, len(order), TOGETHER)), strict=True)
         labels, predictions = texts.labels[order], np.concatenate(guesses)
         return {
-            "loss": loss / len(order),
+            "loss": sum(losses) / len(order),
             "accuracy": float((predictions == labels).mean()),
             "baseline": float((labels == self.commonest).mean()),
             "macro F1": macro_f1(labels, predictions),

@@ -47,7 +47,9 @@ from regard.training.batches import Integers
 from regard.training.data.held_out import chance, parts, split
 from regard.training.data.text import SUFFIXES, Document, Tokens, bounds, documents, plain_ids, write_tokens
 from regard.training.data.vocabulary import train_bpe
+from regard.training.divided import divided
 from regard.training.fingerprint import digest
+from regard.training.initial import initial
 from regard.training.recipes import check_causal
 from regard.training.recipes.started import Started, adapt_started, scratch, started
 from regard.training.settings import Settings, option
@@ -124,6 +126,11 @@ class Options(Started):
             raise ValueError(f"packed: expected --no-packed with {name}, which has no document mask, got --packed")
         return apart if self.packed is None else self.packed
 
+    @property
+    def least_batch(self) -> int:
+        """The tokens of a batch, at least, as far as one knows before the text is read."""
+        return self.context_length if self.packed else 1
+
     def config(self, vocabulary_size: int) -> DecoderConfig:
         """The model's config."""
         # SwiGLU has three matrices: with two thirds of the hidden units it is as large as a GELU network.
@@ -178,8 +185,8 @@ def build(options: Options, folder: Path, seed: int) -> "LanguageModelling":
         return LanguageModelling(options, model, tokens, validation, test, seed)
     tokenizer = _vocabulary(train, options.vocabulary_size, folder)
     tokens = write_tokens(folder / "train.tokens", train, tokenizer)
-    torch.manual_seed(seed)
-    model = Decoder(options.config(tokenizer.vocabulary_size))
+    config = options.config(tokenizer.vocabulary_size)
+    model = initial(lambda: Decoder(config), seed)
     model.tokenizer = tokenizer
     return LanguageModelling(options, model, tokens, validation, test, seed)
 
@@ -271,7 +278,7 @@ class LanguageModelling(Task):
     def fingerprint(self) -> str:
         others = (*self.validation, *self.tested)
         texts = (digest(document.name, document.text) for document in others)  # one in memory at a time
-        return digest(self.tokens.ids, self.tokens.starts, *texts)
+        return digest(*self.tokens.parts, self.tokens.starts, *texts)
 
     def _packed(self, indices: Integers, epoch: int) -> Batch:
         """Rows cut from all documents in a circle, at different places in each epoch."""
@@ -353,26 +360,27 @@ class _Pieces:
     tokens are only context in the later piece, so that each token is predicted once."""
 
     def __init__(self, starts: Integers, context: int) -> None:
-        predictions = np.diff(starts) - 1
-        pieces = -(-predictions // context)
-        document = np.repeat(np.arange(len(pieces)), pieces)
-        self.context = context
-        self.begin, self.predictions = starts[:-1][document], predictions[document]
-        self.offset = (np.arange(len(document)) - np.repeat(pieces.cumsum() - pieces, pieces)) * context
-        self.slack = (pieces * context - predictions)[document]
+        self.starts, self.context = starts, context
+        self.first = np.append(0, -(-(np.diff(starts) - 1) // context)).cumsum()
+        """The first piece of each document; there are more pieces than documents, so nothing is kept of each."""
 
     @property
     def lengths(self) -> Integers:
-        return np.minimum(self.predictions, self.context)
+        lengths = np.minimum(np.diff(self.starts) - 1, self.context).astype(np.int32)
+        return np.repeat(lengths, np.diff(self.first))
 
     def cut(self, indices: Integers, chance: float) -> tuple[Integers, Integers, Integers]:
         """Starts and lengths of some pieces, and how many of their tokens the pieces before them predict. Cuts may be
         shifted left by the slack of the last piece; `chance` says by how much of it."""
-        offset, last = self.offset[indices], self.predictions[indices] - self.context
-        shifted = offset - (chance * (self.slack[indices] + 1)).astype(np.int64)
-        first, before = (np.clip(begin, 0, np.maximum(0, last)) for begin in (shifted, shifted - self.context))
-        overlap = np.where(offset > 0, before + self.context - first, 0)
-        return self.begin[indices] + first, self.lengths[indices], overlap
+        context, document = self.context, np.searchsorted(self.first, indices, side="right") - 1
+        begin, predictions = self.starts[document], self.starts[document + 1] - self.starts[document] - 1
+        offset = (indices - self.first[document]) * context
+        slack = -predictions % context
+        shifted = offset - (chance * (slack + 1)).astype(np.int64)
+        last = np.maximum(0, predictions - context)
+        first, before = (np.clip(place, 0, last) for place in (shifted, shifted - context))
+        overlap = np.where(offset > 0, before + context - first, 0)
+        return begin + first, np.minimum(predictions, context), overlap
 
 
 def bits_per_byte(model: Model, texts: Iterable[str]) -> float:
@@ -412,9 +420,12 @@ def _measured(model: Model, texts: Iterable[str], context: int, stride: int) -> 
             size += len(text.encode())
             yield from _windows([bounds(tokenizer)[0], *plain_ids(tokenizer, text)], context, stride)
 
-    for batch in _together(windows(), max(1, TOGETHER // context)):
-        nats += float(_nats(model, {name: tensor.to(model.device) for name, tensor in batch.items()}))
-        count += int((batch["targets"] != IGNORED).sum())
+    def sums(batch: Batch) -> tuple[float, int]:
+        there = {name: tensor.to(model.device) for name, tensor in batch.items()}
+        return float(_nats(model, there)), int((batch["targets"] != IGNORED).sum())
+
+    for part, number in divided(sums, _together(windows(), max(1, TOGETHER // context))):
+        nats, count = nats + part, count + number
     if not count:
         raise ValueError("texts: expected some text, got none")
     return nats, count, size

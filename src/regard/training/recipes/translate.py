@@ -33,7 +33,9 @@ from regard.training.data.held_out import parts
 from regard.training.data.pairs import Pair, read_pairs
 from regard.training.data.phrasebook import Swap, phrasebook
 from regard.training.data.vocabulary import train_bpe
+from regard.training.divided import divided
 from regard.training.fingerprint import digest
+from regard.training.initial import initial
 from regard.training.recipes import check_causal
 from regard.training.recipes.started import Started, adapt_started, scratch, started
 from regard.training.settings import Settings, option
@@ -152,8 +154,8 @@ def build(options: Options, folder: Path, seed: int) -> "Translation":
         tokenizer = train_bpe((text for pair in train for text in pair), options.vocabulary_size)
         Domain.of(source for source, _ in train).save(folder)
         tokenizer.save(folder)
-    torch.manual_seed(seed)
-    model = Transformer(options.config(tokenizer.vocabulary_size))
+    config = options.config(tokenizer.vocabulary_size)
+    model = initial(lambda: Transformer(config), seed)
     model.tokenizer = tokenizer
     return Translation(options, model, train, validation, test)
 
@@ -265,13 +267,14 @@ class Translation(Task):
         return self._results(model, _Examples("data", read_pairs(paths), self.model), None)
 
     def _results(self, model: Model, examples: _Examples, translated: int | None) -> dict[str, float]:
-        loss, right, count = 0.0, 0, 0
-        for indices in _by_size(examples.sizes):
+        def sums(indices: list[int]) -> tuple[float, int, int]:
             batch = {name: tensor.to(model.device) for name, tensor in examples.batch(indices).items()}
             logits, labels = _predictions(model, batch)
-            loss += float(F.cross_entropy(logits.float(), labels, reduction="sum"))
-            right += int((logits.argmax(-1) == labels).sum())
-            count += len(labels)
+            loss = F.cross_entropy(logits.float(), labels, reduction="sum")
+            return float(loss), int((logits.argmax(-1) == labels).sum()), len(labels)
+
+        losses, rights, counts = zip(*divided(sums, _by_size(examples.sizes)), strict=True)
+        loss, right, count = sum(losses), sum(rights), sum(counts)
         scores = quality(model, examples.pairs[:translated], beams=self.options.beams)
         return {"loss": loss / count, "accuracy": right / count, **scores}
 
@@ -324,10 +327,14 @@ def translate(
     """
     sources = [_tokenizer(model).encode(text) for text in texts]
     most = max_new_tokens or 2 * max(map(len, sources), default=0) + 16
+
+    def written(part: list[int]) -> list[Generated]:
+        return generate(model, [sources[at] for at in part], max_new_tokens=most, beams=beams)
+
+    parts = list(_by_size([len(source) for source in sources]))
     translations: dict[int, Generated] = {}
-    for part in _by_size([len(source) for source in sources]):
-        written = generate(model, [sources[at] for at in part], max_new_tokens=most, beams=beams)
-        translations |= zip(part, written, strict=True)
+    for part, texts_of_part in zip(parts, divided(written, parts, generates=True), strict=True):
+        translations |= zip(part, texts_of_part, strict=True)
     return [translations[at] for at in range(len(sources))]
 
 

@@ -30,7 +30,9 @@ from regard.training.batches import Integers
 from regard.training.data.draws import draws
 from regard.training.data.glyphs import CHARACTERS, glyphs
 from regard.training.data.images import Images, Split, pixels, read_images, read_test
+from regard.training.divided import divided
 from regard.training.fingerprint import digest
+from regard.training.initial import initial
 from regard.training.recipes.started import Started, adapt_started, started
 from regard.training.settings import Settings, option
 from regard.training.task import Batch, Card, Task, Totals
@@ -143,6 +145,14 @@ class Options(Started):
         if self.size is not None and self.size < 8:
             raise ValueError(f"size: expected at least 8, got {self.size}")
         self._check_kind()
+        if self.data is None and self.start is None:
+            side = self.size or GLYPH_SIZE
+            self._check_patch(side, side)
+
+    def _check_patch(self, high: int, wide: int) -> None:
+        size = self.patch_size
+        if size is not None and self.model != "davit" and (high % size or wide % size):
+            raise ValueError(f"patch_size: expected a divisor of the images' sides, {high} and {wide}, got {size}")
 
     def _check_kind(self) -> None:
         if self.start is not None:
@@ -172,6 +182,7 @@ class Options(Started):
     def config(self, images: Images) -> VisionConfig | DaViTConfig:
         """The model's config for these images."""
         shape, sides = self.shape, _sides(images)
+        self._check_patch(*sides)
         shared: dict[str, Any] = {
             "num_channels": images.train.images.shape[1],
             "num_classes": len(images.class_names),
@@ -326,13 +337,14 @@ class Vision(Task):
 
     def _results(self, model: Model, split: Split) -> dict[str, float]:
         images, labels = split
-        right, loss = torch.zeros((), device=model.device), torch.zeros((), dtype=torch.float64, device=model.device)
-        for low in range(0, len(labels), TESTED):
+
+        def sums(low: int) -> tuple[int, float]:
             truth = labels[low : low + TESTED].to(model.device)
             logits = self._logits(model, images[low : low + TESTED])
-            right += (logits.argmax(-1) == truth).sum()
-            loss += F.cross_entropy(logits, truth, reduction="sum")
-        return {"accuracy": right.item() / len(labels), "loss": loss.item() / len(labels)}
+            return int((logits.argmax(-1) == truth).sum()), float(F.cross_entropy(logits, truth, reduction="sum"))
+
+        rights, losses = zip(*divided(sums, range(0, len(labels), TESTED)), strict=True)
+        return {"accuracy": sum(rights) / len(labels), "loss": sum(losses) / len(labels)}
 
     def samples(self, model: Model) -> list[str]:
         images, labels = self.images.validation
@@ -427,7 +439,8 @@ def _rendered(options: Options, seed: int, validation: Path | None, test: Path |
 
 def _model(options: Options, images: Images, folder: Path, seed: int) -> ImageModel:
     if options.start is None:
-        return expect(ImageModel, build_model(options.config(images)))
+        config = options.config(images)
+        return expect(ImageModel, initial(lambda: build_model(config), seed))
     source = started(ImageModel, options.start, options.mechanism, folder)
     channels = images.train.images.shape[1]
     if source.config.num_channels != channels:
