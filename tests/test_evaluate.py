@@ -56,10 +56,10 @@ def own_files(recipe, folder):
         elif recipe == "classify":
             path.write_text("".join(f"{n % 2}\tother text {n}\n" for n in rows))
         elif recipe == "chat":
-            said = (
+            chats = (
                 [{"role": "user", "content": f"What is {n}?"}, {"role": "assistant", "content": str(n)}] for n in rows
             )
-            path.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in said))
+            path.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in chats))
         elif recipe == "vision":
             path.mkdir()
             for name in ("images-idx3", "labels-idx1"):
