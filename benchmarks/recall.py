@@ -1,18 +1,21 @@
-"""How many pairs each attention can recall: keys and values first, then a query with one of the keys.
+"""What an attention keeps of its past: values recalled by their keys, and strings copied, at growing length.
 
     python benchmarks/recall.py --jobs 2
+    python benchmarks/recall.py --task copying
     python benchmarks/recall.py --jobs 14 --device cuda
     python benchmarks/recall.py --times
 
-    x_t = key_t + value_t  for a pair,  x_t = key_t  for a query;   logits_t = W (x_t + attention(x)_t)
+    recall    x_t = key_t + value_t  for a pair,  x_t = key_t  for a query
+    copying   x_t = Σ over i = 0 … 3 of  E_i[token_(t-i)]    the last four tokens, as a short convolution gives them
+    both      logits_t = W norm(x_t + attention(x)_t)
 
 One layer with two causal heads, no positions, so that nothing but the attention can carry a value from a pair to its
-query. Keys of a sequence are all different, values are drawn, chance is 1 in 64. A model is trained on sequences of
-every number of pairs at once and tested on fresh ones. Jobs run side by side, each on one core.
+query, or what followed a token in a string to its copy. Keys of a sequence are all different, values are drawn, chance
+is 1 in 64; a string is of 32 letters, and every letter of its copy but the first three is predicted, chance is 1 in 32.
+A model is trained on sequences of every length at once and tested on fresh ones.
 
-Results go to results/recall.json: every run, the mean and the standard deviation over the seeds. `--times` trains
-nothing: it adds how long the same attentions take for whole sequences on this machine. `make pictures` draws
-docs/which.png from both.
+Results go to results/recall.json, run by run; runs that it has are not trained again. `--times` trains nothing: it adds
+how long the same attentions take for whole sequences on this machine. `make pictures` draws docs/which.png from all.
 """
 
 import argparse
@@ -27,7 +30,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 import regard as rg
@@ -37,6 +40,9 @@ from regard.core.files import write_text
 OUT = Path(__file__).parent / "results/recall.json"
 PAIRS = (4, 8, 16, 32, 64, 128, 256)
 NUM_KEYS, NUM_VALUES, QUERIES = 512, 64, 16
+STRINGS = (8, 16, 32, 64, 128, 256)
+NUM_LETTERS, SEEN = 32, 4
+"""Letters of a string, and how many tokens the embedding of one sees."""
 SIZES = {"embedding_dim": 64, "num_heads": 2}
 WINDOW = 64
 VARIANTS: dict[str, tuple[rg.Mechanism, rg.Mask]] = {
@@ -52,26 +58,74 @@ LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384)
 """Of the sequences that are timed."""
 KEPT = (16, 64, 256, 1024, 4096, 16384)
 """Lengths at which the state is counted."""
-TOKENS = 8192
-"""Of a batch, whatever its sequences' length."""
 TESTED = 4096
-"""Queries of a test."""
+"""Predictions of a test."""
+
+
+class Layer(nn.Module):
+    """Attention and its residual connection, then logits: all that the tasks' models have beyond their embeddings."""
+
+    def __init__(self, mechanism: rg.Mechanism, mask: rg.Mask, answers: int) -> None:
+        super().__init__()
+        width = SIZES["embedding_dim"]
+        self.attention = rg.MultiHeadAttention(**SIZES, mechanism=mechanism)
+        self.norm, self.logits = nn.LayerNorm(width), nn.Linear(width, answers)
+        self.mask = mask
+
+    def forward(self, x: Float[Tensor, "B T E"]) -> Float[Tensor, "B T answers"]:
+        return self.logits(self.norm(x + self.attention(x, mask=self.mask)))
 
 
 class Recall(nn.Module):
     """One attention between what pairs say and what queries ask."""
 
+    lengths, tokens = PAIRS, 8192
+
     def __init__(self, mechanism: rg.Mechanism, mask: rg.Mask) -> None:
         super().__init__()
         width = SIZES["embedding_dim"]
         self.keys, self.values = nn.Embedding(NUM_KEYS, width), nn.Embedding(NUM_VALUES + 1, width)
-        self.attention = rg.MultiHeadAttention(**SIZES, mechanism=mechanism)
-        self.norm, self.logits = nn.LayerNorm(width), nn.Linear(width, NUM_VALUES)
-        self.mask = mask
+        self.layer = Layer(mechanism, mask, NUM_VALUES)
 
-    def forward(self, keys: Int[Tensor, "B T"], values: Int[Tensor, "B T"]) -> Float[Tensor, "B T values"]:
-        x = self.keys(keys) + self.values(values)
-        return self.logits(self.norm(x + self.attention(x, mask=self.mask)))
+    def forward(self, pairs: int, tokens: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Logits and answers of the queries of some sequences."""
+        keys, values, answers = sequences(max(1, tokens // (pairs + QUERIES)), pairs, generator)
+        return self.layer(self.keys(keys) + self.values(values))[:, -QUERIES:], answers
+
+    @staticmethod
+    def tested(pairs: int) -> int:
+        """Tokens of a test."""
+        return TESTED // QUERIES * (pairs + QUERIES)
+
+
+class Copying(nn.Module):
+    """One attention between a string and its copy."""
+
+    lengths, tokens = STRINGS, 4096
+
+    def __init__(self, mechanism: rg.Mechanism, mask: rg.Mask) -> None:
+        super().__init__()
+        width = SIZES["embedding_dim"]
+        self.letters = nn.ModuleList(nn.Embedding(NUM_LETTERS + 1, width) for _ in range(SEEN))
+        self.layer = Layer(mechanism, mask, NUM_LETTERS)
+
+    def forward(self, length: int, tokens: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Logits and answers of the copies of some strings."""
+        batch = max(1, tokens // (2 * length))
+        string = torch.randint(NUM_LETTERS, (batch, length), generator=generator, device=generator.device)
+        twice = torch.cat((string, string), 1)
+        before = [F.pad(twice, (back, -back - 1), value=NUM_LETTERS) for back in range(SEEN)]
+        x = torch.stack([table(letters) for table, letters in zip(self.letters, before, strict=True)]).sum(0)
+        told = length + SEEN - 1
+        return self.layer(x)[:, told - 1 :], twice[:, told:]
+
+    @staticmethod
+    def tested(length: int) -> int:
+        """Tokens of a test."""
+        return 2 * TESTED
+
+
+TASKS: dict[str, type[Recall] | type[Copying]] = {"recall": Recall, "copying": Copying}
 
 
 def sequences(batch: int, pairs: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
@@ -84,31 +138,31 @@ def sequences(batch: int, pairs: int, generator: torch.Generator) -> tuple[Tenso
     return torch.cat((keys, keys.gather(1, asked)), 1), torch.cat((values, nothing), 1), values.gather(1, asked)
 
 
-def measure(name: str, seed: int, steps: int, device: str) -> dict[str, Any]:
-    """Train one attention with one seed: the share of right answers for every number of pairs."""
+def measure(task: str, name: str, seed: int, steps: int, device: str) -> dict[str, Any]:
+    """Train one attention with one seed: the share of right answers for every length."""
     torch.set_num_threads(1)
     torch.manual_seed(seed)
-    model = Recall(*VARIANTS[name]).to(device)
+    model = TASKS[task](*VARIANTS[name]).to(device)
     generator = torch.Generator(device).manual_seed(seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, total_steps=steps, pct_start=0.1)
+    rate = {"recall": 4e-3, "copying": 1e-2}[task]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps, pct_start=0.1)
     for step in range(steps):
-        pairs = PAIRS[step % len(PAIRS)]
-        keys, values, answers = sequences(max(1, TOKENS // (pairs + QUERIES)), pairs, generator)
-        loss = F.cross_entropy(model(keys, values)[:, -QUERIES:].flatten(0, 1), answers.flatten())
+        logits, answers = model(model.lengths[step % len(model.lengths)], model.tokens, generator)
+        loss = F.cross_entropy(logits.flatten(0, 1), answers.flatten())
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-    return {"name": name, "seed": seed, "recall": {pairs: recall(model, pairs, generator) for pairs in PAIRS}}
+    return {"name": name, "seed": seed, "right": {length: right(model, length, generator) for length in model.lengths}}
 
 
 @torch.no_grad()
-def recall(model: Recall, pairs: int, generator: torch.Generator) -> float:
-    """The share of queries that a model answers with the right value."""
-    keys, values, answers = sequences(TESTED // QUERIES, pairs, generator)
-    return (model(keys, values)[:, -QUERIES:].argmax(-1) == answers).float().mean().item()
+def right(model: Recall | Copying, length: int, generator: torch.Generator) -> float:
+    """The share of right answers of a model."""
+    logits, answers = model(length, model.tested(length), generator)
+    return (logits.argmax(-1) == answers).float().mean().item()
 
 
 def state_bytes(name: str, length: int) -> int:
@@ -140,41 +194,49 @@ def summary(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """A row for each attention: means and standard deviations over its seeds, and its state's size."""
     rows = []
     for name in VARIANTS:
-        seeds = [run["recall"] for run in runs if run["name"] == name]
+        seeds = [run["right"] for run in runs if run["name"] == name]
         if seeds:
-            shares = {pairs: [recalled[pairs] for recalled in seeds] for pairs in PAIRS}
+            shares = {length: [answered[length] for answered in seeds] for length in seeds[0]}
             rows.append({
                 "name": name,
                 "seeds": len(seeds),
-                "mean": {pairs: fmean(values) for pairs, values in shares.items()},
-                "deviation": {pairs: stdev(values) for pairs, values in shares.items() if len(values) > 1},
+                "mean": {length: fmean(values) for length, values in shares.items()},
+                "deviation": {length: stdev(values) for length, values in shares.items() if len(values) > 1},
                 "state_bytes": {length: state_bytes(name, length) for length in KEPT},
             })  # fmt: skip
     return rows
 
 
-def trained(options: argparse.Namespace) -> dict[str, Any]:
-    """Every attention with every seed, a progress line for each."""
-    runs: list[dict[str, Any]] = []
+def trained(options: argparse.Namespace, content: dict[str, Any]) -> None:
+    """Train what is missing of a task, a progress line and a write of the file for each run."""
+    task = options.task
+    settings = {"steps": options.steps, "device": options.device, "sizes": SIZES, "lengths": TASKS[task].lengths,
+                "window": WINDOW}  # fmt: skip
+    former = content.get(task, {})
+    alike = json.loads(json.dumps(settings)) == {name: former.get(name) for name in settings}
+    runs = former["runs"] if alike else []
+    done = {(run["name"], run["seed"]) for run in runs}
     with ProcessPoolExecutor(options.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
         jobs = [
-            pool.submit(measure, name, seed, options.steps, options.device)
+            pool.submit(measure, task, name, seed, options.steps, options.device)
             for seed in range(options.seeds)
             for name in options.only or VARIANTS
+            if (name, seed) not in done
         ]
-        for job in as_completed(jobs):
-            run = job.result()
+        for number, job in enumerate(as_completed(jobs), start=1):
+            run = json.loads(json.dumps(job.result()))  # lengths become text, as in the file
             runs.append(run)
-            shares = " ".join(f"{share:.0%}" for share in run["recall"].values())
-            print(f"{len(runs)} of {len(jobs)}: {run['name']}, seed {run['seed']}: {shares}", file=sys.stderr)
-    runs.sort(key=lambda run: (list(VARIANTS).index(run["name"]), run["seed"]))
-    return {"steps": options.steps, "device": options.device, "sizes": SIZES, "pairs": PAIRS, "window": WINDOW,
-               "environment": environment(), "summary": summary(runs), "runs": runs}  # fmt: skip
+            runs.sort(key=lambda run: (list(VARIANTS).index(run["name"]), run["seed"]))
+            content[task] = {**settings, "environment": environment(), "summary": summary(runs), "runs": runs}
+            write_text(options.out, json.dumps(content, indent=1) + "\n")
+            shares = " ".join(f"{share:.0%}" for share in run["right"].values())
+            print(f"{number} of {len(jobs)}: {run['name']}, seed {run['seed']}: {shares}", file=sys.stderr, flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=1400)
+    parser.add_argument("--task", choices=TASKS, default="recall")
+    parser.add_argument("--steps", type=int, help="1,400 for recall and 500 for copying, if not given.")
     parser.add_argument("--seeds", type=int, default=5, help="Runs of each attention, with seeds from 0 on.")
     parser.add_argument("--device", default="cpu", help="cpu or cuda.")
     parser.add_argument("--jobs", type=int, default=2, help="Runs side by side.")
@@ -182,11 +244,12 @@ def main() -> None:
     parser.add_argument("--only", action="append", choices=VARIANTS, help="An attention; several times for several.")
     parser.add_argument("--out", type=Path, default=OUT)
     options = parser.parse_args()
+    options.steps = options.steps or {"recall": 1400, "copying": 500}[options.task]
+    content = json.loads(options.out.read_text(encoding="utf-8")) if options.out.exists() else {}
     if options.times:
-        content = json.loads(options.out.read_text()) | {"times": times(), "timed_on": environment()}
+        write_text(options.out, json.dumps(content | {"times": times(), "timed_on": environment()}, indent=1) + "\n")
     else:
-        content = trained(options)
-    write_text(options.out, json.dumps(content, indent=1) + "\n")
+        trained(options, content)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ def made(name: str) -> rg.Decoder | rg.Transformer:
     torch.manual_seed(0)
     if name in DECODERS:
         model: rg.Decoder | rg.Transformer = rg.Decoder(DECODERS[name])
-        model.initialise(0.5)
+        model.initialise(3.5)
     else:
         model = rg.Transformer(SEQUENCES[name])
     return model.double().eval()

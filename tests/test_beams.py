@@ -18,7 +18,7 @@ def test_beam_search_with_beams_enough_is_exhaustive(name, length_penalty):
     torch.manual_seed(1)
     config = {**vars(DECODERS[name]), "vocabulary_size": 5, "end_tokens": (4,)}
     model = rg.Decoder(rg.DecoderConfig(**config)).double().eval()
-    model.initialise(0.6)
+    model.initialise(6)
     prompt, most = [1, 2, 0], 4
     every = []
     for length in range(1, most + 1):

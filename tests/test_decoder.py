@@ -47,8 +47,25 @@ CAUSAL = [name for name, mechanism in REGISTRY.items() if weighs_tokens(mechanis
 def made(config: rg.DecoderConfig) -> rg.Decoder:
     torch.manual_seed(0)
     model = rg.Decoder(config).double().eval()
-    model.initialise(0.4)
+    model.initialise(4)
     return model
+
+
+@torch.no_grad()
+def test_the_residual_stream_of_a_new_decoder_hardly_grows_with_its_layers():
+    tokens = torch.randint(64, (4, 32), generator=torch.Generator().manual_seed(0))
+    growth = []
+    for layers in (1, 16):
+        torch.manual_seed(0)
+        model = rg.Decoder(rg.DecoderConfig(vocabulary_size=64, embedding_dim=64, num_layers=layers, num_heads=4))
+        model.stack.norm = torch.nn.Identity()
+        embedded = model.embedding(tokens)
+        growth.append(float(model.stack(embedded)[0].std() / embedded.std()))
+        block = model.stack.blocks[-1]
+        ratio = block.attention.W_o.weight.std() / block.attention.W_q.weight.std()
+        assert ratio == pytest.approx((2 * layers) ** -0.5, rel=0.05)
+        assert model.embedding.weight.std() == pytest.approx((3 * 64) ** -0.5, rel=0.05)
+    assert growth[1] < 2 * growth[0]  # undivided it is as the root of the layers, four times as large
 
 
 def greedy(model: rg.Decoder, prompt: Tensor, count: int, mask: Tensor | None = None) -> Tensor:

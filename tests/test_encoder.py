@@ -32,7 +32,7 @@ def made(**changes: object) -> rg.Encoder:
     torch.manual_seed(0)
     sizes = {"vocabulary_size": 61, "embedding_dim": 16, "num_layers": 3, "num_heads": 4, "context_length": 40}
     model = rg.Encoder(rg.EncoderConfig.bert(**{**sizes, **changes})).double().eval()
-    model.initialise(0.4)
+    model.initialise(20)
     return model
 
 

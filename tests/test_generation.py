@@ -80,7 +80,7 @@ def test_rows_without_room_leave_a_batch_that_goes_on(early):
     """Also one that ended before its context did: while it stays, it is fed as the others are."""
     torch.manual_seed(0)
     model = rg.Decoder(rg.DecoderConfig.gpt2(**{**SIZES, "context_length": 12}))
-    model.initialise(0.5)
+    model.initialise(5)
     prompts = [[1] * 9, *([at, 3] for at in range(4))]
     first = rg.generate(model, prompts[:1], max_new_tokens=1)[0]
     options = {"max_new_tokens": 20, "stop": first.tokens if early else None}
@@ -135,7 +135,7 @@ def test_logits_that_are_not_finite_are_one_error_that_says_where():
     config = rg.DecoderConfig(**SIZES, tied=False)
     torch.manual_seed(4)
     model = rg.Decoder(config).double().eval()
-    model.initialise(0.5)
+    model.initialise(5)
     prompts = [[5, 9, 2], [7]]
     for options in ({}, {"temperature": 1.0, "top_p": 0.9, "seed": [3, 4]}, {"repetition_penalty": 1.3}):
         first, second = rg.generate(model, prompts, max_new_tokens=6, **options)

@@ -176,6 +176,43 @@ def test_norms_and_networks_are_torchs():
         assert torch.equal(network(x), network.down(expected))
 
 
+def differentiated_twice(function, *leaves):
+    """The result, its gradients, and the gradients of their squares."""
+    out = function(*leaves)
+    weights = torch.arange(out.numel()).view_as(out).sin()
+    first = torch.autograd.grad(out, leaves, weights, create_graph=True)
+    return [out, *first, *torch.autograd.grad(sum((grad * grad).sum() for grad in first), leaves)]
+
+
+def test_norms_and_rotations_with_gradients_are_the_formulas():
+    """Their backward passes on a CPU are written by hand; here torch derives them."""
+    norm, rotary = RMSNorm(8, 1e-3), Rotary(length=8)
+    turns = torch.arange(5)[:, None] * 10000.0 ** (-torch.arange(4) / 4)
+
+    def normed(x, weight):
+        return torch.func.functional_call(norm, {"weight": weight}, (x,))
+
+    def formula(x, weight):
+        return x * (x.square().mean(-1, keepdim=True) + 1e-3).rsqrt() * weight
+
+    def turned(x):
+        return rotary(x, torch.arange(5)) ** 2  # whose second derivative is not 0
+
+    def rotated(x):
+        left, right = x.chunk(2, -1)
+        cos, sin = turns.cos(), turns.sin()
+        return torch.cat([left * cos - right * sin, right * cos + left * sin], -1) ** 2
+
+    x, weight = torch.randn(3, 5, 8, requires_grad=True), torch.randn(8, requires_grad=True)
+    assert type(normed(x, weight).grad_fn).__name__ == "_RecordedNormBackward"
+    assert type(rotary(x, torch.arange(5)).grad_fn).__name__ == "_RecordedTurnBackward"
+    for ours, plain, leaves in ((normed, formula, (x, weight)), (turned, rotated, (x,))):
+        for got, expected in zip(
+            differentiated_twice(ours, *leaves), differentiated_twice(plain, *leaves), strict=True
+        ):
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("pre_norm", [True, False])
 def test_a_block_adds_and_norms_where_it_says(pre_norm):
     config = BlockConfig(

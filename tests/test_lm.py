@@ -251,7 +251,7 @@ def alone(model, rows):
 def test_in_a_packed_row_no_document_sees_another(corpus, tmp_path, mechanism, positions, within):
     task = built(corpus, tmp_path, mechanism=mechanism, context_length=40)
     model = rg.Decoder(replace(task.model.config, positions=positions)).double().eval()
-    model.initialise(0.3)
+    model.initialise(3)
     batch = task.batch(range(len(task.sizes())), epoch=1)
     pieces, seen = [], 0
     for tokens, targets in zip(batch["tokens"].tolist(), batch["targets"].tolist(), strict=True):

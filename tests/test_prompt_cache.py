@@ -140,7 +140,7 @@ OTHERS = {
 def seeded(seed: int, config: rg.DecoderConfig) -> rg.Decoder:
     torch.manual_seed(seed)
     model = rg.Decoder(config)
-    model.initialise(0.5)
+    model.initialise(5)
     return model.double().eval()
 
 

@@ -13,7 +13,7 @@ def test_draws_follow_the_models_distribution():
     """Chi-square of 20,000 first tokens, and of the second given the first, against the model's own probabilities."""
     torch.manual_seed(2)
     model = rg.Decoder(rg.DecoderConfig(**{**SIZES, "vocabulary_size": 12})).double().eval()
-    model.initialise(0.4)
+    model.initialise(4)
     with torch.no_grad():
         wanted = (model(torch.tensor([[3, 1]]))[0, -1] / 0.9).softmax(-1)
     texts = rg.generate(model, [[3, 1]], max_new_tokens=2, temperature=0.9, n=20000, seed=1)

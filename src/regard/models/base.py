@@ -52,13 +52,17 @@ class Model(nn.Module):
         """The names of the classes that its logits stand for; none where they stand for tokens."""
         return ()
 
-    def initialise(self, spread: float = 0.02) -> None:
-        """Small random weights, as in GPT-2 and BERT, and biases of 0. Norms and mechanisms stay as they were built."""
+    def initialise(self, spread: float = 1.0) -> None:
+        """Random weights, times `spread`, and biases of 0. Norms and mechanisms stay as they were built."""
         for module in without_mechanisms(self):
             if isinstance(module, nn.Linear | nn.Embedding | nn.Conv2d) and not module.weight.is_meta:
-                nn.init.normal_(module.weight, std=spread)
+                nn.init.normal_(module.weight, std=spread * self.deviation(module))
                 if getattr(module, "bias", None) is not None:
                     nn.init.zeros_(module.bias)  # type: ignore[arg-type]
+
+    def deviation(self, module: nn.Linear | nn.Embedding | nn.Conv2d) -> float:
+        """The standard deviation of a module's first weights: BERT's, if a model has no better one."""
+        return 0.02
 
     @property
     def dtype(self) -> torch.dtype:

@@ -4,6 +4,9 @@
     x      = x + attention(norm(x));  x = x + network(norm(x))          for each layer
     logits = head(norm(x))
 
+Weights begin with the deviation 1/√(3·fan-in), about the 0.02 of GPT-2 at its width of 768, and those that write into
+the residual stream divided by √(2·layers), as in GPT-2 (docs/start.md).
+
 GPT-2: learned positions, LayerNorm, GELU, biases. Llama (Mistral, Qwen2): rotary positions, RMSNorm, SwiGLU, grouped
 key/value heads, a window in some layers.
 """
@@ -140,6 +143,16 @@ class Decoder(GenerativeModel):
         if not config.tied:
             self.head = Linear(config.embedding_dim, config.vocabulary_size, bias=False)
         self.initialise()
+
+    def initialise(self, spread: float = 1.0) -> None:
+        """Random weights, times `spread`, and biases of 0; what enters the residual stream is divided by the root of
+        how many sub-layers add to it."""
+        super().initialise(spread)
+        self.stack.scale_writers()
+
+    def deviation(self, module: nn.Linear | nn.Embedding | nn.Conv2d) -> float:
+        """PyTorch's own scale for linear layers, about the 0.02 of GPT-2 at its width of 768."""
+        return (3 * module.weight[0].numel()) ** -0.5
 
     def forward(
         self, tokens: Int[Tensor, "B T"], mask: AnyMask = None, *, at: Bool[Tensor, "B T"] | None = None

@@ -24,7 +24,7 @@ from regard.core.masks.structure import padding_between
 from regard.core.mechanisms import Softmax
 from regard.models.base import GenerativeModel, check_length, check_state, check_tokens
 from regard.models.config import TextConfig, block_config, check_decoder_window, check_window
-from regard.models.layers.attention import AnyMask, MultiHeadAttention, without_mechanisms
+from regard.models.layers.attention import AnyMask, MultiHeadAttention
 from regard.models.layers.block import Stack
 from regard.models.layers.int8 import tied_head
 from regard.models.layers.linear import Linear
@@ -182,20 +182,19 @@ class Transformer(GenerativeModel):
 
     def initialise(self, spread: float = 1.0) -> None:
         """Random weights that keep activations at a scale of about 1, times `spread`; biases are 0."""
+        super().initialise(spread)
         config = self.config
-        for module in without_mechanisms(self):
-            if isinstance(module, nn.Linear | nn.Embedding) and not module.weight.is_meta:
-                unit = isinstance(module, nn.Embedding) and not config.scaled_embedding
-                width = module.weight.shape[1] if isinstance(module, nn.Linear) else config.embedding_dim
-                nn.init.normal_(module.weight, std=spread if unit else spread * width**-0.5)
-                if getattr(module, "bias", None) is not None:
-                    nn.init.zeros_(module.bias)  # type: ignore[arg-type]
         for module in self.modules():
             if isinstance(module, RelativeBias) and not module.table.weight.is_meta:
                 nn.init.normal_(module.table.weight, std=spread * config.embedding_dim**-0.5)
             elif isinstance(module, MultiHeadAttention) and module.mechanism == Softmax(beta=1.0):
                 # Scores are not divided by √K here, so W_q starts smaller instead.
                 module.W_q.weight.data.mul_(config.head_length**-0.5)
+
+    def deviation(self, module: nn.Linear | nn.Embedding | nn.Conv2d) -> float:
+        """1/√fan-in; 1 for embeddings that are not multiplied by √E."""
+        unit = isinstance(module, nn.Embedding) and not self.config.scaled_embedding
+        return 1.0 if unit else module.weight[0].numel() ** -0.5
 
     def forward(
         self,

@@ -130,18 +130,19 @@ class VisionTransformer(ImageModel):
         self.head = Linear(read, config.num_classes) if config.num_classes else None
         self.initialise()
 
-    def initialise(self, spread: float = SPREAD) -> None:
-        """Weights that keep the scale of activations at every width (Glorot & Bengio 2010); a small class token and
-        small positions."""
+    def initialise(self, spread: float = 1.0) -> None:
+        """Weights that keep the scale of activations at every width (Glorot & Bengio 2010), where they write into the
+        residual stream divided by √(2·layers); a small class token and small positions. All times `spread`."""
         super().initialise(spread)
         for module in without_mechanisms(self):
             if isinstance(module, nn.Linear) and not module.weight.is_meta:
-                nn.init.xavier_uniform_(module.weight, gain=spread / SPREAD)
+                nn.init.xavier_uniform_(module.weight, gain=spread)
+        self.stack.scale_writers()
         if not (patches := self.patches.weight).is_meta:
-            nn.init.normal_(patches, std=spread / SPREAD * patches[0].numel() ** -0.5)
-        nn.init.normal_(self.class_token, std=spread)
+            nn.init.normal_(patches, std=spread * patches[0].numel() ** -0.5)
+        nn.init.normal_(self.class_token, std=spread * SPREAD)
         if self.config.positions == "learned":
-            nn.init.normal_(self.positions, std=spread)
+            nn.init.normal_(self.positions, std=spread * SPREAD)
 
     def forward(self, images: Float[Tensor, "B C Y X"], mask: AnyMask = None) -> Float[Tensor, "B D"]:
         """Logits (B, num_classes). Without classes: the class token's features, after the MLP head's hidden layer if

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from regard.checkpoints.errors import CheckpointError
+from regard.core.cpu import keep_freed_memory
 from regard.core.files import write_text
 from regard.core.masks.guard import all_finite, finite
 from regard.models.layers.lora import trained_tensors
@@ -253,6 +254,7 @@ class _Run:
 
     def _loop(self) -> bool:
         """Run steps until the end, or until a signal asks to stop; returns whether one did."""
+        keep_freed_memory()
         if self.resumed:
             self.watch(self._report(kind="message", message=self.resumed))
         settings = self.settings

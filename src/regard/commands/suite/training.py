@@ -1,25 +1,34 @@
-"""Training against a plain loop over `torch.nn.Transformer`, on the same ragged batches."""
+"""Training against plain loops: over `torch.nn.Transformer` on the same ragged batches, and as nanoGPT's."""
 
 import math
+import multiprocessing
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from itertools import pairwise
 from typing import ClassVar
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from regard.commands.suite.harness import Bench, Result
+from regard.commands.suite.plain_decoder import PlainDecoder, plain_steps
 from regard.core.masks import padding
 from regard.models.base import Model
+from regard.models.decoder import Decoder
 from regard.models.layers.positions import sinusoidal
 from regard.models.transformer import Transformer, TransformerConfig
-from regard.training import Batch, Settings, Task, Totals, train
+from regard.training import Batch, Report, Settings, Task, Totals, train
+from regard.training.data.text import Tokens
+from regard.training.recipes import lm
 
 WIDTH, LAYERS, HEADS, HIDDEN, WORDS = 256, 3, 4, 1024, 4000
 STEPS, ROWS, SHORTEST, LONGEST = 10, 32, 5, 60
+DECODER_STEPS = 20
 
 
 class RandomPairs(Task):
@@ -127,7 +136,74 @@ def _ragged(bench: Bench) -> Result:
     return Result(bench.name, bench.title, bench.peer, bench.goal, theirs / ours, ours * 1e3, theirs * 1e3, note=note)
 
 
+class RandomText(lm.LanguageModelling):
+    """The language model's default sizes and batches, over documents of random tokens."""
+
+    def __init__(self) -> None:
+        options, generator = lm.Options(), np.random.default_rng(0)
+        starts = np.append(0, generator.integers(1000, 8000, size=64).cumsum())
+        ids = generator.integers(lm.END + 1, options.vocabulary_size, size=starts[-1]).astype(np.uint16)
+        ids[starts[:-1]] = lm.START
+        torch.manual_seed(0)
+        super().__init__(options, Decoder(options.config(options.vocabulary_size)), Tokens(ids, starts, b""), [], 0)
+
+    def evaluate(self, model: Model) -> dict[str, float]:
+        return {"loss": 0.0}
+
+    def samples(self, model: Model) -> list[str]:
+        return []
+
+
+def our_decoder() -> float:
+    """Seconds of a step of the language model, as the recipe trains it by default."""
+    ends: list[float] = []
+
+    def watch(report: Report) -> None:
+        if report.kind == "step":
+            ends.append(time.perf_counter())
+
+    settings = Settings(**{**lm.settings().to_json(), "steps": DECODER_STEPS + 1, "evaluate_every": 10**6})
+    with tempfile.TemporaryDirectory() as folder:
+        train(RandomText(), settings, folder, watch=watch)
+    return _median(ends[:-1])  # the last step ends with an evaluation and a checkpoint
+
+
+def plain_decoder() -> float:
+    """Seconds of a step of a plain loop over a plain decoder of equal size, on the same tokens."""
+    text, options = RandomText(), lm.Options()
+    context, batch = options.context_length, lm.settings().batch_tokens or 0
+    model = PlainDecoder(
+        vocabulary_size=options.vocabulary_size, width=options.embedding_dim, layers=options.num_layers,
+        heads=options.num_heads, context=context,
+    )  # fmt: skip
+    loop = plain_steps(model, text.tokens.ids, steps=DECODER_STEPS, rows=batch // context, rate=1e-3, warmup=10, seed=0)
+    return _median([time.perf_counter() for _ in loop])
+
+
+def _median(ends: Sequence[float]) -> float:
+    return statistics.median(later - earlier for earlier, later in pairwise(ends))
+
+
+def _decoder(bench: Bench) -> Result:
+    """Each side has a process of its own: how long a step takes depends on how a process keeps its memory."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, context) as first, ProcessPoolExecutor(1, context) as second:
+        turns: list[tuple[ProcessPoolExecutor, Callable[[], float]]] = [(first, our_decoder), (second, plain_decoder)]
+        times: tuple[list[float], list[float]] = ([], [])
+        for turn in range(bench.rounds + 1):
+            for slot, (pool, run) in zip(times, turns, strict=True):
+                seconds = pool.submit(run).result()
+                if turn:
+                    slot.append(seconds)
+    ours, theirs = statistics.median(times[0]), statistics.median(times[1])
+    tokens = lm.settings().batch_tokens or 0
+    note = f"{tokens / ours:,.0f} tokens/s, the peer {tokens / theirs:,.0f}"
+    return Result(bench.name, bench.title, bench.peer, bench.goal, theirs / ours, ours * 1e3, theirs * 1e3, note=note)
+
+
 BENCHES: tuple[Bench, ...] = (
     Bench("train-ragged", f"training an encoder-decoder, {STEPS} steps of {ROWS} pairs of {SHORTEST}…{LONGEST} tokens",
           "a plain loop over torch.nn.Transformer", 1.2, rounds=5, special=_ragged),
+    Bench("train-decoder", "training a decoder of 2.6M parameters, a step of 1,024 tokens",
+          "a plain loop as nanoGPT's", 1.0, rounds=5, special=_decoder),
 )  # fmt: skip

@@ -72,6 +72,12 @@ class Block(nn.Module):
         self.network_norm = norm(config.norm, config.embedding_dim, config.norm_epsilon)
         self.dropout = nn.Dropout(config.dropout)
 
+    @property
+    def writers(self) -> list[nn.Linear]:
+        """The projections whose output is added to the residual stream."""
+        attentions = [self.attention] if self.cross is None else [self.attention, self.cross]
+        return [*(attention.W_o for attention in attentions), self.network.down]
+
     @staticmethod
     def _attention(config: BlockConfig, rotary: Rotary | None = None) -> MultiHeadAttention:
         return MultiHeadAttention(
@@ -207,6 +213,15 @@ class Stack(nn.Module):
         for more in (causal_mask if self.causal else None, window):
             rule = more if rule is None else rule if more is None else more & rule
         return rule
+
+    def scale_writers(self) -> None:
+        """Divide what enters the residual stream by the root of how many sub-layers add to it (Radford et al. 2019), so
+        that the stream is as large after many layers as after few."""
+        additions = sum(len(layer.writers) for layer in self.layers)
+        for block in self.blocks:
+            for writer in block.writers:  # type: ignore[union-attr]
+                if not writer.weight.is_meta:
+                    writer.weight.data.mul_(additions**-0.5)
 
     def start(self, *, batch: int, capacity: int = 4096, storage: torch.dtype | None = None) -> ModelState:
         """An empty state, with room for `capacity` tokens; a layer with a window has room for two windows."""

@@ -11,11 +11,13 @@ the model: in half precision neighbouring positions beyond 256 would get the sam
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+
+from regard.core.eager import recorded, transformed
 
 Tables = tuple[Tensor, Tensor]
 """Cosines and sines of a rotation."""
@@ -130,7 +132,11 @@ class Rotary:
     def turn(self, x: Float[Tensor, "*b T K"], tables: Tables) -> Float[Tensor, "*b T K"]:
         """Rotate queries or keys by tables that broadcast to them."""
         cos, sin = tables
-        if self.pairing == "halves":
+        halves = self.pairing == "halves"
+        if halves and recorded(x) and x.is_cpu and cos.dtype == x.dtype and not transformed():
+            turned: Tensor = _RecordedTurn.apply(x, cos, sin)  # type: ignore[no-untyped-call]
+            return turned
+        if halves:
             left, right = x.chunk(2, dim=-1)
             across = torch.cat([-right, left], dim=-1)
         else:
@@ -142,6 +148,26 @@ class Rotary:
     def __call__(self, x: Float[Tensor, "*b T K"], positions: Int[Tensor, "*t"]) -> Float[Tensor, "*b T K"]:
         """Rotate queries or keys at `positions`."""
         return self.turn(x, self.tables(positions))
+
+
+class _RecordedTurn(torch.autograd.Function):
+    """Rotation of pairs (i, i + K/2) on a CPU with gradients: half the passes over memory, forward and backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        out = torch.empty_like(x)
+        (left, right), (first, second) = x.chunk(2, dim=-1), out.chunk(2, dim=-1)
+        (cos_left, cos_right), (sin_left, sin_right) = cos.chunk(2, dim=-1), sin.chunk(2, dim=-1)
+        torch.mul(left, cos_left, out=first).addcmul_(right, sin_left, value=-1)
+        torch.mul(right, cos_right, out=second).addcmul_(left, sin_right)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        turned: Tensor = _RecordedTurn.apply(grad, cos, -sin)  # type: ignore[no-untyped-call]
+        return turned, None, None
 
 
 def _frequencies(length: int, base: float, scaling: RotaryScaling | None, context: int, reach: int) -> Tensor:
