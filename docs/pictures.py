@@ -153,45 +153,124 @@ def _mean_curve(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def which() -> Figure:
-    """What attentions recall, keep and take, as `benchmarks/recall.py` has measured them."""
+    """What attentions recall, copy, keep and take, as `benchmarks/recall.py` has measured them."""
     measured = json.loads((RESULTS / "recall.json").read_text())
-    rows, sizes = measured["summary"], measured["sizes"]
+    recall, copying, sizes = measured["recall"], measured["copying"], measured["recall"]["sizes"]
     head = sizes["embedding_dim"] // sizes["num_heads"]
+    seeds = " and ".join(str(task["summary"][0]["seeds"]) for task in (recall, copying))
     figure = new_figure(
-        13,
-        5.2,
-        title="Which attention when: what it recalls, what it keeps, what it takes",
-        note=f"Recall: one layer, {sizes['num_heads']} heads of {head}, {rows[0]['seeds']} seeds, bands of one "
-        f"standard deviation; chance is 1.6 %. State: of that layer, float32. Time: whole causal sequences, "
+        11,
+        9,
+        title="Which attention when: what it recalls, what it copies, what it keeps, what it takes",
+        note=f"Recall, copying: one layer, {sizes['num_heads']} heads of {head}, {seeds} seeds, bands of one "
+        f"standard deviation; chance is 1.6 and 3.1 %. State: of that layer, float32. Time: whole causal sequences, "
         f"4 heads of 32, float32, {machine(measured['timed_on'])}.",
     )
-    left, middle, right = figure.subplots(1, 3)
-    for row, (colour, marker) in zip(rows, line_styles(len(rows)), strict=True):
-        style = {"color": colour, "marker": marker, "markersize": 4.5, "linewidth": 1.4, "label": row["name"]}
-        pairs = [int(count) for count in row["mean"]]
-        shares, spread = [100 * share for share in row["mean"].values()], row["deviation"].values()
-        left.plot(pairs, shares, **style)
-        left.fill_between(
-            pairs,
-            [share - 100 * deviation for share, deviation in zip(shares, spread, strict=True)],
-            [share + 100 * deviation for share, deviation in zip(shares, spread, strict=True)],
-            color=colour, alpha=0.15, linewidth=0,
-        )  # fmt: skip
+    (recalled, copied), (kept, taken) = figure.subplots(2, 2)
+    rows = recall["summary"]
+    styles = {
+        row["name"]: {"color": colour, "marker": marker, "markersize": 4.5, "linewidth": 1.4, "label": row["name"]}
+        for row, (colour, marker) in zip(rows, line_styles(len(rows)), strict=True)
+    }
+    for axes, task in ((recalled, recall), (copied, copying)):
+        for row in task["summary"]:
+            _shares(axes, row, styles[row["name"]])
+        _by_length(axes, task["lengths"])
+    for row in rows:
         lengths = [int(length) for length in row["state_bytes"]]
-        middle.plot(lengths, list(row["state_bytes"].values()), **style)
+        kept.plot(lengths, list(row["state_bytes"].values()), **styles[row["name"]])
         times = measured["times"][row["name"]]
-        right.plot([int(length) for length in times], [ms / 1e3 for ms in times.values()], **style)
-    for axes, ticks in ((left, pairs), (middle, lengths), (right, [int(length) for length in times])):
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
-    for axes, unit in ((middle, "B"), (right, "s")):
+        taken.plot([int(length) for length in times], [ms / 1e3 for ms in times.values()], **styles[row["name"]])
+    _by_length(kept, lengths)
+    _by_length(taken, [int(length) for length in times])
+    for axes, unit in ((kept, "B"), (taken, "s")):
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(ticker.EngFormatter(unit=unit, sep=" "))
-    dress(left, title="What it recalls", x="pairs of key and value before the query", y="right answers (%)")
-    dress(middle, title="What it keeps (retention, gated, delta: alike)", x="tokens so far", y="state of a layer")
-    dress(right, title="What it takes", x="length (tokens)", y="time of a sequence")
-    left.legend(frameon=False, fontsize=8)
+    dress(recalled, title="What it recalls", x="pairs of key and value before the query", y="right answers (%)")
+    dress(copied, title="What it copies", x="letters of the string", y="right letters (%)")
+    dress(kept, title="What it keeps (retention, gated, delta: alike)", x="tokens so far", y="state of a layer")
+    dress(taken, title="What it takes", x="length (tokens)", y="time of a sequence")
+    recalled.legend(frameon=False, fontsize=8)
     return figure
+
+
+def _shares(axes: Axes, row: dict[str, Any], style: dict[str, Any]) -> None:
+    lengths, spread = [int(length) for length in row["mean"]], row["deviation"].values()
+    shares = [100 * share for share in row["mean"].values()]
+    axes.plot(lengths, shares, **style)
+    low, high = (
+        [share + sign * 100 * deviation for share, deviation in zip(shares, spread, strict=True)] for sign in (-1, 1)
+    )
+    axes.fill_between(lengths, low, high, color=style["color"], alpha=0.15, linewidth=0)
+
+
+def _by_length(axes: Axes, lengths: list[int]) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
+
+
+STARTS = {
+    "lm": ("0.02", "third, residual"),
+    "bert": ("0.02", "0.02, residual"),
+    "translate": ("fan-in", "fan-in, residual"),
+    "vit": ("glorot", "glorot, residual"),
+    "davit": ("0.02", "0.02, residual"),
+}
+"""How each model began before, and the start that start.png compares with it."""
+
+
+def start() -> Figure:
+    """How trainings begin, as `benchmarks/start.py` has measured it."""
+    measured = json.loads((RESULTS / "start.json").read_text())
+    runs = [run for run in measured["runs"] if run["mechanism"] == "softmax" and run["warmup"] == 50]
+    sizes = list(dict.fromkeys(run["size"] for run in runs if run["task"] == "lm"))
+    figure = new_figure(
+        13,
+        4.8,
+        title="How a training begins: initialisations, and a plain loop as nanoGPT's",
+        note="Decoders on the standard library's source, 1,024 tokens a step; marks are runs, lines their means. Right: "
+        "the change of the last held-out loss where W_o and the network's second matrix are divided (lm: and the others "
+        f"drawn by their width), a mark for each seed. {machine(measured['environment'])}.",
+    )
+    *panels, models = figure.subplots(1, len(sizes) + 1)
+    lines = {"0.02, as before": ("0.02", 3e-3), "by width, divided: now": ("third, residual", 3e-3),
+             "plain loop, its best rate": ("plain loop", 1.5e-3)}  # fmt: skip
+    for axes, size in zip(panels, sizes, strict=True):
+        for (name, (kind, rate)), (colour, marker) in zip(lines.items(), line_styles(len(lines)), strict=True):
+            same = [
+                run for run in runs
+                if (run["task"], run["size"], run["start"], run["rate"]) == ("lm", size, kind, rate)
+            ]  # fmt: skip
+            if not same:
+                continue
+            steps = [step for step, _ in same[0]["evaluations"]]
+            losses = [[loss for _, loss in run["evaluations"]] for run in same]
+            axes.plot(steps, [fmean(column) for column in zip(*losses, strict=True)], color=colour, label=name)
+            for values in losses:
+                axes.plot(steps, values, marker, color=colour, markersize=3.5)
+        dress(axes, title=f"lm, width {size.replace(' × ', ', layers ')}", x="steps", y="held-out loss (nats)")
+    panels[0].legend(frameon=False, fontsize=8)
+    names = []
+    for (task, (before, after)), (colour, marker) in zip(STARTS.items(), line_styles(len(STARTS)), strict=True):
+        for size in dict.fromkeys(run["size"] for run in runs if run["task"] == task):
+            last = {
+                (run["start"], run["seed"]): run["loss"]
+                for run in sorted(runs, key=lambda run: -run["rate"])
+                if (run["task"], run["size"]) == (task, size) and run["rate"] == RATES_OF_STARTS[task]
+            }
+            changes = [last[after, seed] - loss for (kind, seed), loss in last.items()
+                       if kind == before and (after, seed) in last]  # fmt: skip
+            if changes:
+                models.plot(changes, [-len(names)] * len(changes), marker, color=colour, markersize=4.5)
+                names.append(f"{task} {size}")
+    models.axvline(0, color=QUIET, linewidth=1)
+    models.set_yticks([-place for place in range(len(names))], names)
+    dress(models, title="Other models", x="change of the held-out loss")
+    return figure
+
+
+RATES_OF_STARTS = {"lm": 3e-3, "bert": 1e-3, "translate": 2e-3, "vit": 1e-3, "davit": 1e-3}
+"""The recipes' rates, with which start.png compares."""
 
 
 def translator() -> Figure:
@@ -230,6 +309,7 @@ PICTURES: dict[str, Callable[[], Figure]] = {
     "positions.png": positions,
     "mechanisms.png": mechanisms,
     "which.png": which,
+    "start.png": start,
     "translator/curves.png": translator,
 }
 """Every PNG below docs/, and what draws it."""

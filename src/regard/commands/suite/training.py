@@ -145,7 +145,7 @@ class RandomText(lm.LanguageModelling):
         ids = generator.integers(lm.END + 1, options.vocabulary_size, size=starts[-1]).astype(np.uint16)
         ids[starts[:-1]] = lm.START
         torch.manual_seed(0)
-        super().__init__(options, Decoder(options.config(options.vocabulary_size)), Tokens(ids, starts, b""), [], 0)
+        super().__init__(options, Decoder(options.config(options.vocabulary_size)), Tokens(ids, starts, b""), [], [], 0)
 
     def evaluate(self, model: Model) -> dict[str, float]:
         return {"loss": 0.0}
