@@ -228,8 +228,8 @@ def start() -> Figure:
         13,
         4.8,
         title="How a training begins: initialisations, and a plain loop as nanoGPT's",
-        note="Decoders on the standard library's source, 1,024 tokens a step; marks are runs, lines their means. Right: "
-        "the change of the last held-out loss where W_o and the network's second matrix are divided (lm: and the others "
+        note="Decoders on the standard library's source, 1,024 tokens a step; marks are runs, lines means. Right: "
+        "the change of the last held-out loss where W_o and the network's second matrix are divided (lm: and others "
         f"drawn by their width), a mark for each seed. {machine(measured['environment'])}.",
     )
     *panels, models = figure.subplots(1, len(sizes) + 1)
@@ -265,7 +265,7 @@ def start() -> Figure:
                 names.append(f"{task} {size}")
     models.axvline(0, color=QUIET, linewidth=1)
     models.set_yticks([-place for place in range(len(names))], names)
-    dress(models, title="Other models", x="change of the held-out loss")
+    dress(models, title="All models, all sizes", x="change of the held-out loss")
     return figure
 
 
