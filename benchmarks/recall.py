@@ -116,8 +116,8 @@ class Copying(nn.Module):
         twice = torch.cat((string, string), 1)
         before = [F.pad(twice, (back, -back - 1), value=NUM_LETTERS) for back in range(SEEN)]
         x = torch.stack([table(letters) for table, letters in zip(self.letters, before, strict=True)]).sum(0)
-        told = length + SEEN - 1
-        return self.layer(x)[:, told - 1 :], twice[:, told:]
+        seen = length + SEEN - 1
+        return self.layer(x)[:, seen - 1 :], twice[:, seen:]
 
     @staticmethod
     def tested(length: int) -> int:
