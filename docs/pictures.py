@@ -265,7 +265,7 @@ def start() -> Figure:
                 names.append(f"{task} {size}")
     models.axvline(0, color=QUIET, linewidth=1)
     models.set_yticks([-place for place in range(len(names))], names)
-    dress(models, title="All models, all sizes", x="change of the held-out loss")
+    dress(models, title="Other models", x="change of the held-out loss")
     return figure
 
 
