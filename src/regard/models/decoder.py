@@ -152,7 +152,7 @@ class Decoder(GenerativeModel):
 
     def deviation(self, module: nn.Linear | nn.Embedding | nn.Conv2d) -> float:
         """PyTorch's own scale for linear layers, about the 0.02 of GPT-2 at its width of 768."""
-        return (3 * module.weight[0].numel()) ** -0.5
+        return (3 * module.weight.shape[1:].numel()) ** -0.5
 
     def forward(
         self, tokens: Int[Tensor, "B T"], mask: AnyMask = None, *, at: Bool[Tensor, "B T"] | None = None

@@ -194,7 +194,7 @@ class Transformer(GenerativeModel):
     def deviation(self, module: nn.Linear | nn.Embedding | nn.Conv2d) -> float:
         """1/√fan-in; 1 for embeddings that are not multiplied by √E."""
         unit = isinstance(module, nn.Embedding) and not self.config.scaled_embedding
-        return 1.0 if unit else module.weight[0].numel() ** -0.5
+        return 1.0 if unit else module.weight.shape[1:].numel() ** -0.5
 
     def forward(
         self,
