@@ -3,11 +3,13 @@
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 
 import regard as rg
 from regard.checkpoints import Tokenizer
 from regard.core.mechanisms import REGISTRY
 from regard.core.tensors import weighs_tokens
+from regard.models.layers.attention import without_mechanisms
 
 SIZES = {"vocabulary_size": 61, "embedding_dim": 16, "num_layers": 3, "num_heads": 4, "context_length": 256}
 DECODERS = {
@@ -32,11 +34,18 @@ SEQUENCES = {
 PROMPTS = [[5, 9, 2], [7], list(range(3, 40)), [11, 12, 13, 14, 15, 16, 17, 18, 19], [60, 1]]
 
 
+def redraw(model: rg.Decoder, deviation: float) -> None:
+    """Weights as large as they are here after training; with those that training begins with, texts repeat a token."""
+    for module in without_mechanisms(model):
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=deviation)
+
+
 def made(name: str) -> rg.Decoder | rg.Transformer:
     torch.manual_seed(0)
     if name in DECODERS:
         model: rg.Decoder | rg.Transformer = rg.Decoder(DECODERS[name])
-        model.initialise(3.5)
+        redraw(model, 0.5)
     else:
         model = rg.Transformer(SEQUENCES[name])
     return model.double().eval()

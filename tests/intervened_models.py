@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import regard as rg
+from generating import redraw
 
 transformers = pytest.importorskip("transformers")
 
@@ -12,7 +13,9 @@ ENDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
 def decoder(mechanism="softmax", **more):
-    return loud(rg.Decoder(rg.DecoderConfig(**{**SIZES, **more}, mechanism=mechanism)).eval())
+    model = rg.Decoder(rg.DecoderConfig(**{**SIZES, **more}, mechanism=mechanism)).eval()
+    redraw(model, 0.02)
+    return loud(model)
 
 
 def loud(model):

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 import regard as rg
+from generating import redraw
 from regard.checkpoints import Tokenizer
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz.?!<>|"
@@ -21,7 +22,7 @@ def tiny(**changes: Any) -> rg.Decoder:
     """A random model of letters, with a template: a letter is a token."""
     torch.manual_seed(3)
     model = rg.Decoder(rg.DecoderConfig(vocabulary_size=len(LETTERS), **{**SIZES, **changes})).eval()
-    model.initialise(3)  # otherwise it says one letter again and again
+    redraw(model, 0.3)
     model.tokenizer = Tokenizer.from_vocabulary(list(LETTERS), special={})
     model.tokenizer.chat_template = TEMPLATE
     return model

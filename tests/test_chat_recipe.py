@@ -163,9 +163,8 @@ def test_one_command_trains_adapters_that_every_command_reads(processes, folder,
     assert losses[-1] < losses[0]
     loaded = rg.load(folder / "run")
     assert lora_of(loaded) is None
-    answer = str(
-        rg.generate(loaded, [loaded.tokenizer.chat([{"role": "user", "content": "Who?"}])], max_new_tokens=5)[0]
-    )
+    chat = loaded.tokenizer.chat([{"role": "user", "content": "Who?"}])
+    answer = str(rg.generate(loaded, [loaded.tokenizer.encode(chat, special=False)], max_new_tokens=5)[0])
     assert answer in regard("generate", "run", "--chat", "Who?", "--max-new-tokens", "5").replace("\r", "")
     regard("convert", "run", "merged", "--to", "regard")
     merged = rg.load(folder / "merged")

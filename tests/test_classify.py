@@ -27,7 +27,7 @@ WORDS = {"food": ("bread", "soup", "rice"), "sky": ("moon", "cloud", "star"), "w
 def table() -> list[tuple[str, str]]:
     draw = random.Random(0)
     rows = []
-    for number in range(240):
+    for number in range(480):
         label = list(WORDS)[number % 3]
         rows.append((label, f"I see the {draw.choice(WORDS[label])} number {number} again."))
     return rows

@@ -119,7 +119,7 @@ def learn(folder: Path, *, steps: int = STEPS, seed: int = 0, watch: Watch = unw
     finally:
         for child in children.values():
             child.kill()  # it has finished, or its run is of no use
-            child.wait()
+            child.communicate()
     runs = {name: read_metrics(folder / name) for name in MECHANISMS}
     results = {
         name: {line["step"]: line["evaluation"]["exact"] for line in lines if "evaluation" in line}

@@ -145,6 +145,7 @@ def resume() -> Callable[..., None]:
             from regard.training.lock import writing
             from regard.training.runs import check_run, reopen
 
+            Settings(**{"batch_size": 1, **changes})  # an error in a flag comes before one in the run
             check_run(folder)
             with writing(folder, place):
                 task, changed = reopen(folder, place, **changes)

@@ -62,6 +62,10 @@ def _meant(error: Any) -> str:
     names = [name.lstrip("-") for parameter in error.ctx.command.get_params(error.ctx) for name in parameter.opts]
     typed = error.option_name.lstrip("-")
     longer = [name for name in names if name.startswith(typed)]
-    initials = [name for name in names if "".join(word[:1] for word in name.split("-")) == typed]
-    close = longer or initials or get_close_matches(typed, names, 1)
-    return f"did you mean --{close[0]}?" if close else f"`{error.ctx.command_path} --help` lists the options"
+    initials = {name for name in names if "".join(word[:1] for word in name.split("-")) == typed}
+    close = longer[:1] or sorted(initials) or get_close_matches(typed, names, 1)
+    return (
+        f"did you mean {' or '.join(f'--{name}' for name in close)}?"
+        if close
+        else f"`{error.ctx.command_path} --help` lists the options"
+    )

@@ -144,6 +144,8 @@ def _move(beside: Path, target: Path) -> None:
 
 def _check_new(target: Path) -> None:
     """Raise ValueError unless the folder is new or empty, or has a run that was killed before it began."""
+    if (file := next((parent for parent in target.parents if parent.is_file()), None)) is not None:
+        raise ValueError(f"out: expected a folder, got {target}, and {file} is a file")
     if not target.exists():
         return
     wanted = f"out: expected a new folder or an empty one, got {target}, which"

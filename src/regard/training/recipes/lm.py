@@ -185,6 +185,7 @@ def build(options: Options, folder: Path, seed: int) -> "LanguageModelling":
         return LanguageModelling(options, model, tokens, validation, test, seed)
     tokenizer = _vocabulary(train, options.vocabulary_size, folder)
     tokens = write_tokens(folder / "train.tokens", train, tokenizer)
+    torch.manual_seed(seed)  # a user's mechanism may draw random numbers when it is made
     config = options.config(tokenizer.vocabulary_size)
     model = initial(lambda: Decoder(config), seed)
     model.tokenizer = tokenizer

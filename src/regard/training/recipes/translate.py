@@ -154,6 +154,7 @@ def build(options: Options, folder: Path, seed: int) -> "Translation":
         tokenizer = train_bpe((text for pair in train for text in pair), options.vocabulary_size)
         Domain.of(source for source, _ in train).save(folder)
         tokenizer.save(folder)
+    torch.manual_seed(seed)  # a user's mechanism may draw random numbers when it is made
     config = options.config(tokenizer.vocabulary_size)
     model = initial(lambda: Transformer(config), seed)
     model.tokenizer = tokenizer
