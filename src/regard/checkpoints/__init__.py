@@ -1,6 +1,7 @@
 """Checkpoints: `load` and `save`, for every format."""
 
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
