@@ -17,6 +17,7 @@ from regard.models.layers.block import Block, BlockConfig, Stack
 from regard.models.layers.network import ACTIVATIONS, PositionWise, RMSNorm
 from regard.models.layers.positions import Rotary
 from regard.models.layers.ragged import Ragged
+from regard.models.layers.streaming import ModelState
 
 CAUSAL = [name for name, mechanism in REGISTRY.items() if weighs_tokens(mechanism, 8)]
 
@@ -147,6 +148,7 @@ def test_a_layer_that_cannot_be_is_one_error(arguments, message):
         ({}, lambda layer, x: layer.extend(x.half(), layer.start(batch=2)), "query: expected the layer's dtype"),
         ({}, lambda layer, x: layer.cross(x[0], *layer.remember(x)), r"query: expected \(B, T, 16\)"),
         ({}, lambda layer, x: layer.extend(x, None), "state: expected one from start"),
+        ({}, lambda layer, x: layer.extend(x, ModelState(())), "state: expected one from start.*got ModelState"),
         ({"key_dim": 8}, lambda layer, x: layer(x), r"key: expected an input of width 8 \(key_dim\), got None"),
         ({"key_dim": 8}, lambda layer, x: layer(x, x), r"key: expected \(B, T, 8\), got \(2, 5, 16\)"),
         ({"value_dim": 8}, lambda layer, x: layer(x, x), r"value: expected \(B, T, 8\), got \(2, 5, 16\)"),

@@ -207,7 +207,7 @@ class Stack(nn.Module):
             states.append(longer)
         x = self.norm(x)
         x = x if ragged is None else ragged.pad(x)
-        return x, None if state is None else state.extended(tuple(states), tokens, fresh)
+        return x, None if state is None else state.longer(tuple(states), tokens, fresh)
 
     def _masked(self, rule: Mask | None, window: Window | None) -> Mask | None:
         for more in (causal_mask if self.causal else None, window):

@@ -76,7 +76,7 @@ class ModelState:
         padding = None if self.padding is None else self.padding.between(0, length, self.length)
         return replace(self, layers=layers, length=length, padding=padding)
 
-    def extended(self, layers: tuple[Any, ...], tokens: int, fresh: Padding | None) -> "ModelState":
+    def longer(self, layers: tuple[Any, ...], tokens: int, fresh: Padding | None) -> "ModelState":
         """The state after `tokens` more tokens, with the longer states of its layers; `fresh` is the new padding."""
         padding = self.padding
         if fresh is not None or padding is not None:
