@@ -87,8 +87,7 @@ def test_a_run_is_measured_again_bitwise(recipe, regard, tmp_path):
     assert results["last"]["validation"] == evaluations[4]
     assert results["best"]["validation"] == evaluations[results["best"]["step"]]
     file = FILES[recipe][1]
-    data = regard("evaluate", "run", "--data", file)["best"]["data"]
-    assert data == pytest.approx(done["test"], rel=1e-6), "the batches may be others"
+    assert regard("evaluate", "run", "--data", file)["best"]["data"] == done["test"]
     assert tree(run) == before, "it writes nothing"
     again = regard("train", "resume", "run", "--steps", "5")
     tests = [record for record in read_metrics(run) if "test" in record]

@@ -19,6 +19,7 @@ feature maps (elu), and not learned positions. In training those see documents a
 
 import json
 import math
+import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -323,7 +324,7 @@ class LanguageModelling(Task):
     def measure(self, model: Model, paths: Sequence[str]) -> dict[str, float]:
         """The same of all text of files and folders."""
         files = [part for path in paths for part in documents(Path(path), self.options.suffix, least=1)]
-        return self._results(model, (document.text for document in files))
+        return self._results(model, _excerpts(files))
 
     def _results(self, model: Model, texts: Iterable[str]) -> dict[str, float]:
         context = self.options.context_length
@@ -468,8 +469,9 @@ def _nats(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(precise, batch["targets"].flatten(), ignore_index=IGNORED, reduction="sum")
 
 
-def _excerpts(documents: Sequence[Document], most: int, room: int) -> Iterator[str]:
-    """The beginnings of documents, of at most so many characters each and in all."""
+def _excerpts(documents: Sequence[Document], most: int = sys.maxsize, room: int = sys.maxsize) -> Iterator[str]:
+    """The beginnings of documents, of at most so many characters each and in all, in an order of their names: what is
+    measured again is added up in the same order, and comes out bitwise the same."""
     for document in sorted(documents, key=lambda document: chance(document.name)):
         if room > 0:
             excerpt = document.text[: min(most, room)]
