@@ -9,7 +9,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import regard as rg
 from regard.core import cpu
-from regard.models.layers.linear import Linear, by_machine_code, by_onednn, lay_together, projections
+from regard.models.layers.linear import (
+    Linear,
+    by_machine_code,
+    by_onednn,
+    lay_together,
+    projections,
+    recorded_by_onednn,
+)
 from regard.models.layers.network import RMSNorm
 
 
@@ -17,6 +24,7 @@ from regard.models.layers.network import RMSNorm
 @pytest.mark.parametrize("rows", [1, 2, 4, 7, 128, 129])
 def test_every_product_agrees_and_is_counted(monkeypatch, rows, missing):
     monkeypatch.setattr(cpu, "missing", cpu.missing if missing is None else lambda: missing)
+    monkeypatch.setattr(cpu, "HALVED_BLAS", False)
     x, layer = torch.randn(2, rows, 512), Linear(512, 8192)
     with torch.no_grad():
         assert by_machine_code(x, layer.weight) == (rows <= 4 and cpu.missing() is None)
@@ -32,6 +40,64 @@ def test_every_product_agrees_and_is_counted(monkeypatch, rows, missing):
         assert not by(x.double(), layer.weight.double())
     layer(x).sum().backward()
     assert layer.weight.grad is not None
+
+
+@pytest.fixture
+def halved(monkeypatch):
+    """As where BLAS multiplies at half the CPU's rate."""
+    monkeypatch.setattr(cpu, "HALVED_BLAS", True)
+
+
+@pytest.mark.skipif(not cpu.MAY_COMPILE, reason="oneDNN cannot run here")
+@pytest.mark.parametrize("frozen", [None, "x", "weight", "bias"])
+@pytest.mark.parametrize(("rows", "width", "size"), [(128, 192, 512), (200, 512, 96), (3, 1024, 1024)])
+def test_where_blas_is_slow_onednn_computes_outputs_and_gradients(halved, rows, width, size, frozen):
+    x, layer = torch.randn(2, rows, width), Linear(width, size, bias=frozen != "bias")
+    grad = torch.randn(size, 2, rows).permute(1, 2, 0)
+    x.requires_grad_(frozen != "x")
+    layer.weight.requires_grad_(frozen != "weight")
+    leaves = [leaf for leaf in (x, layer.weight, layer.bias) if leaf is not None and leaf.requires_grad]
+    assert recorded_by_onednn(x, layer.weight)
+    with torch.profiler.profile() as profile:
+        out = layer(x)
+        grads = torch.autograd.grad(out, leaves, grad)
+    products = sum(event.count for event in profile.key_averages() if event.key == "mkldnn::_linear_pointwise")
+    assert products == 1 + (frozen != "x") + (frozen != "weight")
+    with torch.no_grad():
+        assert torch.equal(layer(x), out), "the same with and without gradients"
+    with FlopCounterMode(display=False) as counter:
+        layer(x).backward(grad)
+    assert counter.get_total_flops() == products * 2 * 2 * rows * width * size
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    bias = exact[-1] if layer.bias is not None else None
+    x64, weight64 = exact[0] if frozen != "x" else x.double(), layer.weight.double()
+    if frozen != "weight":
+        weight64 = exact[1] if frozen != "x" else exact[0]
+    out64 = F.linear(x64, weight64, bias)
+    for ours, wanted in zip((out, *grads), (out64, *torch.autograd.grad(out64, exact, grad.double())), strict=True):
+        assert (ours - wanted).abs().max() <= 3e-6 * wanted.abs().max()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_where_blas_is_slow_other_derivatives_take_torchs_product(halved):
+    layer, x = Linear(512, 512), torch.randn(16, 512, requires_grad=True)
+    assert recorded_by_onednn(x, layer.weight)
+    assert not recorded_by_onednn(x[:4], layer.weight), "too small"
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(x).dtype is torch.bfloat16
+    (first,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x)
+    wanted = 2 * layer.weight.detach().sum(1) @ layer.weight.detach()
+    assert (second - wanted).abs().max() <= 1e-4 * wanted.abs().max()
+    rows = torch.randn(3, 16, 512)
+    outs = torch.autograd.grad(layer(x), (x, layer.weight), rows, is_grads_batched=True, retain_graph=True)
+    for at, row in enumerate(rows):
+        for mapped, alone in zip(outs, torch.autograd.grad(layer(x), (x, layer.weight), row), strict=True):
+            assert (mapped[at] - alone).abs().max() <= 1e-5 * alone.abs().max()
+    state = dict(layer.named_parameters())
+    mapped = torch.func.vmap(torch.func.grad(lambda x: torch.func.functional_call(layer, state, (x,)).sum()))(rows)
+    assert (mapped - layer.weight.sum(0)).abs().max() < 1e-4
+    assert (torch.compile(layer, backend="eager", fullgraph=True)(x) - layer(x)).abs().max() < 1e-5
 
 
 @pytest.mark.skipif(cpu.missing() is not None, reason=str(cpu.missing()))

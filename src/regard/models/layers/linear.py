@@ -1,9 +1,11 @@
 """Projections, x W^T + b, with the fastest matrix product that a CPU has.
 
-Torch computes float32 linear layers with BLAS, which is optimised for many rows. Without gradients there are two
-alternatives. For few rows, our JIT-compiled code (linear_code.py) reads the weights once: 1.1 to 2 times as fast as the
+Torch computes float32 linear layers with BLAS, which is optimised for many rows. There are two alternatives. For few
+rows without gradients, our JIT-compiled code (linear_code.py) reads the weights once: 1.1 to 2 times as fast as the
 better of torch's two products, 1.7 times for a decoder's head (AMD EPYC, AVX-512 and AVX2). oneDNN, which torch uses
-for half precision, is 1.2 to 1.7 times as fast as BLAS for up to 256 rows and large weights.
+for half precision, is 1.2 to 1.7 times as fast as BLAS for up to 256 rows and large weights. Where torch's BLAS is
+Intel's and the CPU is not (`HALVED_BLAS`), oneDNN is 1.5 to 2.5 times as fast for all but small products, and computes
+those of the backward pass, too.
 """
 
 import ctypes
@@ -19,11 +21,13 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from regard.core import cpu
-from regard.core.eager import readable
+from regard.core.eager import batched, readable
 from regard.core.paths import decode
 
 LEAST_WEIGHTS, LEAST_WEIGHTS_BY_ONEDNN = 100_000, 4_000_000
 """BLAS multiplies smaller weights, since it has less overhead per call."""
+LEAST_BY_ONEDNN = 2**21
+"""Products of fewer multiplications are BLAS's also where it is slow: oneDNN has more overhead per call."""
 MULTIPLE = 16
 """Machine code needs a width that is a multiple of this, the number of lanes of the widest registers."""
 MOST_NUMBERS = 4096
@@ -48,7 +52,45 @@ def linear(x: Float[Tensor, "*b D"], weight: Float[Tensor, "E D"], bias: Float[T
     if by_machine_code(x, weight):
         out = torch.ops.regard.linear(x, weight, None)
         return out if bias is None else out.add_(bias)
-    return _onednn(x, weight, bias, "none", [], "") if by_onednn(x, weight) else F.linear(x, weight, bias)
+    if by_onednn(x, weight):
+        return _by_onednn(x, weight, bias)
+    if recorded_by_onednn(x, weight):
+        recorded: Tensor = _Recorded.apply(x, weight, bias)  # type: ignore[no-untyped-call]
+        return recorded
+    return F.linear(x, weight, bias)
+
+
+def _by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    out: Tensor = _onednn(x, weight, bias, "none", [], "")
+    return out
+
+
+class _Recorded(torch.autograd.Function):
+    """x W^T + b with gradients, all products by oneDNN."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return _by_onednn(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        plain = torch.is_grad_enabled() or batched(grad)  # oneDNN's product has neither gradients nor vmap
+        for_x, for_weight, for_bias = ctx.needs_input_grad
+        grads, tokens = grad.reshape(-1, weight.shape[0]), x.reshape(-1, weight.shape[1])
+        return (
+            (grad @ weight if plain else _by_onednn(grad, weight.t())) if for_x else None,
+            (grads.t() @ tokens if plain else _weight_gradient(grads, tokens)) if for_weight else None,
+            grads.sum(0) if for_bias else None,
+        )
+
+
+def _weight_gradient(grads: Float[Tensor, "N E"], tokens: Float[Tensor, "N D"]) -> Float[Tensor, "E D"]:
+    """The product over tokens. oneDNN copies its first matrix: the narrower one is the first."""
+    if grads.shape[1] > tokens.shape[1]:
+        return _by_onednn(tokens.t(), grads.t()).t()
+    return _by_onednn(grads.t(), tokens.t())
 
 
 def by_machine_code(x: Tensor, weight: Tensor) -> bool:
@@ -66,16 +108,23 @@ def by_machine_code(x: Tensor, weight: Tensor) -> bool:
 
 
 def by_onednn(x: Tensor, weight: Tensor) -> bool:
-    """Whether oneDNN's product can be used and is clearly faster than BLAS. Elsewhere it gains 10 or 20 % and, except
-    for one row, has two to three times the rounding error, which would show in the logits of a deep model."""
+    """Whether oneDNN's product can be used without gradients and is clearly faster than BLAS. Where BLAS is not slow,
+    oneDNN gains 10 or 20 % on other shapes and, except for one row, has two to three times the rounding error."""
+    return _plainly(x, weight) and _faster_by_onednn(x, weight)
+
+
+def recorded_by_onednn(x: Tensor, weight: Tensor) -> bool:
+    """The same where gradients are recorded."""
+    return cpu.HALVED_BLAS and torch.is_grad_enabled() and _float32(x, weight) and _faster_by_onednn(x, weight)
+
+
+def _faster_by_onednn(x: Tensor, weight: Tensor) -> bool:
     rows = _rows(x, weight)
-    return (
-        0 < rows <= 256
-        and weight.numel() >= (LEAST_WEIGHTS if rows == 1 else LEAST_WEIGHTS_BY_ONEDNN)
-        and _plainly(x, weight)
-        and _onednn is not None
-        and cpu.MAY_COMPILE
-    )
+    if cpu.HALVED_BLAS:
+        enough = rows * weight.numel() >= LEAST_BY_ONEDNN
+    else:
+        enough = 0 < rows <= 256 and weight.numel() >= (LEAST_WEIGHTS if rows == 1 else LEAST_WEIGHTS_BY_ONEDNN)
+    return enough and _onednn is not None and cpu.MAY_COMPILE
 
 
 def _rows(x: Tensor, weight: Tensor) -> int:
@@ -85,9 +134,12 @@ def _rows(x: Tensor, weight: Tensor) -> int:
 
 def _plainly(x: Tensor, weight: Tensor) -> bool:
     """Whether this is a plain float32 product on the CPU: no gradients, no tracing, no autocast."""
+    return not torch.is_grad_enabled() and _float32(x, weight)
+
+
+def _float32(x: Tensor, weight: Tensor) -> bool:
     return (
-        not torch.is_grad_enabled()
-        and x.dtype is weight.dtype is torch.float32
+        x.dtype is weight.dtype is torch.float32
         and x.is_cpu
         and weight.is_cpu
         and not torch.is_autocast_enabled("cpu")
@@ -96,7 +148,7 @@ def _plainly(x: Tensor, weight: Tensor) -> bool:
 
 
 class Linear(nn.Linear):
-    """`nn.Linear`, with the faster product where no gradient is recorded."""
+    """`nn.Linear`, with the fastest product."""
 
     def forward(self, x: Float[Tensor, "*b D"]) -> Float[Tensor, "*b E"]:
         return linear(x, self.weight, self.bias)
