@@ -2,6 +2,7 @@
 And checkpoints that are written while training goes on."""
 
 import errno
+import gc
 import hashlib
 import json
 import math
@@ -19,11 +20,12 @@ import chaos
 import regard as rg
 from forked import Forks, forks
 from regard.models.registry import MODELS, build
-from regard.training import Settings, checkpoint_folders, storage, store, train
+from regard.training import Settings, Task, checkpoint_folders, storage, store, train
 from regard.training.divided import dividing
 from regard.training.initial import fill, filled_later, initial, without_memory
 from regard.training.parallel import Objective, placed, spread
 from regard.training.recipes import bert, classify, lm, recipe, translate, vision
+from regard.training.recipes.started import started
 from regard.training.runs import begin, reopen
 from test_training import RECOMPUTED, Counting, losses, settings
 
@@ -143,7 +145,16 @@ def ranked(folder):
         objective, before = Objective(task), peak(reset=True)
         spread(objective, place)
         fill(objective, task.model, 0, place.device)
-        answer["memory"] = (peak() - before) / sum(parameter.nbytes for parameter in task.model.parameters())
+        size = sum(parameter.nbytes for parameter in task.model.parameters())
+        answer["memory"] = (peak() - before) / size
+        before = anonymous()
+        with filled_later(place):
+            task.model = started(rg.Decoder, "a model that is gone", None, folder / "wide")
+        answer["started"] = [(anonymous() - before) / size]
+        objective = Objective(task)
+        spread(objective, place)
+        answer["started"].append((anonymous() - before) / size)
+        answer["hashes"]["started"] = digest(task.model)
     return answer
 
 
@@ -184,6 +195,13 @@ def hashed(folder, data, place):
     return [*counts, sum(file.stat().st_size for file in path.glob("*.safetensors"))]
 
 
+def anonymous():
+    """The memory of this process, in bytes, that is no file's."""
+    gc.collect()
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.partition("RssAnon:")[2].split()[0])
+
+
 def peak(reset=False):
     """The most memory that this process has had, in bytes, since the last reset."""
     if reset:
@@ -196,6 +214,7 @@ def peak(reset=False):
 def worlds(processes, tmp_path_factory):
     """What each of 1, 2, 3 and 4 processes did; 2 and 3 of them share the model."""
     folder = tmp_path_factory.mktemp("ranks")
+    rg.save(initial(lambda: rg.Decoder(rg.DecoderConfig(**WIDE)), 1), folder / "wide/start")
     return {count: in_ranks(processes, count, ranked, folder) for count in (1, 2, 3, 4)}
 
 
@@ -210,6 +229,15 @@ def test_no_process_ever_has_the_whole_of_a_sharded_model(worlds):
     for count in (2, 3):
         shares = [answer["memory"] for answer in worlds[count]]
         assert max(shares) < 1 / count + 0.25, shares
+
+
+def test_a_model_that_training_starts_from_stays_in_its_file_until_each_process_copies_its_part(worlds):
+    for count in (2, 3):
+        for answer in worlds[count]:
+            loaded, sharded = answer["started"]
+            assert loaded < 0.1, loaded
+            assert 0.6 / count < sharded < 1 / count + 0.25, sharded
+    assert worlds[1][0]["started"][0] > 0.9, "a single process has a copy: the file may change"
 
 
 def test_an_evaluation_is_bitwise_that_of_one_process(worlds):
@@ -230,6 +258,62 @@ def test_each_process_hashes_its_own_part(worlds):
         whole = ranks[0]["hashed"][2]
         assert (saved, resumed) == (whole, 2 * whole), count
         assert max(answer["hashed"][1] for answer in ranks) < 2 * whole / count + 0.1 * whole, count
+
+
+class Drawn(torch.nn.Sequential):
+    """A model of a user's, which draws its weights when it is asked to."""
+
+    def __init__(self):
+        super().__init__(torch.nn.Linear(3, 8, device="meta"), torch.nn.ReLU(), torch.nn.Linear(8, 1, device="meta"))
+
+    def initialise(self):
+        for parameter in self.parameters():
+            torch.nn.init.normal_(parameter, std=0.3)
+
+
+class Sums(Task):
+    name = "sums"
+
+    def __init__(self, watched="loss"):
+        self.model, self.watched = Drawn(), (watched, "least")
+        self.x = torch.randn(64, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def sizes(self):
+        return [1] * len(self.x)
+
+    def batch(self, indices, epoch):
+        return {"x": self.x[list(indices)]}
+
+    def counts(self, batch):
+        return {"square": len(batch["x"])}
+
+    def totals(self, model, batch):
+        x = batch["x"]
+        return {"square": (model(x) - x.sum(1, keepdim=True)).square().sum()}
+
+    def evaluate(self, model):
+        return {"loss": float(self.totals(model, {"x": self.x[:9]})["square"])}
+
+
+def own_model(folder):
+    """In one of several processes: the losses of a user's model, and what is said of a task that is wrong."""
+    world = int(os.environ["WORLD_SIZE"])
+    chosen = Settings(steps=6, batch_size=8, save_every=3, evaluate_every=3, precision="float64", schedule="constant")
+    quiet = {"watch": lambda report: None}
+    with placed("cpu", "fsdp" if world > 1 else "ddp") as place:
+        with pytest.raises(ValueError, match="watched") as error:
+            train(Sums("accuracy"), chosen, folder / f"wrong-{world}", place=place, **quiet)
+        train(Sums(), chosen, folder / f"own-{world}", place=place, **quiet)
+    return [losses(folder / f"own-{world}"), str(error.value), (folder / f"wrong-{world}").exists()]
+
+
+def test_a_model_of_a_users_that_draws_its_weights_takes_no_memory_before_it_is_sharded(processes, tmp_path):
+    (alone,) = in_ranks(processes, 1, own_model, tmp_path)
+    assert len(alone[0]) == 6
+    assert alone[1:] == ["watched: expected a result of evaluate (loss), got 'accuracy'", False]
+    for ranks in in_ranks(processes, 2, own_model, tmp_path):
+        assert ranks[0] == pytest.approx(alone[0], abs=1e-10)
+        assert ranks[1:] == alone[1:]
 
 
 # Checkpoints while training goes on

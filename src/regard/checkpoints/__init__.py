@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from regard.checkpoints import adapters, gguf, huggingface, native, sentences
 from regard.checkpoints.errors import CheckpointError
 from regard.checkpoints.modules import load_module
-from regard.checkpoints.names import NAMES, resolve
+from regard.checkpoints.names import NAMES, Package, resolve
 from regard.checkpoints.sources import read_json
 from regard.checkpoints.tokenizer import Tokenizer
 from regard.checkpoints.writing import save_tensors
@@ -31,6 +31,7 @@ __all__ = [
     "Tokenizer",
     "check_target",
     "load",
+    "load_mapped",
     "load_with",
     "resolve",
     "save",
@@ -114,7 +115,29 @@ def load(
     options: dict[str, Any] = {"mechanism": mechanism, "dtype": dtype, "device": device}
     if path.is_file():
         return gguf.load(path, **options)
-    path = _of_run(path)
+    return _load_folder(_of_run(path), mechanisms, NAMES.get(str(name_or_path)), **options)
+
+
+def load_mapped(folder: Path, mechanisms: Sequence[UserMechanism], dtype: torch.dtype) -> Model:
+    """`load` a folder that `save` wrote, with tensors that stay in its file, memory-mapped: those of the dtype take no
+    memory until they are used, and give it back when others need it. The file must not change as long as the model is
+    used; writing to its tensors changes a private copy.
+
+    >>> import regard as rg, tempfile, torch
+    >>> from pathlib import Path
+    >>> from regard.checkpoints import load_mapped
+    >>> model = rg.Decoder(rg.DecoderConfig(vocabulary_size=9, embedding_dim=8, num_layers=1, num_heads=2))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     mapped = load_mapped(rg.save(model, f"{folder}/model"), [], torch.float32)
+    ...     torch.equal(mapped.embedding.weight, model.embedding.weight)
+    True
+    """
+    return _load_folder(folder, mechanisms, None, dtype=dtype, mapped=True)
+
+
+def _load_folder(
+    path: Path, mechanisms: Sequence[UserMechanism], package: Package | None, *, mapped: bool = False, **options: Any
+) -> Model:
     folder = sentences.weights_folder(path)
     values = read_json(folder / "config.json")
     if "module" in values:
@@ -122,10 +145,9 @@ def load(
             f"{folder}: expected model={values['module']!s:.80}(…), as a file imports no code, got none"
         )
     if "regard" in values:
-        loaded = native.load(folder, values, mechanisms=mechanisms, **options)
+        loaded = native.load(folder, values, mechanisms=mechanisms, mapped=mapped, **options)
     else:
         loaded = huggingface.load(folder, values, root=path, **options)
-    package = NAMES.get(str(name_or_path))
     tokenizer = package.tokenizer() if package is not None else Tokenizer.from_folder(folder)
     if tokenizer is not None and "regard" not in values and sentences.lowercase(folder):
         tokenizer = tokenizer.lowercased()

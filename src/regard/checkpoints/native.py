@@ -27,8 +27,9 @@ def load(
     mechanisms: Sequence[UserMechanism] = (),
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
+    mapped: bool = False,
 ) -> Model:
-    """The model of a folder whose config.json has `values`."""
+    """The model of a folder whose config.json has `values`; `mapped` leaves its tensors in the memory-mapped file."""
     path = folder / "config.json"
     name, config_values = values.get("model"), values.get("config")
     listed = isinstance(name, str) and name in MODELS
@@ -66,12 +67,14 @@ def load(
         config,
         None,
         source.shapes,
-        lambda tensor_name: source.read(tensor_name).clone(),
+        # A copy, since a memory-mapped tensor would change when its file does.
+        source.read if mapped else lambda tensor_name: source.read(tensor_name).clone(),
         path=folder,
         ignored=ignored,
         swapped=mechanism is not None,
         dtype=dtype,
         device=device,
+        copied=not mapped,
     )
 
 

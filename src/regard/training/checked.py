@@ -1,11 +1,13 @@
 """A task of a user's is checked before its first step, so that a wrong name is not an error after hours."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from regard.training.task import Batch, Task
+from regard.training.parallel import Objective
+from regard.training.task import Task
 
 TRIED = 2
 """Examples that are tried."""
@@ -13,10 +15,11 @@ SHIPPED = "regard."
 """Modules of recipes, which have tests; their evaluations take seconds."""
 
 
-def check_task(task: Task) -> None:
+def check_task(task: Task, runner: Any = None) -> None:
     """Raise ValueError unless the terms of the loss have totals and counts, and `evaluate` gives what is `watched`.
 
-    The model is evaluated and tested once, in eval mode; random states stay as they are.
+    The model is evaluated and tested once, in eval mode; random states stay as they are. `runner` is its `Objective`,
+    or that which wraps it for a sharded model.
 
     >>> import torch
     >>> from regard.training.checked import check_task
@@ -34,16 +37,16 @@ def check_task(task: Task) -> None:
     name, way = task.watched
     if way not in ("least", "most"):
         raise ValueError(f"watched: expected (name, 'least') or (name, 'most'), got {task.watched}")
-    model, training = task.model, task.model.training
+    model, training, run = task.model, task.model.training, runner or Objective(task)
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     devices = [device] if device.type == "cuda" else []
     try:
         model.eval()
         with torch.no_grad(), torch.random.fork_rng(devices):
             batch = task.batch(list(range(min(TRIED, len(task.sizes())))), 0)
-            _check_terms(task, {key: tensor.to(device) for key, tensor in batch.items()})
-            results = task.evaluate(model)
-            tested = task.test(model)
+            _check_terms(task.counts(batch), run({key: tensor.to(device) for key, tensor in batch.items()}))
+            results = run(task.evaluate)
+            tested = run(task.test)
     finally:
         model.train(training)
     for which, values in (("evaluate", results), ("test", tested)):
@@ -53,8 +56,7 @@ def check_task(task: Task) -> None:
         raise ValueError(f"watched: expected a result of evaluate ({', '.join(results)}), got {name!r}")
 
 
-def _check_terms(task: Task, batch: Batch) -> None:
-    counts, totals = task.counts(batch), task.totals(task.model, batch)
+def _check_terms(counts: Mapping[str, int], totals: Mapping[str, object]) -> None:
     for key, total in totals.items():
         if not isinstance(total, Tensor) or total.ndim:
             raise ValueError(f"totals: expected a scalar tensor for {key!r}, got {_shown(total)}")

@@ -2,7 +2,8 @@
 
 It is built without memory for the weights that `initialise` draws, and filled afterwards. In a sharded run it is
 sharded before it is filled: a process draws the weights one after another, each as a whole, as one process does, and
-keeps its part. No process ever holds the model, and the weights are the same for every number of processes.
+keeps its part. No process ever holds the model, and the weights are the same for every number of processes. (A model
+that training starts from, recipes/started.py, stays in its file until it is sharded.)
 """
 
 from collections.abc import Callable, Iterator
@@ -38,6 +39,16 @@ def filled_later(place: Place) -> Iterator[None]:
         _later.reset(before)
 
 
+def sharded_later() -> bool:
+    """Whether models that are made here will be sharded, so that no process should have memory for the whole.
+
+    >>> from regard.training.initial import sharded_later
+    >>> sharded_later()
+    False
+    """
+    return _later.get()
+
+
 def initial(make: Callable[[], SomeModel], seed: int) -> SomeModel:
     """A new model with the random weights of a seed; in a sharded run `fill` makes them later.
 
@@ -51,7 +62,7 @@ def initial(make: Callable[[], SomeModel], seed: int) -> SomeModel:
     torch.manual_seed(seed)
     with _emptied():
         model = make()
-    if not _later.get():
+    if not sharded_later():
         fill(model, model, seed, torch.device("cpu"))
     return model
 

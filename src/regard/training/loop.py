@@ -186,8 +186,6 @@ class _Run:
         model, empty = task.model.train(), without_memory(task.model)
         if not empty:
             model.to(place.device)
-        if begins:
-            check_task(task)
         if settings.precision == "float64" and not empty:
             model.double()
         if settings.recompute:
@@ -197,6 +195,7 @@ class _Run:
             # On an H200 the loss over 50,000 tokens takes 2.4 ms with inductor's single-pass softmax, 1.8 ms with two.
             self.objective.compile(options={"online_softmax": False} if place.device.type == "cuda" else None)
         self.runner = spread(self.objective, place, settings.precision)
+        self.forward = self.runner if place.sharded else self.objective  # without a backward pass after it
         fill(self.objective, model, settings.seed, place.device)
         torch.manual_seed(settings.seed * 65537 + place.rank + 1)
         if settings.precision == "float64" and empty:  # drawn in float32, as one process does
@@ -213,6 +212,9 @@ class _Run:
         self.pending: deque[_Pending] = deque()
         self.loss = math.nan
         self.resumed = self._resume()
+        if begins or (empty and not self.resumed):
+            with self._eager(), resharded(self.runner):
+                check_task(task, self.forward)
         store.together(self._begin)
 
     def _confirm(self, restart: bool) -> None:
@@ -309,6 +311,9 @@ class _Run:
         self.pending.append(_Pending(self.step, counts, size, values, event))
         return summed[-2] > 0
 
+    def _eager(self) -> Any:
+        return torch.compiler.set_stance("force_eager") if self.settings.compile else nullcontext()
+
     def _precision(self) -> Any:
         wanted = self.settings.precision == "bfloat16"
         return torch.autocast(self.place.device.type, torch.bfloat16) if wanted else nullcontext()
@@ -378,9 +383,8 @@ class _Run:
 
     def _measured(self, measure: Measure) -> dict[str, float]:
         self.objective.eval()
-        eager = torch.compiler.set_stance("force_eager") if self.settings.compile else nullcontext()
-        with torch.no_grad(), self._precision(), eager, resharded(self.runner), dividing(self.place):
-            results: dict[str, float] = (self.runner if self.place.sharded else self.objective)(measure)
+        with torch.no_grad(), self._precision(), self._eager(), resharded(self.runner), dividing(self.place):
+            results: dict[str, float] = self.forward(measure)
         self.objective.train()
         return store.together(lambda: results)[0]  # all processes choose the same model
 

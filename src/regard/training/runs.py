@@ -29,7 +29,7 @@ from regard.core.mechanisms.user_modules import absolute
 from regard.training import own, run_file
 from regard.training.batches import check_sizes
 from regard.training.checked import check_task
-from regard.training.initial import filled_later
+from regard.training.initial import filled_later, without_memory
 from regard.training.lock import LOCK, one_writer, writer
 from regard.training.metrics import check_loggers
 from regard.training.parallel import Place
@@ -71,7 +71,8 @@ def begin(name: str, options: Any, settings: Settings, folder: str | Path, place
         with one_writer(beside) if place.first else nullcontext():
             task = _built(name, options, settings, beside, place)
             check_sizes(task.sizes(), settings.batch_tokens)
-            check_task(task)
+            if not without_memory(task.model):  # training checks it when it is filled
+                check_task(task)
             values = {
                 "regard": run_file.VERSION,
                 "recipe": name,

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.checkpoints import load, load_with, save
+from regard.checkpoints import load, load_mapped, load_with, save
 from regard.core.mechanisms.text import lookup
 from regard.models.base import Model, SomeModel, expect
 from regard.models.encoder import Encoder
 from regard.models.layers.lora import TARGETS, Lora, adapt
+from regard.training.initial import sharded_later
 from regard.training.settings import option
 
 NEW = ("classes.",)
@@ -75,7 +76,8 @@ class Started:
 
 def started(kind: type[SomeModel], start: str, mechanism: str | None, folder: Path) -> SomeModel:
     """The model `start` (a run, a checkpoint, a name of `regard models`) in float32, perhaps with another mechanism;
-    ValueError for one of another kind. It is read from the folder start/ in `folder`, or saved there.
+    ValueError for one of another kind. It is read from the folder start/ in `folder`, or saved there. In a sharded run
+    its weights stay in that file, memory-mapped, until each process copies its part.
 
     >>> import tempfile
     >>> import regard as rg
@@ -90,15 +92,20 @@ def started(kind: type[SomeModel], start: str, mechanism: str | None, folder: Pa
     """
     copy = folder / "start"
     chosen = None if mechanism is None else lookup(mechanism)
-    if copy.is_dir():
-        return expect(kind, load(copy, mechanisms=[] if chosen is None else [chosen], dtype=torch.float32))
-    model = expect(kind, load_with(start, chosen, dtype=torch.float32), "from")
-    save(model, copy)
-    return model
+    if not copy.is_dir():
+        model = expect(kind, load_with(start, chosen, dtype=torch.float32), "from")
+        save(model, copy)
+        if not sharded_later():
+            return model
+        del model
+    mechanisms = [] if chosen is None else [chosen]
+    if sharded_later():
+        return expect(kind, load_mapped(copy, mechanisms, torch.float32))
+    return expect(kind, load(copy, mechanisms=mechanisms, dtype=torch.float32))
 
 
 def with_heads(source: Encoder, **changes: Any) -> Encoder:
-    """An encoder whose config has changes, with the tensors that both have: not the heads for classes.
+    """An encoder whose config has changes, with the tensors that both have, shared: not the heads for classes.
 
     >>> import regard as rg
     >>> from regard.training.recipes.started import with_heads
@@ -109,7 +116,8 @@ def with_heads(source: Encoder, **changes: Any) -> Encoder:
     """
     model = Encoder(replace(source.config, pooler=True, attention_dropout=0.0, **changes))
     shared = {name: tensor for name, tensor in source.state_dict().items() if not name.startswith(NEW)}
-    model.load_state_dict({name: shared.get(name, tensor) for name, tensor in model.state_dict().items()})
+    state = {name: shared.get(name, tensor) for name, tensor in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)  # the source's own tensors, which may be in a file
     return model
 
 

@@ -452,7 +452,7 @@ def _model(options: Options, images: Images, folder: Path, seed: int) -> ImageMo
     source = source.resized(_sides(images)).with_classes(len(images.class_names), images.class_names)
     # Dropout is an option of this run and part of the config, so the model is built again with it.
     model = type(source)(replace(source.config, dropout=options.dropout))
-    model.load_state_dict(source.state_dict())
+    model.load_state_dict(source.state_dict(), assign=True)
     adapt_started(model, options, base, seed)
     return model
 
