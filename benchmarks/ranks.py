@@ -23,6 +23,7 @@ from regard.training.parallel import placed
 from regard.training.recipes import lm
 from regard.training.runs import begin, reopen
 
+lm.TOGETHER = 256  # tokens of an evaluation's batch: their activations are no part of the model
 SIZES = {"embedding_dim": 512, "num_heads": 8, "num_layers": 8, "context_length": 64, "vocabulary_size": 1024}
 
 

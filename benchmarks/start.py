@@ -47,6 +47,8 @@ RATES = (0.5, 2.0, 4.0)
 PLAIN_RATE = 1.5e-3
 """The plain loop's best rate, of 0.75, 1.5, 3 and 6 thousandths."""
 MECHANISMS = ("quadratic", "elu", "retention", "gated", "delta")
+LONGER, LONGER_WARMUP = 1000, 100
+"""Steps that the language model's default size is trained for, at its recipe's rate and warm-up."""
 POINTS = 50
 """Points of a run's curve, about."""
 
@@ -158,6 +160,9 @@ def cells() -> Iterator[tuple[Cell, int]]:
             if task == "lm":
                 yield replace(plain, size=size), SEEDS
                 yield replace(chosen, size=size, rate=2 * recipe.rate), SEEDS
+        if task == "lm":
+            for cell in (chosen, plain, before):
+                yield replace(cell, size=size, steps=LONGER, warmup=LONGER_WARMUP), SEEDS
 
 
 def begin(model: nn.Module, start: str, seed: int) -> None:

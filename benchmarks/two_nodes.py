@@ -59,7 +59,9 @@ def start(node: tuple[str, str, str], first: str, words: list[str], log: Path) -
     name, address, interface = node
     command = ["ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"]
     command += ["--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{first}:{PORT}"]
-    command += ["--rdzv-id", "run", "--local-addr", address, "-m", "regard", *words, "--strategy", "hsdp"]
+    # torchrun asks the host's name for its addresses, and a namespace's are not among them.
+    command += ["--rdzv-conf", f"is_host={int(address == first)}", "--rdzv-id", "run", "--local-addr", address]
+    command += ["-m", "regard", *words, "--strategy", "hsdp"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": interface}
     with log.open("ab") as out:
         return subprocess.Popen(command, env=environment, stdout=out, stderr=out, start_new_session=True)
