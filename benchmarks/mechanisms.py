@@ -15,6 +15,7 @@ reads both, computes BLEU if sacrebleu is installed, and prints the table again.
 
 import argparse
 import json
+import math
 import multiprocessing
 import sys
 import tempfile
@@ -54,6 +55,8 @@ OPTIONS = {
 SETTINGS = {"batch_tokens": 1024, "learning_rate": 4e-3, "warmup": 100, "keep": 1}
 MEASURED = ("loss", "accuracy", "exact", "bleu", "tokens_per_second")
 """Results with a mean and a standard deviation over the seeds; the other numbers do not depend on the seed."""
+STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
+"""Half of the 95 % confidence interval of a mean, in standard errors, by the number of runs (Student's t)."""
 POINTS = 60
 """Points of a run's curve, about: each is the mean loss of the steps since the last point."""
 
@@ -134,14 +137,14 @@ def summary(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def table(content: dict[str, Any]) -> str:
-    """The results as the README's table, in Markdown."""
+    """The results as the README's table, in Markdown: means, and their 95 % confidence intervals over the seeds."""
     rows = content["summary"]
     columns: dict[str, Callable[[dict[str, Any]], str]] = {
         "attention": lambda row: row["name"],
-        "exact, %": lambda row: _spread(row["exact"], 100),
+        "exact, %": lambda row: _spread(row, "exact", 100),
     }
     if all("bleu" in row for row in rows):
-        columns["BLEU"] = lambda row: _spread(row["bleu"], 1)
+        columns["BLEU"] = lambda row: _spread(row, "bleu", 1)
     if content["device"] == "cpu":
         columns["tokens/s, one core"] = lambda row: f"{row['tokens_per_second']['mean']:,.0f}"
     columns["state at 64 tokens"] = lambda row: _bytes(row["state_bytes_at_64"])
@@ -150,10 +153,10 @@ def table(content: dict[str, Any]) -> str:
     return "\n".join([*lines, *(f"| {' | '.join(cell(row) for cell in columns.values())} |" for row in rows)])
 
 
-def _spread(value: dict[str, float | None], scale: float) -> str:
-    deviation = value["deviation"]
-    spread = "" if deviation is None else f" ± {scale * deviation:.1f}"
-    return f"{scale * (value['mean'] or 0.0):.1f}{spread}"
+def _spread(row: dict[str, Any], kind: str, scale: float) -> str:
+    mean, deviation, seeds = row[kind]["mean"], row[kind]["deviation"], row["seeds"]
+    interval = "" if deviation is None else f" ± {scale * STUDENT[seeds] * deviation / math.sqrt(seeds):.1f}"
+    return f"{scale * mean:.1f}{interval}"
 
 
 def _bytes(count: int) -> str:
@@ -194,7 +197,9 @@ def save(out: Path, content: dict[str, Any], texts: list[dict[str, Any]]) -> Non
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=1200)
-    parser.add_argument("--seeds", type=int, default=5, help="Runs of each attention, with seeds from 0 on.")
+    parser.add_argument(
+        "--seeds", type=int, default=5, choices=(1, *STUDENT), help="Runs of each attention, with seeds from 0 on."
+    )
     parser.add_argument("--sentences", type=int, default=2000, help="Held-out sentences that a run translates.")
     parser.add_argument("--device", default="cpu", help="cpu or cuda.")
     parser.add_argument("--jobs", type=int, default=2, help="Runs side by side.")

@@ -27,7 +27,7 @@ def test_the_table_of_attentions_has_a_row_for_each():
     assert [row.split(" | ")[0] for row in rows] == ["| attention", *(f"| {name}" for name in mechanisms.VARIANTS)]
 
 
-def test_means_and_deviations_over_seeds():
+def test_means_over_seeds_and_their_confidence_intervals():
     same = {"parameters": 10, "state_bytes_at_64": 2048, "state_bytes_at_4096": 3_000_000}
     runs = [
         {"name": "elu", "seed": seed, "loss": 1.0, "exact": exact, "tokens_per_second": 100.0, **same}
@@ -37,7 +37,7 @@ def test_means_and_deviations_over_seeds():
     assert [row["seeds"] for row in summary] == [2]
     assert summary[0]["exact"] == {"mean": pytest.approx(0.6), "deviation": pytest.approx(0.1 * 2**0.5)}
     text = mechanisms.table({"device": "cuda", "summary": summary})
-    assert text.split("\n")[2] == "| elu | 60.0 ± 14.1 | 2 kB | 3.0 MB |"
+    assert text.split("\n")[2] == "| elu | 60.0 ± 127.1 | 2 kB | 3.0 MB |", "12.706 standard errors of two runs"
 
 
 def test_a_run_translates_all_held_out_sentences_and_goes_into_the_file(monkeypatch, tmp_path):
