@@ -130,7 +130,7 @@ def summary(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 values = [run[kind] for run in seeds if run.get(kind) is not None]
                 if values:
                     deviation = stdev(values) if len(values) > 1 else None
-                    row[kind] = {"mean": fmean(values), "deviation": deviation}
+                    row[kind] = {"mean": fmean(values), "deviation": deviation, "count": len(values)}
             kept = ("parameters", "state_bytes_at_64", "state_bytes_at_4096")
             rows.append(row | {kind: seeds[0][kind] for kind in kept})
     return rows
@@ -154,8 +154,8 @@ def table(content: dict[str, Any]) -> str:
 
 
 def _spread(row: dict[str, Any], kind: str, scale: float) -> str:
-    mean, deviation, seeds = row[kind]["mean"], row[kind]["deviation"], row["seeds"]
-    interval = "" if deviation is None else f" ± {scale * STUDENT[seeds] * deviation / math.sqrt(seeds):.1f}"
+    mean, deviation, count = row[kind]["mean"], row[kind]["deviation"], row[kind]["count"]
+    interval = "" if deviation is None else f" ± {scale * STUDENT[count] * deviation / math.sqrt(count):.1f}"
     return f"{scale * mean:.1f}{interval}"
 
 

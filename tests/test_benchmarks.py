@@ -35,7 +35,7 @@ def test_means_over_seeds_and_their_confidence_intervals():
     ]
     summary = mechanisms.summary(runs)
     assert [row["seeds"] for row in summary] == [2]
-    assert summary[0]["exact"] == {"mean": pytest.approx(0.6), "deviation": pytest.approx(0.1 * 2**0.5)}
+    assert summary[0]["exact"] == {"mean": pytest.approx(0.6), "deviation": pytest.approx(0.1 * 2**0.5), "count": 2}
     text = mechanisms.table({"device": "cuda", "summary": summary})
     assert text.split("\n")[2] == "| elu | 60.0 ± 127.1 | 2 kB | 3.0 MB |", "12.706 standard errors of two runs"
 
@@ -56,7 +56,7 @@ def test_a_run_translates_all_held_out_sentences_and_goes_into_the_file(monkeypa
     mechanisms.save(tmp_path / "some.json", content, [text])
     stored = mechanisms.read(tmp_path / "some.json", None)
     assert stored["runs"][0]["bleu"] == pytest.approx(row["bleu"], abs=1e-4)
-    assert stored["summary"][0]["exact"] == {"mean": row["exact"], "deviation": None}
+    assert stored["summary"][0]["exact"] == {"mean": row["exact"], "deviation": None, "count": 1}
     assert mechanisms.read(tmp_path / "some_translations.json", None)[0]["translations"] == text["translations"]
 
 

@@ -9,11 +9,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import regard as rg
 from regard.core import cpu
+from regard.models.layers import linear as linear_file
 from regard.models.layers.linear import (
     Linear,
     by_machine_code,
     by_onednn,
     lay_together,
+    linear,
     projections,
     recorded_by_onednn,
 )
@@ -24,7 +26,7 @@ from regard.models.layers.network import RMSNorm
 @pytest.mark.parametrize("rows", [1, 2, 4, 7, 128, 129])
 def test_every_product_agrees_and_is_counted(monkeypatch, rows, missing):
     monkeypatch.setattr(cpu, "missing", cpu.missing if missing is None else lambda: missing)
-    monkeypatch.setattr(cpu, "HALVED_BLAS", False)
+    monkeypatch.setattr(cpu, "SLOW_BLAS", False)
     x, layer = torch.randn(2, rows, 512), Linear(512, 8192)
     with torch.no_grad():
         assert by_machine_code(x, layer.weight) == (rows <= 4 and cpu.missing() is None)
@@ -43,15 +45,15 @@ def test_every_product_agrees_and_is_counted(monkeypatch, rows, missing):
 
 
 @pytest.fixture
-def halved(monkeypatch):
+def slow_blas(monkeypatch):
     """As where BLAS multiplies at half the CPU's rate."""
-    monkeypatch.setattr(cpu, "HALVED_BLAS", True)
+    monkeypatch.setattr(cpu, "SLOW_BLAS", True)
 
 
 @pytest.mark.skipif(not cpu.MAY_COMPILE, reason="oneDNN cannot run here")
 @pytest.mark.parametrize("frozen", [None, "x", "weight", "bias"])
 @pytest.mark.parametrize(("rows", "width", "size"), [(128, 192, 512), (200, 512, 96), (3, 1024, 1024)])
-def test_where_blas_is_slow_onednn_computes_outputs_and_gradients(halved, rows, width, size, frozen):
+def test_where_blas_is_slow_onednn_computes_outputs_and_gradients(slow_blas, rows, width, size, frozen):
     x, layer = torch.randn(2, rows, width), Linear(width, size, bias=frozen != "bias")
     grad = torch.randn(size, 2, rows).permute(1, 2, 0)
     x.requires_grad_(frozen != "x")
@@ -78,13 +80,74 @@ def test_where_blas_is_slow_onednn_computes_outputs_and_gradients(halved, rows, 
         assert (ours - wanted).abs().max() <= 3e-6 * wanted.abs().max()
 
 
+class Shell(torch.Tensor):
+    """A subclass of a user's."""
+
+
+@pytest.mark.skipif(not cpu.MAY_COMPILE, reason="oneDNN cannot run here")
+def test_onednn_gets_dense_matrices_only_and_reads_a_bias_as_it_is(slow_blas, monkeypatch):
+    wide, dense = torch.randn(256, 2048), []
+
+    def watched(x, weight, bias, *others):
+        dense.append((weight.is_contiguous() or weight.t().is_contiguous()) and (bias is None or bias.is_contiguous()))
+        return onednn(x, weight, bias, *others)
+
+    onednn = torch.ops.mkldnn._linear_pointwise
+    monkeypatch.setattr(linear_file, "_onednn", watched)
+    for x in (wide[:, :512], wide[:, ::4], wide[:1, :512].expand(256, 512), torch.randn(2, 512, 128).mT):
+        for bias in (None, torch.arange(1024.0)[::2], torch.ones(1).expand(512), torch.ones(1), torch.ones(512)):
+            weight = torch.randn(512, 512)
+            leaves = [x.detach().requires_grad_(), weight.requires_grad_()]
+            out, exact = linear(*leaves, bias), F.linear(*leaves, bias)
+            assert (out - exact).abs().max() < 1e-3
+            for ours, plain in zip(
+                torch.autograd.grad(out.sum(), leaves), torch.autograd.grad(exact.sum(), leaves), strict=True
+            ):
+                assert (ours - plain).abs().max() <= 1e-4 * plain.abs().max()
+    assert dense == [True] * 48
+    x, weight = torch.randn(256, 512), torch.randn(512, 512)
+    assert recorded_by_onednn(x, weight)
+    assert recorded_by_onednn(x, weight.t())
+    for other in (torch.randn(512, 1024)[:, ::2], torch.randn(512, 1024)[:, :512], weight.as_subclass(Shell)):
+        assert not recorded_by_onednn(x, other)
+    torch.backends.mkldnn.enabled = False
+    try:
+        assert not recorded_by_onednn(x, weight)
+    finally:
+        torch.backends.mkldnn.enabled = True
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        linear(x[:, :300], weight)
+
+
+@pytest.mark.skipif(not cpu.MAY_COMPILE, reason="oneDNN cannot run here")
+def test_what_no_gradient_needs_is_not_kept(slow_blas):
+    x, weight = torch.randn(256, 512), torch.randn(512, 512)
+    for for_x in (False, True):
+        for for_weight in (False, True):
+            kept = []
+
+            def keep(tensor, kept=kept):
+                kept.append(tuple(tensor.shape))
+                return tensor
+
+            with torch.autograd.graph.saved_tensors_hooks(keep, torch.Tensor.detach):
+                linear(x.clone().requires_grad_(for_x), weight.clone().requires_grad_(for_weight))
+            assert sorted(kept) == [(256, 512)] * for_weight + [(512, 512)] * for_x
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_where_blas_is_slow_other_derivatives_take_torchs_product(halved):
+def test_where_blas_is_slow_other_derivatives_take_torchs_product(slow_blas):
     layer, x = Linear(512, 512), torch.randn(16, 512, requires_grad=True)
     assert recorded_by_onednn(x, layer.weight)
     assert not recorded_by_onednn(x[:4], layer.weight), "too small"
     with torch.autocast("cpu", torch.bfloat16):
         assert layer(x).dtype is torch.bfloat16
+    out = layer(x)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(torch.zeros_like(out), torch.ones_like(out))
+        (grad,) = torch.autograd.grad(out, x, dual)
+        tangent = forward_ad.unpack_dual(grad).tangent
+    assert (tangent - layer.weight.sum(0)).abs().max() < 1e-4
     (first,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
     (second,) = torch.autograd.grad(first.sum(), x)
     wanted = 2 * layer.weight.detach().sum(1) @ layer.weight.detach()

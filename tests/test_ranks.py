@@ -300,10 +300,12 @@ def own_model(folder):
     world = int(os.environ["WORLD_SIZE"])
     chosen = Settings(steps=6, batch_size=8, save_every=3, evaluate_every=3, precision="float64", schedule="constant")
     quiet = {"watch": lambda report: None}
-    with placed("cpu", "fsdp" if world > 1 else "ddp") as place:
+    with placed("cpu", "fsdp" if world == 2 else "ddp") as place:
         with pytest.raises(ValueError, match="watched") as error:
             train(Sums("accuracy"), chosen, folder / f"wrong-{world}", place=place, **quiet)
         train(Sums(), chosen, folder / f"own-{world}", place=place, **quiet)
+        halves = settings(steps=2, precision="bfloat16")
+        train(Counting(), halves, folder / f"halves-{world}", place=place, **quiet)
     return [losses(folder / f"own-{world}"), str(error.value), (folder / f"wrong-{world}").exists()]
 
 
@@ -311,9 +313,17 @@ def test_a_model_of_a_users_that_draws_its_weights_takes_no_memory_before_it_is_
     (alone,) = in_ranks(processes, 1, own_model, tmp_path)
     assert len(alone[0]) == 6
     assert alone[1:] == ["watched: expected a result of evaluate (loss), got 'accuracy'", False]
-    for ranks in in_ranks(processes, 2, own_model, tmp_path):
-        assert ranks[0] == pytest.approx(alone[0], abs=1e-10)
-        assert ranks[1:] == alone[1:]
+    for count in (2, 3):
+        for answer in in_ranks(processes, count, own_model, tmp_path):
+            assert answer[0] == pytest.approx(alone[0], abs=1e-10)
+            assert answer[1:] == alone[1:]
+
+
+def test_a_buffer_without_values_is_refused():
+    net = torch.nn.BatchNorm1d(2, device="meta")
+    net.initialise = net.reset_parameters
+    with pytest.raises(ValueError, match="model: expected buffers with values, got 'running_mean' on the meta device"):
+        fill(net, net, 0, torch.device("cpu"))
 
 
 # Checkpoints while training goes on

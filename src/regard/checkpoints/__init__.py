@@ -119,9 +119,9 @@ def load(
 
 
 def load_mapped(folder: Path, mechanisms: Sequence[UserMechanism], dtype: torch.dtype) -> Model:
-    """`load` a folder that `save` wrote, with tensors that stay in its file, memory-mapped: those of the dtype take no
-    memory until they are used, and give it back when others need it. The file must not change as long as the model is
-    used; writing to its tensors changes a private copy.
+    """`load` a folder that `save` wrote in our layout, with tensors that stay in its file, memory-mapped: those of the
+    dtype take no memory until they are used, and give it back when others need it. The file must not change as long as
+    the model is used; writing to its tensors changes a private copy.
 
     >>> import regard as rg, tempfile, torch
     >>> from pathlib import Path

@@ -34,13 +34,13 @@ def assemble(
     swapped: bool = False,
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
-    copied: bool = True,
+    joined: bool = True,
 ) -> Model:
     """Build a model and fill it with a file's tensors, by `shapes` (names and shapes) and `read`.
 
     Without `links` the file uses our names and has the mechanism's tensors too, unless the mechanism is `swapped` for
-    another. A file with several dtypes gives a model with one, `common_dtype`. What is read must be `copied`, or the
-    model's tensors stay where they are read from."""
+    another. A file with several dtypes gives a model with one, `common_dtype`. With `joined`, the weights of queries,
+    keys and values are copied next to each other."""
     _check_layers(config, len(shapes), path)
     model = _empty(build, config, path)
     brought = _brought(model)
@@ -63,7 +63,7 @@ def assemble(
         state[name] = tensor.to(device=device, dtype=counts.get(name, wanted_dtype))
     model.load_state_dict(state, assign=True)
     for module in model.modules():
-        if copied and isinstance(module, MultiHeadAttention):  # one product can then compute q, k and v of a token
+        if joined and isinstance(module, MultiHeadAttention):  # one product can then compute q, k and v of a token
             lay_together(module.W_q, module.W_k, module.W_v)
     return model.eval()
 

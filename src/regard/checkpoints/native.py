@@ -67,14 +67,14 @@ def load(
         config,
         None,
         source.shapes,
-        # A copy, since a memory-mapped tensor would change when its file does.
+        # If not `mapped`, a copy, since a memory-mapped tensor would change when its file does.
         source.read if mapped else lambda tensor_name: source.read(tensor_name).clone(),
         path=folder,
         ignored=ignored,
         swapped=mechanism is not None,
         dtype=dtype,
         device=device,
-        copied=not mapped,
+        joined=not mapped,
     )
 
 

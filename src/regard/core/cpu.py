@@ -21,19 +21,19 @@ LANES = 4 if _ARM else {"AVX512": 16, "AVX2": 8}.get(torch.backends.cpu.get_cpu_
 """Float32 numbers in a vector register of this CPU; 0 if we generate no code for it."""
 MATRIX_UNITS = bool(torch.cpu._is_amx_tile_supported())
 """Whether the CPU has matrix units for half precision (AMX), which our code does not use."""
-_MAKER = Path("/proc/cpuinfo")
+_CPUINFO = Path("/proc/cpuinfo")
 
 
-def _halved_blas() -> bool:
+def _slow_blas() -> bool:
     """Whether PyTorch multiplies float32 matrices at half the rate that the CPU has: Intel's MKL uses AVX-512 on
     Intel's CPUs only, and oneDNN wherever it is. (`ONEDNN_MAX_CPU_ISA` can lower what oneDNN uses.)"""
     if LANES != 16 or not torch.backends.mkl.is_available() or not torch.backends.mkldnn.is_available():
         return False
     lowered = not os.environ.get("ONEDNN_MAX_CPU_ISA", "AVX512").upper().startswith(("AVX512", "AVX10", "ALL", "DEF"))
-    return not lowered and _MAKER.is_file() and "GenuineIntel" not in _MAKER.read_text(encoding="utf-8")
+    return not lowered and _CPUINFO.is_file() and "GenuineIntel" not in _CPUINFO.read_text(encoding="utf-8")
 
 
-HALVED_BLAS = _halved_blas()
+SLOW_BLAS = _slow_blas()
 """Whether oneDNN multiplies float32 matrices twice as fast as PyTorch's BLAS."""
 _OPENMP = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*"))
 _FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)

@@ -12,7 +12,8 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import _disable_current_modes
 
 Constant = TypeVar("Constant")
-_PLAIN = {Tensor, Parameter}
+TENSORS = {Tensor, Parameter}
+"""The types of tensors whose memory may be read; not those of subclasses."""
 
 
 def transformed() -> bool:
@@ -137,7 +138,7 @@ def direct(*tensors: Tensor) -> bool:
     if torch._C._autograd._profiler_enabled() or torch._C._len_torch_function_stack() > 0:
         return False
     for tensor in tensors:  # noqa: SIM110 - a loop takes half the time, and every decode step runs this
-        if type(tensor) not in _PLAIN or tensor.is_neg():  # a negative view: its memory holds -x
+        if type(tensor) not in TENSORS or tensor.is_neg():  # a negative view: its memory holds -x
             return False
     return True
 

@@ -18,8 +18,8 @@ SHIPPED = "regard."
 def check_task(task: Task, runner: Any = None) -> None:
     """Raise ValueError unless the terms of the loss have totals and counts, and `evaluate` gives what is `watched`.
 
-    The model is evaluated and tested once, in eval mode; random states stay as they are. `runner` is its `Objective`,
-    or that which wraps it for a sharded model.
+    The model is evaluated and tested once, in eval mode; random states stay as they are. `runner` calls the
+    model: the task's `Objective`, or its FSDP wrapper.
 
     >>> import torch
     >>> from regard.training.checked import check_task

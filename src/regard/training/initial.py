@@ -3,7 +3,7 @@
 It is built without memory for the weights that `initialise` draws, and filled afterwards. In a sharded run it is
 sharded before it is filled: a process draws the weights one after another, each as a whole, as one process does, and
 keeps its part. No process ever holds the model, and the weights are the same for every number of processes. (A model
-that training starts from, recipes/started.py, stays in its file until it is sharded.)
+that training starts from is saved by rank 0, and stays in that file until it is sharded: recipes/started.py.)
 """
 
 from collections.abc import Callable, Iterator
@@ -87,6 +87,8 @@ def fill(module: nn.Module, model: nn.Module, seed: int, device: torch.device) -
             "model: expected weights, or a method `initialise` that draws them, got a "
             f"{type(model).__name__} on the meta device"
         )
+    if buffers := [name for name, buffer in model.named_buffers() if buffer.is_meta]:
+        raise ValueError(f"model: expected buffers with values, got {buffers[0]!r} on the meta device")
     empty = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     module._apply(lambda tensor: torch.full_like(tensor, torch.nan, device=device) if tensor.is_meta else tensor)
     torch.manual_seed(seed)

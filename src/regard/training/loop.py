@@ -183,11 +183,11 @@ class _Run:
         self.record = run_file.read(folder)
         begins = not self.record
         self._confirm(restart)
-        model, empty = task.model.train(), without_memory(task.model)
-        if not empty:
-            model.to(place.device)
-        if settings.precision == "float64" and not empty:
-            model.double()
+        model, sharded = task.model.train(), place.sharded and place.world > 1
+        drawn, dtype = without_memory(model), torch.float64 if settings.precision == "float64" else None
+        if not sharded:
+            fill(model, model, settings.seed, torch.device("cpu"))
+            model.to(device=place.device, dtype=dtype)
         if settings.recompute:
             _recompute(model)
         self.objective = Objective(task)
@@ -195,11 +195,11 @@ class _Run:
             # On an H200 the loss over 50,000 tokens takes 2.4 ms with inductor's single-pass softmax, 1.8 ms with two.
             self.objective.compile(options={"online_softmax": False} if place.device.type == "cuda" else None)
         self.runner = spread(self.objective, place, settings.precision)
-        self.forward = self.runner if place.sharded else self.objective  # without a backward pass after it
-        fill(self.objective, model, settings.seed, place.device)
+        self.evaluated = self.runner if place.sharded else self.objective  # what evaluations call
+        if sharded:  # its parts are on the device, or without memory
+            fill(self.objective, model, settings.seed, place.device)
+            self.objective.to(dtype=dtype)
         torch.manual_seed(settings.seed * 65537 + place.rank + 1)
-        if settings.precision == "float64" and empty:  # drawn in float32, as one process does
-            self.objective.double()
         self.optimizer = adamw(self.objective, settings)
         self.average = None if settings.ema is None else Average(self.objective.model, settings.ema)
         self.sizes = task.sizes()
@@ -212,9 +212,9 @@ class _Run:
         self.pending: deque[_Pending] = deque()
         self.loss = math.nan
         self.resumed = self._resume()
-        if begins or (empty and not self.resumed):
-            with self._eager(), resharded(self.runner):
-                check_task(task, self.forward)
+        if begins or (drawn and not self.resumed):
+            with self._precision(), self._eager(), resharded(self.runner):
+                check_task(task, self.evaluated)
         store.together(self._begin)
 
     def _confirm(self, restart: bool) -> None:
@@ -384,7 +384,7 @@ class _Run:
     def _measured(self, measure: Measure) -> dict[str, float]:
         self.objective.eval()
         with torch.no_grad(), self._precision(), self._eager(), resharded(self.runner), dividing(self.place):
-            results: dict[str, float] = self.forward(measure)
+            results: dict[str, float] = self.evaluated(measure)
         self.objective.train()
         return store.together(lambda: results)[0]  # all processes choose the same model
 

@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import torch
+
 from regard.checkpoints.errors import CheckpointError
 from regard.checkpoints.native import with_windows
 from regard.core.files import write_text
@@ -29,7 +31,7 @@ from regard.core.mechanisms.user_modules import absolute
 from regard.training import own, run_file
 from regard.training.batches import check_sizes
 from regard.training.checked import check_task
-from regard.training.initial import filled_later, without_memory
+from regard.training.initial import fill, filled_later, without_memory
 from regard.training.lock import LOCK, one_writer, writer
 from regard.training.metrics import check_loggers
 from regard.training.parallel import Place
@@ -71,7 +73,11 @@ def begin(name: str, options: Any, settings: Settings, folder: str | Path, place
         with one_writer(beside) if place.first else nullcontext():
             task = _built(name, options, settings, beside, place)
             check_sizes(task.sizes(), settings.batch_tokens)
-            if not without_memory(task.model):  # training checks it when it is filled
+            if not (place.sharded and place.world > 1):
+                fill(task.model, task.model, settings.seed, torch.device("cpu"))
+            if not without_memory(
+                task.model
+            ):  # if it is, training checks the task when the model is sharded and filled
                 check_task(task)
             values = {
                 "regard": run_file.VERSION,

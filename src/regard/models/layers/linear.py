@@ -4,7 +4,7 @@ Torch computes float32 linear layers with BLAS, which is optimised for many rows
 rows without gradients, our JIT-compiled code (linear_code.py) reads the weights once: 1.1 to 2 times as fast as the
 better of torch's two products, 1.7 times for a decoder's head (AMD EPYC, AVX-512 and AVX2). oneDNN, which torch uses
 for half precision, is 1.2 to 1.7 times as fast as BLAS for up to 256 rows and large weights. Where torch's BLAS is
-Intel's and the CPU is not (`HALVED_BLAS`), oneDNN is 1.5 to 2.5 times as fast for all but small products, and computes
+Intel's and the CPU is not (`SLOW_BLAS`), oneDNN is 1.5 to 2.5 times as fast for all but small products, and computes
 those of the backward pass, too.
 """
 
@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from regard.core import cpu
-from regard.core.eager import batched, readable
+from regard.core.eager import TENSORS, batched, readable, transformed
 from regard.core.paths import decode
 
 LEAST_WEIGHTS, LEAST_WEIGHTS_BY_ONEDNN = 100_000, 4_000_000
 """BLAS multiplies smaller weights, since it has less overhead per call."""
-LEAST_BY_ONEDNN = 2**21
+LEAST_MULTIPLICATIONS = 2**21
 """Products of fewer multiplications are BLAS's also where it is slow: oneDNN has more overhead per call."""
 MULTIPLE = 16
 """Machine code needs a width that is a multiple of this, the number of lanes of the widest registers."""
@@ -52,38 +52,44 @@ def linear(x: Float[Tensor, "*b D"], weight: Float[Tensor, "E D"], bias: Float[T
     if by_machine_code(x, weight):
         out = torch.ops.regard.linear(x, weight, None)
         return out if bias is None else out.add_(bias)
+    if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype is not weight.dtype):
+        return F.linear(x, weight, bias)
     if by_onednn(x, weight):
         return _by_onednn(x, weight, bias)
     if recorded_by_onednn(x, weight):
-        recorded: Tensor = _Recorded.apply(x, weight, bias)  # type: ignore[no-untyped-call]
+        recorded: Tensor = _ByOneDNN.apply(x, weight, bias)  # type: ignore[no-untyped-call]
         return recorded
     return F.linear(x, weight, bias)
 
 
 def _by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    out: Tensor = _onednn(x, weight, bias, "none", [], "")
+    """It reads a bias as if it were contiguous. The weight must be dense, or transposed; if not, it takes seconds."""
+    out: Tensor = _onednn(x, weight, None if bias is None else bias.contiguous(), "none", [], "")
     return out
 
 
-class _Recorded(torch.autograd.Function):
-    """x W^T + b with gradients, all products by oneDNN."""
+class _ByOneDNN(torch.autograd.Function):
+    """x W^T + b with gradients, all products by oneDNN. It is not told which gradients somebody asks for:
+    `torch.autograd.grad(out, x)` computes the weight's, too, if the weight requires one."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        for_x, for_weight, _ = ctx.needs_input_grad
+        ctx.save_for_backward(x if for_weight else None, weight if for_x else None)
         return _by_onednn(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
-        plain = torch.is_grad_enabled() or batched(grad)  # oneDNN's product has neither gradients nor vmap
-        for_x, for_weight, for_bias = ctx.needs_input_grad
-        grads, tokens = grad.reshape(-1, weight.shape[0]), x.reshape(-1, weight.shape[1])
-        return (
-            (grad @ weight if plain else _by_onednn(grad, weight.t())) if for_x else None,
-            (grads.t() @ tokens if plain else _weight_gradient(grads, tokens)) if for_weight else None,
-            grads.sum(0) if for_bias else None,
-        )
+        # oneDNN's product has no gradients, no tangents and no vmap.
+        plain = torch.is_grad_enabled() or batched(grad) or transformed()
+        grads, for_x, for_weight = grad.reshape(-1, grad.shape[-1]), None, None
+        if weight is not None:
+            for_x = grad @ weight if plain else _by_onednn(grad, weight.t())
+        if x is not None:
+            tokens = x.reshape(-1, x.shape[-1])
+            for_weight = grads.t() @ tokens if plain else _weight_gradient(grads.contiguous(), tokens.contiguous())
+        return for_x, for_weight, grads.sum(0) if ctx.needs_input_grad[2] else None
 
 
 def _weight_gradient(grads: Float[Tensor, "N E"], tokens: Float[Tensor, "N D"]) -> Float[Tensor, "E D"]:
@@ -95,7 +101,7 @@ def _weight_gradient(grads: Float[Tensor, "N E"], tokens: Float[Tensor, "N D"]) 
 
 def by_machine_code(x: Tensor, weight: Tensor) -> bool:
     """Whether our JIT-compiled product can be used and is faster than torch's."""
-    rows, width = _rows(x, weight), weight.shape[1]
+    rows, width = _rows(x), x.shape[-1]
     return (
         rows > 0
         and (rows <= 2 or rows * width <= MOST_NUMBERS)
@@ -110,39 +116,50 @@ def by_machine_code(x: Tensor, weight: Tensor) -> bool:
 def by_onednn(x: Tensor, weight: Tensor) -> bool:
     """Whether oneDNN's product can be used without gradients and is clearly faster than BLAS. Where BLAS is not slow,
     oneDNN gains 10 or 20 % on other shapes and, except for one row, has two to three times the rounding error."""
-    return _plainly(x, weight) and _faster_by_onednn(x, weight)
+    return _faster_by_onednn(x, weight) and _plainly(x, weight)
 
 
 def recorded_by_onednn(x: Tensor, weight: Tensor) -> bool:
-    """The same where gradients are recorded."""
-    return cpu.HALVED_BLAS and torch.is_grad_enabled() and _float32(x, weight) and _faster_by_onednn(x, weight)
+    """Whether oneDNN computes a product whose gradients are recorded, and them."""
+    return cpu.SLOW_BLAS and torch.is_grad_enabled() and _faster_by_onednn(x, weight) and _plain_product(x, weight)
 
 
 def _faster_by_onednn(x: Tensor, weight: Tensor) -> bool:
-    rows = _rows(x, weight)
-    if cpu.HALVED_BLAS:
-        enough = rows * weight.numel() >= LEAST_BY_ONEDNN
-    else:
-        enough = 0 < rows <= 256 and weight.numel() >= (LEAST_WEIGHTS if rows == 1 else LEAST_WEIGHTS_BY_ONEDNN)
-    return enough and _onednn is not None and cpu.MAY_COMPILE
+    rows, size = _rows(x), weight.numel()
+    enough = 0 < rows <= 256 and size >= (LEAST_WEIGHTS if rows == 1 else LEAST_WEIGHTS_BY_ONEDNN)
+    return (
+        (enough or (cpu.SLOW_BLAS and rows * size >= LEAST_MULTIPLICATIONS))
+        and _onednn is not None
+        and cpu.MAY_COMPILE
+        and torch._C._get_mkldnn_enabled()
+        and (weight.is_contiguous() or weight.t().is_contiguous())
+    )
 
 
-def _rows(x: Tensor, weight: Tensor) -> int:
+def _rows(x: Tensor) -> int:
     """The number of rows to multiply; 0 under torch.compile, where it may be symbolic and torch's product is used."""
-    return 0 if torch.compiler.is_compiling() else x.numel() // max(1, weight.shape[1])
+    return 0 if torch.compiler.is_compiling() else x.numel() // max(1, x.shape[-1])
 
 
 def _plainly(x: Tensor, weight: Tensor) -> bool:
-    """Whether this is a plain float32 product on the CPU: no gradients, no tracing, no autocast."""
-    return not torch.is_grad_enabled() and _float32(x, weight)
+    """Whether this is a plain float32 product on the CPU, and no gradients are recorded."""
+    return not torch.is_grad_enabled() and _plain_product(x, weight)
 
 
-def _float32(x: Tensor, weight: Tensor) -> bool:
+def _plain_product(x: Tensor, weight: Tensor) -> bool:
+    """Whether this is a float32 product on the CPU of tensors as they are: no subclasses, no tracing, no autocast."""
     return (
         x.dtype is weight.dtype is torch.float32
         and x.is_cpu
         and weight.is_cpu
+        and type(x) in TENSORS
+        and type(weight) in TENSORS
+        and weight.layout is torch.strided
+        and weight.ndim == 2
+        and x.ndim > 0
+        and x.shape[-1] == weight.shape[1]
         and not torch.is_autocast_enabled("cpu")
+        and torch._C._get_tracing_state() is None
         and readable(x, weight)
     )
 
@@ -236,7 +253,7 @@ def _multiply(x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
     out = torch.empty(*x.shape[:-1], rows, dtype=torch.float32, device="cpu")
     code, fields, tasks, step, block = _program(kind, rows, width, threads, cpu.LANES)
     places = weight.data_ptr(), 0 if scale is None else scale.data_ptr()
-    tokens, most = _rows(x, weight), max(24, MOST_TOKENS_WIDE // width)
+    tokens, most = _rows(x), max(24, MOST_TOKENS_WIDE // width)
     for first in range(0, tokens, most):
         count, read, written = min(most, tokens - first), x.data_ptr() + 4 * first * width, 4 * first * rows
         arguments = fields(0, tasks, count, width, rows, step, block, read, *places, out.data_ptr() + written)
