@@ -59,7 +59,7 @@ def proportion(share: float, count: int) -> Estimate:
 )
 def pretraining(
     *,
-    steps: Annotated[int, Between(1, 4000, log=True)] = 500,
+    steps: Annotated[int, Between(1, 4000, log=True)] = 1000,
     documents: Annotated[int, Between(40, 4000, log=True)] = 800,
     embedding_dim: Annotated[int, Between(8, 256, log=True)] = 64,
     num_layers: Annotated[int, Between(1, 6)] = 2,
