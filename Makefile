@@ -32,7 +32,7 @@ pictures: $(READY) ## every picture in docs/, from the code and the committed re
 	$(BIN)/python docs/pictures.py
 	$(BIN)/python docs/explorer_pictures.py # says what is missing where there is no Chromium
 
-lab: $(READY) ## every statement about attention, run: docs/lab, in a minute on two cores; goes on where it was stopped
+lab: $(READY) ## every statement about attention, run: docs/lab, in two minutes on two cores; goes on where it was stopped
 	$(BIN)/regard lab report --out docs/lab
 
 check: $(READY) ## every law on every mechanism
