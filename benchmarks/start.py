@@ -161,8 +161,9 @@ def cells() -> Iterator[tuple[Cell, int]]:
                 yield replace(plain, size=size), SEEDS
                 yield replace(chosen, size=size, rate=2 * recipe.rate), SEEDS
         if task == "lm":
-            for cell in (chosen, plain, before):
-                yield replace(cell, size=size, steps=LONGER, warmup=LONGER_WARMUP), SEEDS
+            longer = {"size": size, "steps": LONGER, "warmup": LONGER_WARMUP}
+            yield from ((replace(cell, **longer), SEEDS) for cell in (chosen, plain, before))
+            yield replace(plain, **longer, rate=2 * PLAIN_RATE), 1
 
 
 def begin(model: nn.Module, start: str, seed: int) -> None:

@@ -222,24 +222,27 @@ STARTS = {
 def start() -> Figure:
     """How trainings begin, as `benchmarks/start.py` has measured it."""
     measured = json.loads((RESULTS / "start.json").read_text())
-    runs = [run for run in measured["runs"] if run["mechanism"] == "softmax" and run["warmup"] == 50]
-    sizes = list(dict.fromkeys(run["size"] for run in runs if run["task"] == "lm"))
+    every = [run for run in measured["runs"] if run["mechanism"] == "softmax"]
+    runs = [run for run in every if run["warmup"] == 50]
+    trained = dict.fromkeys((run["size"], run["steps"]) for run in every if run["task"] == "lm")
+    trained = sorted(trained, key=lambda cell: (cell[1], int(cell[0].split()[0])))
     figure = new_figure(
-        13,
+        15,
         4.8,
         title="How a training begins: initialisations, and a plain loop as nanoGPT's",
         note="Decoders on the standard library's source, 1,024 tokens a step; marks are runs, lines means. Right: "
         "the change of the last held-out loss where W_o and the network's second matrix are divided (lm: and others "
         f"drawn by their width), a mark for each seed. {machine(measured['environment'])}.",
     )
-    *panels, models = figure.subplots(1, len(sizes) + 1)
-    lines = {"0.02, as before": ("0.02", 3e-3), "by width, divided: now": ("third, residual", 3e-3),
-             "plain loop, its best rate": ("plain loop", 1.5e-3)}  # fmt: skip
-    for axes, size in zip(panels, sizes, strict=True):
+    *panels, models = figure.subplots(1, len(trained) + 1)
+    lines = {"deviation 0.02": ("0.02", 3e-3), "1/√(3·fan-in), divided": ("third, residual", 3e-3),
+             "plain loop": ("plain loop", 1.5e-3)}  # fmt: skip
+    for axes, (size, length) in zip(panels, trained, strict=True):
         for (name, (kind, rate)), (colour, marker) in zip(lines.items(), line_styles(len(lines)), strict=True):
             same = [
-                run for run in runs
-                if (run["task"], run["size"], run["start"], run["rate"]) == ("lm", size, kind, rate)
+                run for run in (runs if length < 1000 else every)
+                if (run["task"], run["size"], run["steps"]) == ("lm", size, length)
+                and (run["start"], run["rate"]) == (kind, rate)
             ]  # fmt: skip
             if not same:
                 continue
