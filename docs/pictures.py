@@ -251,7 +251,12 @@ def start() -> Figure:
             axes.plot(steps, [fmean(column) for column in zip(*losses, strict=True)], color=colour, label=name)
             for values in losses:
                 axes.plot(steps, values, marker, color=colour, markersize=3.5)
-        dress(axes, title=f"lm, width {size.replace(' × ', ', layers ')}", x="steps", y="held-out loss (nats)")
+        dress(
+            axes,
+            title=f"lm, width {size.replace(' × ', ', layers ')}, {length:,} steps",
+            x="steps",
+            y="held-out loss (nats)",
+        )
     panels[0].legend(frameon=False, fontsize=8)
     names = []
     for (task, (before, after)), (colour, marker) in zip(STARTS.items(), line_styles(len(STARTS)), strict=True):

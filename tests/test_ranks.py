@@ -276,7 +276,7 @@ class Sums(Task):
 
     def __init__(self, watched="loss"):
         self.model, self.watched = Drawn(), (watched, "least")
-        self.x = torch.randn(64, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        self.x = torch.randn(64, 3, generator=torch.Generator().manual_seed(0))
 
     def sizes(self):
         return [1] * len(self.x)
@@ -288,35 +288,37 @@ class Sums(Task):
         return {"square": len(batch["x"])}
 
     def totals(self, model, batch):
-        x = batch["x"]
+        x = batch["x"].to(next(model.parameters()).dtype)
         return {"square": (model(x) - x.sum(1, keepdim=True)).square().sum()}
 
     def evaluate(self, model):
         return {"loss": float(self.totals(model, {"x": self.x[:9]})["square"])}
 
 
+OWN = {"steps": 6, "batch_size": 8, "save_every": 3, "evaluate_every": 3, "schedule": "constant"}
+
+
 def own_model(folder):
-    """In one of several processes: the losses of a user's model, and what is said of a task that is wrong."""
-    world = int(os.environ["WORLD_SIZE"])
-    chosen = Settings(steps=6, batch_size=8, save_every=3, evaluate_every=3, precision="float64", schedule="constant")
-    quiet = {"watch": lambda report: None}
-    with placed("cpu", "fsdp" if world == 2 else "ddp") as place:
-        with pytest.raises(ValueError, match="watched") as error:
-            train(Sums("accuracy"), chosen, folder / f"wrong-{world}", place=place, **quiet)
-        train(Sums(), chosen, folder / f"own-{world}", place=place, **quiet)
-        halves = settings(steps=2, precision="bfloat16")
-        train(Counting(), halves, folder / f"halves-{world}", place=place, **quiet)
-    return [losses(folder / f"own-{world}"), str(error.value), (folder / f"wrong-{world}").exists()]
+    """In one of several processes, sharded and not: the losses of a user's model, and what is said of a wrong task."""
+    answers, quiet = [], {"watch": lambda report: None}
+    for strategy in ("fsdp", "ddp"):
+        with placed("cpu", strategy) as place:
+            chosen = {"place": place, **quiet}
+            with pytest.raises(ValueError, match="watched") as error:
+                train(Sums("accuracy"), Settings(**OWN), folder / f"wrong-{strategy}", **chosen)
+            train(Sums(), Settings(**OWN, precision="float64"), folder / strategy, **chosen)
+            train(Counting(), settings(steps=2, precision="bfloat16"), folder / f"halves-{strategy}", **chosen)
+        answers.append([losses(folder / strategy), str(error.value), (folder / f"wrong-{strategy}").exists()])
+    return answers
 
 
-def test_a_model_of_a_users_that_draws_its_weights_takes_no_memory_before_it_is_sharded(processes, tmp_path):
-    (alone,) = in_ranks(processes, 1, own_model, tmp_path)
-    assert len(alone[0]) == 6
-    assert alone[1:] == ["watched: expected a result of evaluate (loss), got 'accuracy'", False]
-    for count in (2, 3):
-        for answer in in_ranks(processes, count, own_model, tmp_path):
-            assert answer[0] == pytest.approx(alone[0], abs=1e-10)
-            assert answer[1:] == alone[1:]
+def test_a_model_of_a_users_may_draw_its_weights_when_it_is_sharded(processes, tmp_path):
+    train(Sums(), Settings(**OWN, precision="float64"), tmp_path / "alone", watch=lambda report: None)
+    for answers in in_ranks(processes, 2, own_model, tmp_path):
+        for values, error, left in answers:
+            assert values == pytest.approx(losses(tmp_path / "alone"), abs=1e-10)
+            assert error == "watched: expected a result of evaluate (loss), got 'accuracy'"
+            assert not left, "a start that fails leaves nothing"
 
 
 def test_a_buffer_without_values_is_refused():

@@ -143,7 +143,8 @@ def train(
 @contextmanager
 def _place(model: nn.Module) -> Iterator[Place]:
     """The place of this process in a process group, or where torchrun put it; otherwise alone, where the model is."""
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    devices = (parameter.device for parameter in model.parameters() if not parameter.is_meta)
+    device = next(devices, torch.device("cpu"))
     if dist.is_available() and dist.is_initialized():
         yield Place(dist.get_rank(), dist.get_world_size(), device)
     elif "RANK" in os.environ:
