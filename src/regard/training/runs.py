@@ -75,9 +75,7 @@ def begin(name: str, options: Any, settings: Settings, folder: str | Path, place
             check_sizes(task.sizes(), settings.batch_tokens)
             if not (place.sharded and place.world > 1):
                 fill(task.model, task.model, settings.seed, torch.device("cpu"))
-            if not without_memory(
-                task.model
-            ):  # if it is, training checks the task when the model is sharded and filled
+            if not without_memory(task.model):  # otherwise training checks the task, when the model is filled
                 check_task(task)
             values = {
                 "regard": run_file.VERSION,
