@@ -2,8 +2,9 @@
 
     python benchmarks/products.py --out benchmarks/results/products.json
 
-Medians of 30 calls in turn. An error is the largest difference to the float64 product, as a share of its largest number.
-Where PyTorch's BLAS is Intel's MKL and the processor is not Intel's, MKL leaves AVX-512 unused (`core.cpu.SLOW_BLAS`).
+Medians of 30 calls in turn. An error is the largest difference to the float64 product, as a share of that one's largest
+number. Where PyTorch's BLAS is Intel's MKL and the processor is not Intel's, MKL leaves AVX-512 unused
+(`core.cpu.SLOW_BLAS`).
 """
 
 import argparse

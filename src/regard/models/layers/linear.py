@@ -4,7 +4,7 @@ Torch computes float32 linear layers with BLAS, which is optimised for many rows
 rows without gradients, our JIT-compiled code (linear_code.py) reads the weights once: 1.1 to 2 times as fast as the
 better of torch's two products, 1.7 times for a decoder's head (AMD EPYC, AVX-512 and AVX2). oneDNN, which torch uses
 for half precision, is 1.2 to 1.7 times as fast as BLAS for up to 256 rows and large weights. Where torch's BLAS is
-Intel's and the CPU is not (`SLOW_BLAS`), oneDNN is 1.5 to 2.5 times as fast for all but small products, and computes
+Intel's and the CPU is not (`SLOW_BLAS`), oneDNN is 1.4 to 2.4 times as fast for all but small products, and computes
 those of the backward pass, too.
 """
 
